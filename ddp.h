@@ -1,0 +1,6458 @@
+/*  ddp.h - parallel training primitives for C, C++ and CUDA programs, in one header.
+
+    Ranks, collectives, a gradient reducer, micro-batch accumulation and data samplers for one machine; other machines
+    and GPUs come in through backends and devices with the same calls.
+
+USAGE
+    #define DDP_IMPLEMENTATION             in exactly one source file of the program, before including this header
+    #include "ddp.h"
+    Link with -lpthread -lm. Every other file includes ddp.h plainly.
+
+EXAMPLE
+    #define DDP_IMPLEMENTATION
+    #include "ddp.h"
+    #include <stdio.h>
+
+    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank
+        float gradient[1000], *weights = (float *)user;
+        for (int i = 0; i < 1000; i++) gradient[i] = weights[i] * (float)(ddp_rank(world) + 1);
+        ddp_result result = ddp_all_reduce(world, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (ddp_rank(world) == 0) printf("average of the last gradient: %g\n", gradient[999]);
+        return result;
+    }
+
+    int main(void) {
+        static float weights[1000];
+        ddp_launch_desc desc = DDP_ZERO;                         // zero means default, field by field
+        desc.world_size = 2;
+        for (int i = 0; i < 1000; i++) weights[i] = 1.0f;
+        if (ddp_launch(&desc, train, weights) == DDP_OK) return 0;
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
+    }
+
+CONTENTS      (search for the tags)
+    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce  >>impl-half
+    >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local
+    >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group  >>impl-launch
+    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-public
+
+CONCEPTS
+    Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
+    Group      everything hangs off a ddp_group *. There are no globals; a process may hold many groups. One thread at a
+               time issues calls on a group.
+    Collective a call that every rank of the group makes, in the same order, with the same arguments where its comment says
+               so. Each call carries a fingerprint that is compared on arrival.
+    Work       with work == NULL a call blocks. Otherwise it returns at once, a communication thread of this rank carries it
+               out in the order issued, and ddp_wait ends it. Buffers belong to the call until then.
+    Tree order SUM and AVG add in a fixed binary tree over rank index: a range of n ranks splits at the largest power of two
+               below n. W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
+    Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it
+               copy nothing. Any other memory works too, through chunks that stay in cache.
+
+ERRORS
+    Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line of text for
+    this thread, such as
+      rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
+    A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns
+    its code, and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued
+    changes nothing. Nothing waits longer than timeout_ms.
+
+CONFIG MACROS (define before including)
+    DDP_IMPLEMENTATION      also compile the bodies, here
+    DDP_STATIC              make every function static: a private copy for one source file
+    DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
+
+NOT DONE HERE
+    Traffic between machines (Open MPI, NCCL) is a backend, not this file. No matrix products, no autograd, no file formats.
+*/
+#ifndef DDP_H
+#define DDP_H
+
+#define DDP_VERSION_MAJOR 0
+#define DDP_VERSION_MINOR 1
+#define DDP_VERSION_PATCH 0
+
+//== config ============================================================================================== >>config
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
+#error "ddp.h promises the same bits everywhere, which -ffast-math breaks: compile without it, or define DDP_ALLOW_FAST_MATH"
+#endif
+
+#if defined(__cplusplus)
+#define DDP_ZERO {}
+#else
+#define DDP_ZERO {0}
+#endif
+
+#if defined(DDP_STATIC)
+#if defined(__GNUC__)
+#define DDPDEF static __attribute__((unused))
+#else
+#define DDPDEF static
+#endif
+#else
+#define DDPDEF extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+//== types ================================================================================================ >>types
+
+/* One list gives the enum, its names and its sentences. */
+#define DDP_RESULTS(X)                                                                        \
+    X(DDP_OK, 0, "success")                                                                   \
+    X(DDP_ERR_INVALID, -1, "an argument is wrong")                                            \
+    X(DDP_ERR_NO_MEMORY, -2, "memory could not be allocated")                                 \
+    X(DDP_ERR_SYSTEM, -3, "a system call failed")                                             \
+    X(DDP_ERR_TIMEOUT, -4, "a rank did not arrive in time")                                   \
+    X(DDP_ERR_PEER_LOST, -5, "a rank died or left")                                           \
+    X(DDP_ERR_MISMATCH, -6, "ranks made different calls")                                     \
+    X(DDP_ERR_POISONED, -7, "the group failed earlier")                                       \
+    X(DDP_ERR_UNSUPPORTED, -8, "not available in this build or on this backend")              \
+    X(DDP_ERR_CORRUPT, -9, "stored data is damaged")                                          \
+    X(DDP_ERR_ENGINE, -10, "a library underneath (MPI, NCCL, CUDA) failed")
+
+typedef enum ddp_result {
+#define DDP_X(name, value, text) name = value,
+    DDP_RESULTS(DDP_X)
+#undef DDP_X
+} ddp_result;
+
+typedef enum ddp_dtype {
+    DDP_DTYPE_DEFAULT = 0, /* in descs: the dtype of the tensor concerned */
+    DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64
+} ddp_dtype;
+
+/* Sums of integers wrap; AVG divides the wrapped sum, truncating. MIN and MAX of floats give NaN when any input is NaN. */
+typedef enum ddp_op { DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MIN, DDP_OP_MAX, DDP_OP_PROD } ddp_op;
+
+typedef enum ddp_order { DDP_ORDER_DEFAULT = 0 /* tree on CPU backends, any on NCCL */, DDP_ORDER_TREE, DDP_ORDER_ANY } ddp_order;
+
+#define DDP_MAX_NDIM 8
+#define DDP_MAX_LOCAL_RANKS 64 /* ranks of one group on one machine */
+
+/* A view of memory: row-major, contiguous. It owns nothing. ndim 0 is one element. */
+typedef struct ddp_tensor {
+    void *data;
+    ddp_dtype dtype;
+    int ndim;
+    int64_t shape[DDP_MAX_NDIM];
+} ddp_tensor;
+
+/* A trained parameter and its gradient. Two entries with the same value.data are two uses of one tied parameter, each with
+   a gradient of its own. */
+typedef struct ddp_param {
+    const char *name;
+    ddp_tensor value;
+    ddp_tensor grad; /* dtype and shape 0 = as value; data NULL = placed by the reducer */
+} ddp_param;
+
+typedef struct ddp_group ddp_group;
+typedef struct ddp_backend ddp_backend; /* >>spi */
+typedef struct ddp_device ddp_device;   /* >>spi */
+typedef struct ddp_reducer ddp_reducer;
+typedef struct ddp_accumulator ddp_accumulator;
+typedef struct ddp_join ddp_join;
+
+/* Handle of an asynchronous call; zero-initialised or from a finished wait it stands for nothing. Copying it is fine,
+   waiting for it twice is not. */
+typedef struct ddp_work {
+    void *op;
+    uint64_t ticket;
+} ddp_work;
+
+/* The order of an epoch. */
+typedef enum ddp_shuffle {
+    DDP_SHUFFLE_TORCH = 0,        /* index for index what PyTorch 2.6 and newer gives for the same seed and epoch */
+    DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
+    DDP_SHUFFLE_HASHED            /* a keyed bijection: no memory, any position in constant time, up to 2^63 - 1 samples */
+} ddp_shuffle;
+
+/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. The same on every
+   rank that saves after the same number of samples. */
+typedef struct ddp_sampler_state {
+    uint64_t seed, epoch;
+    int64_t dataset_size;
+    int64_t position;             /* of the epoch's order, entries [0, position) are used up ... */
+    int64_t block_offset;         /* ... and, where this is not 0, so many of each rank's block of the next global batch */
+    int64_t num_replicas;         /* of the sampler that saved; with global_batch it tells the blocks */
+    int64_t global_batch;
+    int32_t shuffle, no_shuffle;
+} ddp_sampler_state;
+
+//== descs ================================================================================================ >>descs
+
+typedef struct ddp_group_desc {
+    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank */
+    int rank, world_size;    /* world_size 0 = from init_method; otherwise this rank's number and how many there are */
+    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
+    ddp_order order;         /* 0 = tree on CPU backends */
+    const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
+    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
+    const ddp_device *device;   /* NULL = the CPU */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
+    void (*free_fn)(void *memory, void *user);        /* NULL = free */
+    void *user;
+    void (*log_fn)(const char *text, void *user);     /* NULL = silent; notices such as a fallback taken */
+} ddp_group_desc;
+
+typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
+
+typedef struct ddp_launch_desc {
+    int world_size;       /* 0 = one rank per core this process may use */
+    ddp_launch_mode mode; /* 0 = processes */
+    int max_restarts;     /* 0 = none; after a failure all ranks start again, at most so often (processes) */
+    const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
+    int device_count;
+    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS alone */
+    ddp_group_desc group; /* timeout_ms, order, name, allocators, ... of the world; init_method, rank and world_size are not read */
+} ddp_launch_desc;
+
+/* What a bucket hook works on: count elements, contiguous, holding this rank's gradients (sums over its micro-batches).
+   The hook leaves what every rank shall have; it divides by divisor itself. */
+typedef struct ddp_bucket {
+    void *data;
+    size_t count;
+    ddp_dtype dtype;
+    int index, bucket_count;
+    uint64_t divisor;
+    uint64_t step; /* 0 in the first step */
+} ddp_bucket;
+
+/* Runs in place of the reducer's all-reduce, in issue order, on the thread that carries out the group's calls: it may make
+   blocking calls on the group and nothing else may wait inside it. */
+typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
+
+typedef struct ddp_reducer_desc {
+    ddp_param *params;         /* required; in definition order; grad.data == NULL is filled in by create */
+    int param_count;
+    size_t bucket_cap_bytes;   /* 0 = 25 MiB */
+    size_t first_bucket_bytes; /* 0 = 1 MiB; the bucket that is ready first */
+    int micro_batch_count;     /* 0 = 1; gradients are sums over this many micro-batches per rank: the average divides once,
+                                  by world_size * micro_batch_count */
+    int find_unused;           /* 1 = parameters that no rank used are found and reported; unused here means zeros */
+    int static_graph;          /* 1 = the same parameters are used in every step: what the first step did not use is not waited for */
+    ddp_dtype comm_dtype;      /* 0 = the gradient's; DDP_F16 or DDP_BF16: half the bytes, added in f32, rounded once */
+    ddp_bucket_hook hook;      /* NULL = all-reduce */
+    void *hook_user;
+    int skip_initial_broadcast; /* 1 = values and buffers are equal on all ranks already */
+    const ddp_tensor *buffers; /* tensors that are not trained, broadcast from rank 0 at create */
+    int buffer_count;
+} ddp_reducer_desc;
+
+typedef struct ddp_reducer_stats {
+    int bucket_count;
+    int rebuilt;            /* 1 once buckets follow the ready order of rank 0 */
+    int unused_count;       /* find_unused: parameters that no rank used in the last step */
+    uint64_t steps;
+    size_t gradient_bytes;  /* of all parameters */
+    size_t bytes_reduced;   /* in the last step, as sent (comm_dtype) */
+    size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
+    size_t largest_bucket_bytes;
+    double comm_seconds;    /* last step: carrying out the buckets */
+    double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
+    double total_comm_seconds, total_wait_seconds;
+} ddp_reducer_stats;
+
+typedef struct ddp_accumulator_desc {
+    ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create */
+    int param_count;
+    int micro_batch_count;  /* required; per rank and step, at least 1 */
+    ddp_reducer *reducer;   /* NULL = none; otherwise told as soon as a parameter's sum over micro-batches is final */
+} ddp_accumulator_desc;
+
+typedef enum ddp_join_mode {
+    DDP_JOIN_SHADOW = 0, /* ranks without a batch answer with zeros until the last rank is done */
+    DDP_JOIN_STOP        /* everybody stops as soon as one rank has no batch */
+} ddp_join_mode;
+
+typedef struct ddp_join_desc {
+    ddp_reducer *reducer;  /* required */
+    ddp_join_mode mode;    /* 0 = shadow */
+    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, so that a rank without batches keeps equal values;
+                                          NULL = values are broadcast at the end from the lowest rank that was active last */
+    void *user;
+} ddp_join_desc;
+
+typedef struct ddp_sampler_desc {
+    int64_t dataset_size;         /* N, required, at least 1 */
+    int num_replicas;             /* W; 0 = 1 */
+    int rank;                     /* 0 to num_replicas - 1 */
+    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
+    int no_shuffle;               /* 1 = the order is 0, 1, 2 ... */
+    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global batch) */
+    int no_pad;                   /* 1 = leave the last round short: every sample exactly once, ranks' lengths may differ */
+    ddp_shuffle shuffle;
+    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W:
+                                     rank r takes the r-th contiguous block, global_batch/W long, of each global batch */
+    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000.
+                                     Never more than the rank's share of the epoch */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
+    void (*free_fn)(void *memory, void *user);        /* NULL = free */
+    void *user;
+} ddp_sampler_desc;
+
+/* The caller's own; made by ddp_sampler_init. The fields are private. One thread at a time. May be moved, not copied. */
+typedef struct ddp_sampler {
+    ddp_sampler_desc desc;        /* with every default resolved */
+    uint64_t epoch;
+    uint64_t origin;              /* entries of the order before this one were used up before a load */
+    uint64_t gap_count, gap_used, gap_block; /* a load inside a global batch: gap_count blocks, the first gap_used entries of each are used up */
+    uint64_t left;                /* entries of the order that are dealt, padding not counted */
+    uint64_t total;               /* entries dealt to all ranks together, with padding */
+    int64_t first, length;        /* samples of this rank in the dealing, and how many of them came before a load */
+    int64_t cursor;               /* index in the dealing of the sample that ddp_sampler_next gives next */
+    int ended;                    /* ddp_sampler_next has given -1 */
+    int half_bits[2], round_count;/* HASHED: the Feistel network */
+    uint64_t round_keys[32];
+    void *memory;                 /* TORCH: one allocation, table and mt */
+    uint64_t *table;              /* window_count samples; during a pass a hash table of them */
+    int64_t window_first, window_count;
+    uint32_t *mt;                 /* the generator's 624 words that give draws 624 * mt_block and on */
+    int64_t mt_block;             /* -1 = not seeded for this epoch */
+} ddp_sampler;
+
+//== api ==================================================================================================== >>api
+
+/* --- results --- */
+
+/* "DDP_ERR_TIMEOUT" and its like; static text. */
+DDPDEF const char *ddp_result_name(ddp_result result);
+
+/* The last failure of this thread as one line, or "" if there was none. Valid until the thread's next failure. */
+DDPDEF const char *ddp_last_error(void);
+
+/* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);
+
+/* "f32" and its like; static text. */
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype);
+
+/* Elements of a tensor; 1 when ndim is 0, -1 when ndim or a shape entry is negative or the product overflows. */
+DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
+
+/* --- ranks --- */
+
+typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
+
+/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with that rank's line in
+   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing. The world belongs to
+   the launch: fn does not destroy it. Call it before starting threads, CUDA or MPI.
+   Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and
+   OPENBLAS_NUM_THREADS unless set); a rank flushes and leaves by _exit. SIGINT and SIGTERM sent to the caller reach all ranks and ranks
+   die with their parent. After a failure the others get timeout_ms to return, then they are killed. No child, zombie or file stays.
+   Threads: one per rank in this process; a rank that returns early while others still need it counts as lost.
+   One rank: fn runs on the caller, nothing is started.
+   Errors: whatever fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID; DDP_ERR_SYSTEM. */
+DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
+
+/* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
+   there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
+   Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks), DDP_ERR_MISMATCH
+   (two ranks with one number, other world size, other version), DDP_ERR_UNSUPPORTED (world spans machines and no backend for it is built in). */
+DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
+
+/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
+   *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
+DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
+
+/* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error. Not collective, never blocks. */
+DDPDEF ddp_result ddp_group_status(const ddp_group *group);
+
+/* Poisons the group: every pending and later call on every rank fails and names this rank. Not collective, never blocks. */
+DDPDEF ddp_result ddp_group_abort(ddp_group *group);
+
+/* Ends this rank's part, frees its group memory and handles. Not collective; a peer that still needs this rank gets
+   DDP_ERR_PEER_LOST. Destroy splits before their parent. NULL is ignored. */
+DDPDEF void ddp_group_destroy(ddp_group *group);
+
+DDPDEF int ddp_rank(const ddp_group *group);
+DDPDEF int ddp_world_size(const ddp_group *group);
+DDPDEF int ddp_local_rank(const ddp_group *group);       /* among the ranks of this machine */
+DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of this machine */
+
+/* --- collectives ---
+   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need the
+   alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in place) or do
+   not overlap. Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED
+   on every rank. W is the world size. */
+
+/* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work);
+
+/* As all_reduce, but only root gets recv (others may pass NULL). In place on root: send == recv. */
+DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work);
+
+/* buf on every rank = buf of root. */
+DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work);
+
+/* recv (W * send_count) = send (send_count) of every rank, in rank order. In place: send == recv + rank * send_count. */
+DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work);
+
+/* recv (recv_count) = op over ranks of block `rank` of send (W * recv_count). In place: recv == send + rank * recv_count. */
+DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work);
+
+/* Block j of send goes to block `rank` of rank j's recv; both hold W * count_per_peer. Not in place. */
+DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work);
+
+/* recv (W * send_count, root only) = send of every rank, in rank order. In place on root: send == recv + root * send_count. */
+DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work);
+
+/* recv (recv_count) = block `rank` of root's send (W * recv_count, root only). In place on root: recv == send + root * recv_count. */
+DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work);
+
+/* Rank r sends recv_counts[r] elements (send_count on r itself), which land at recv + recv_offsets[r] on every rank. The W counts are equal
+   on all ranks; offsets NULL = packed. The arrays are copied. In place: send == recv + recv_offsets[rank]. */
+DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
+                                   const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
+
+/* send_counts[j] elements at send + send_offsets[j] go to rank j, which has the same number in its recv_counts[rank]. Offsets NULL = packed.
+   The arrays are copied. Not in place. Counts that disagree are DDP_ERR_MISMATCH naming the pair. */
+DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
+                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
+
+/* Returns when every rank has entered. */
+DDPDEF ddp_result ddp_barrier(ddp_group *group);
+
+/* --- point to point ---
+   Matched by (peer, tag) in the order issued, independent of collectives. tag >= 0. A small blocking send may return before the
+   receive is posted; do not count on it. A receive of another count or dtype than what was sent is DDP_ERR_MISMATCH on both sides. */
+DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
+DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
+
+/* Between begin and end, sends and receives with work == NULL do not block; end waits for all of them, so their order does not matter.
+   Not collective. Batches do not nest. */
+DDPDEF ddp_result ddp_batch_begin(ddp_group *group);
+DDPDEF ddp_result ddp_batch_end(ddp_group *group);
+
+/* --- asynchronous work --- */
+
+/* Blocks until the work is done and returns its result; *work stands for nothing afterwards. Waiting for nothing is DDP_OK. */
+DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
+
+/* *done = 1 when ddp_wait would not block. Never blocks; the work still needs its ddp_wait. */
+DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
+
+/* --- group memory --- */
+
+/* size_bytes of zeroed memory per rank, 64-byte aligned, that peers of this machine read and write in place. Collective, the same size on
+   every rank. A pointer inside it is what makes a collective copy-free. Errors also: DDP_ERR_NO_MEMORY on every rank. */
+DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out);
+
+/* Gives back a pointer from ddp_group_alloc. Collective, in the same order on every rank. NULL on all ranks is ignored. */
+DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
+
+/* --- gradients --- */
+
+/* Makes every rank's gradients the average over ranks, bucket by bucket while backward runs. Buckets hold one dtype, in reverse definition
+   order; after the first step they follow the order in which gradients became ready on rank 0 (PyTorch DDP, Li et al. 2020).
+   Gradients that lie next to each other are reduced where they lie; NULL ones are placed side by side in group memory and desc->params
+   is filled in. Collective; broadcasts values and buffers from rank 0. The params array stays with the caller and must outlive the reducer.
+   Errors: DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs. */
+DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
+
+/* This parameter's gradient is final: its bucket may start. Not blocking. Twice in one step is DDP_ERR_INVALID naming it. */
+DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
+
+/* Blocks until every gradient is the average over ranks, divided once. Gradients of a tied parameter are then added into that of its first
+   use. Collective. A parameter that never became ready is an error that names it, on every rank (find_unused: zeros). */
+DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
+
+/* on = 1: ready and wait do nothing, so that gradients accumulate locally. The same on every rank. */
+DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
+
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it after
+   ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per row (dim 0) in a fixed order and rows add exactly, so sharding
+   cannot change the result. A tied parameter counts once, as the sum. Errors: DDP_ERR_INVALID when max_norm is not positive. A norm that
+   is not finite scales nothing. */
+DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
+
+/* find_unused: 1 when no rank used the parameter in the last step, else 0. */
+DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
+
+DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
+
+/* Frees the reducer and the gradient memory it placed. Collective. NULL is ignored. */
+DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
+
+/* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so that
+   one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each micro-batch's
+   backward overwrites params[i].grad; the last one leaves the sum there. Keeps up to floor(log2 m) more buffers of gradient size, allocated in
+   create. Not collective. */
+DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
+
+/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch the sum is left there and the reducer is
+   told. Twice per micro-batch is DDP_ERR_INVALID. */
+DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
+
+/* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
+DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
+
+DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
+
+/* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. */
+DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
+
+/* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On a rank
+   without a batch, shadow mode runs zero steps inside and returns when all ranks are out. */
+DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
+
+DDPDEF void ddp_join_destroy(ddp_join *join);
+
+/* --- data --- */
+
+/* Samplers: which samples of a dataset this rank takes in an epoch, and in what order. Local: no rank talks to another;
+   each rank makes its own sampler with the same desc but for rank.
+
+   W = num_replicas, N = dataset_size, U = global_batch, or W without one.
+       default      entries N, N+1 ... up to the next multiple of U repeat the order from its start; they are padding
+       drop_last    the N mod U last entries are left out
+       no_pad       neither: the last round is short (with drop_last: as drop_last)
+   Without global_batch the default and drop_last give what PyTorch's DistributedSampler gives, index for index:
+       N=10 W=4 seed 0    order 4 1 7 5 3 9 0 8 6 2 | 4 1     rank 0: 4 3 6    rank 1: 1 9 2    rank 2: 7 0 4    rank 3: 5 8 1
+   With global_batch the padded length does not depend on W, so the global batches of an epoch are the same on any W:
+       N=10 W=2 global_batch 4    order [4 1 7 5] [3 9 0 8] [6 2 | 4 1]        rank 0: 4 1  3 9  6 2        rank 1: 7 5  0 8  4 1
+
+   DDP_SHUFFLE_TORCH holds no list of N entries: a window of an order comes from one backward pass over the random draws
+   that made it. The first window is small, so that an epoch starts at once; later ones grow up to desc.window. */
+
+/* Prepares *sampler at the start of epoch 0. Copies the desc. Allocates only for the TORCH orders, once: no later call
+   allocates. DDP_ERR_INVALID names the field; *sampler is then empty: length 0, and ddp_sampler_free does nothing. */
+DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc);
+
+/* Goes to the start of an epoch. Call it before each epoch, with the same number on every rank: otherwise each epoch
+   repeats one order. Not after ddp_sampler_load, which sets the epoch itself. */
+DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
+
+/* Samples of this rank in the epoch, padding included; after a load, those from the loaded place to the end. */
+DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler);
+
+/* The next sample, 0 to N-1, or -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that repeats a
+   sample only to make the ranks even: leave it out of an evaluation. */
+DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
+
+/* Makes position, 0 to ddp_sampler_length, the next one. HASHED and no_shuffle: constant time. TORCH: the next call of
+   ddp_sampler_next makes one pass over the draws up to there, unless the position lies in the present window. */
+DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
+
+/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same
+   state; keep any one. DDP_ERR_INVALID in one case: the epoch was loaded inside a global batch onto another W or
+   global_batch, and the rest of that batch is not finished yet. */
+DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
+
+/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by
+   the rules above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the
+   save, each rank gets exactly what it would have got. No sample comes twice or is lost; with drop_last the tail that
+   is left out is that of the present W. DDP_ERR_INVALID, and no change, when dataset_size, seed, shuffle or no_shuffle differ
+   from the sampler's, naming both; DDP_ERR_CORRUPT when the state is not one that ddp_sampler_save writes. */
+DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
+
+/* Frees what the sampler holds and empties it. NULL is ignored. */
+DDPDEF void ddp_sampler_free(ddp_sampler *sampler);
+
+//== plugging in ============================================================================================ >>spi
+
+/* What a backend is asked to do. Offsets and counts are elements; every argument has been checked. */
+typedef enum ddp_call_kind {
+    DDP_CALL_ALL_REDUCE, DDP_CALL_REDUCE, DDP_CALL_BROADCAST, DDP_CALL_ALL_GATHER, DDP_CALL_REDUCE_SCATTER, DDP_CALL_ALL_TO_ALL,
+    DDP_CALL_GATHER, DDP_CALL_SCATTER, DDP_CALL_ALL_GATHER_V, DDP_CALL_ALL_TO_ALL_V, DDP_CALL_BARRIER, DDP_CALL_SEND, DDP_CALL_RECV
+} ddp_call_kind;
+
+typedef struct ddp_call {
+    ddp_call_kind kind;
+    ddp_dtype dtype;
+    ddp_op op;
+    int root;          /* SEND, RECV: the peer; -1 where there is none */
+    int tag;
+    const void *send;
+    void *recv;
+    size_t count;      /* the count argument of the public call */
+    const size_t *send_counts, *send_offsets, *recv_counts, *recv_offsets; /* _v calls: W entries each, never NULL where used */
+    uint64_t divisor;  /* AVG: what the sum is divided by; 0 = world_size */
+    uint64_t seq;      /* number of this collective in its group */
+} ddp_call;
+
+/* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
+   Calls of one group come one at a time, except that p2p functions may run beside run. */
+struct ddp_backend {
+    const char *name;
+    /* Collective over the world; rank and size are known to the group. */
+    ddp_result (*open)(ddp_group *group, void **state);
+    /* Carries one collective to its end on the calling thread. */
+    ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call);
+    /* Starts a send or receive, then is polled until done; never blocks. *request is the backend's. poll with done == 1 or an error
+       ends the request. */
+    ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
+    ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
+    /* Sleeps until something may have changed for p2p_poll, at most so long. NULL = the caller yields. */
+    void (*p2p_sleep)(ddp_group *group, void *state, int timeout_ms);
+    /* Collective over the parent: makes the state of child, whose members are ranks of the parent, ordered; child NULL = this rank is in none. */
+    ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
+    ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out); /* collective */
+    ddp_result (*free)(ddp_group *group, void *state, void *memory);                   /* collective */
+    ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
+    void (*abort)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
+    void (*close)(ddp_group *group, void *state);
+};
+
+/* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
+   the whole struct is exact in any order (Kulisch's long accumulator). */
+#define DDP_EXACT_CELLS 72
+typedef struct ddp_exact_sum { int64_t cell[DDP_EXACT_CELLS]; } ddp_exact_sum;
+DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
+DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
+DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
+DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
+
+/* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
+struct ddp_device {
+    const char *name;
+    ddp_result (*alloc)(ddp_group *group, size_t size_bytes, void **out); /* zeroed, 64-byte aligned */
+    void (*free)(ddp_group *group, void *memory);
+    void (*copy)(void *dst, const void *src, size_t size_bytes);
+    void (*fill_zero)(void *dst, size_t size_bytes);
+    void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
+    void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
+    void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
+    void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
+    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, row by row, exactly. */
+    void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
+};
+
+DDPDEF const ddp_device *ddp_device_cpu(void);
+DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
+DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
+
+/* Sets this thread's error line and returns result. */
+DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+
+/* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. */
+DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes);
+DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
+
+/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread: blocking calls made inside run in
+   place. How the reducer, and layers like it, put a sequence of calls behind compute. */
+typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
+
+/* A monotonic clock in seconds. */
+DDPDEF double ddp_now(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DDP_H */
+
+#if defined(DDP_IMPLEMENTATION) && !defined(DDP_IMPLEMENTATION_INCLUDED)
+#define DDP_IMPLEMENTATION_INCLUDED
+
+//== structs ======================================================================================== >>impl-structs
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__F16C__) && !defined(__CUDACC__)
+#include <immintrin.h>
+#define DDP__HAVE_F16C 1
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#if defined(__cplusplus)
+#define DDP__THREAD_LOCAL thread_local
+#define DDP__RESTRICT __restrict__
+#else
+#define DDP__THREAD_LOCAL _Thread_local
+#define DDP__RESTRICT restrict
+#endif
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+/* Everything that ranks share is read and written through these. */
+#define ddp__load(pointer) __atomic_load_n(pointer, __ATOMIC_ACQUIRE)
+#define ddp__load_relaxed(pointer) __atomic_load_n(pointer, __ATOMIC_RELAXED)
+#define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
+#define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
+
+#define DDP__TEXT_MAX 512    /* an error line */
+#define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
+#define DDP__ALIGN 64
+#define DDP__SKEW 69632      /* added between ranks' buffers: powers of two apart, they evict each other (cache way prediction) */
+#define DDP__WORLDS_MAX 64   /* worlds that one job can create, one after the other */
+
+#define DDP__CHUNK (256 * 1024)  /* one slot: what is in flight per rank and round, small enough for L2 */
+#define DDP__SLOTS 3             /* rounds alive at once: filled, reduced, drained */
+#define DDP__PAYLOAD 16384       /* a whole small message, sent along with the fingerprint */
+
+/* --- shared by all ranks of a job, in the heap --- */
+
+enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
+
+typedef struct ddp__job_rank {
+    uint32_t state;
+    int32_t pid, signal_number, exit_status;
+    uint32_t worlds;             /* worlds this rank has entered */
+    int32_t result;              /* of its ddp_rank_fn */
+    uint64_t start_time;         /* from /proc: tells a pid from its later reuse */
+    char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
+} ddp__job_rank;
+
+typedef struct ddp__job {
+    uint64_t magic;
+    uint32_t version, world_size;
+    uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
+    uint64_t limit;              /* size of the file */
+    uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
+    uint32_t cores;
+    uint32_t failed_rank_plus_1; /* first rank whose function failed */
+    uint64_t world_offset[DDP__WORLDS_MAX];
+    ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
+} ddp__job;
+
+/* A rank's announcement of its next collective: fingerprint, where its buffers are, and up to 24 bytes of data. One cache line. */
+typedef struct ddp__post {
+    uint64_t seq;        /* stored last: the rest is valid once it is there */
+    uint64_t count;
+    uint64_t signature;  /* kind, dtype, op, root */
+    uint64_t send, recv; /* heap offset + 1, or a pointer when ranks are threads; 0 = private memory */
+    unsigned char data[24];
+    unsigned char pad[DDP__LINE - 64];
+} ddp__post;
+
+typedef struct ddp__sleeper {
+    uint32_t word;       /* futex */
+    uint32_t sleeping;
+    int32_t waits_for;   /* rank, or -1 for any event */
+    unsigned char pad[DDP__LINE - 12];
+} ddp__sleeper;
+
+typedef struct ddp__rank_line {
+    uint64_t filled;     /* rounds whose slot this rank has filled */
+    unsigned char pad0[DDP__LINE - 8];
+    uint64_t passed;     /* rounds in which this rank is done with everybody's slots */
+    unsigned char pad1[DDP__LINE - 8];
+    ddp__sleeper collective, p2p;
+    uint32_t left;       /* 1: destroyed its handle */
+    unsigned char pad2[DDP__LINE - 4];
+} ddp__rank_line;
+
+typedef struct ddp__control {
+    uint32_t sleepers;          /* how many ranks sleep in a collective; read after every announcement */
+    unsigned char pad0[DDP__LINE - 4];
+    uint32_t poison;            /* 0 healthy, 1 being written, 2 failed */
+    int32_t poison_code;
+    char poison_text[DDP__TEXT_MAX];
+    uint32_t closed;            /* handles destroyed; the last one gives the memory back */
+    unsigned char pad1[DDP__LINE - 8];
+} ddp__control;
+
+/* --- private to one rank --- */
+
+typedef struct ddp__mapping {
+    uint64_t offset;
+    size_t size;
+    void *memory;
+    int references;
+    struct ddp__mapping *next;
+} ddp__mapping;
+
+/* One anonymous file holds all that a job shares. Ranks that are threads share the object, processes have one each. */
+typedef struct ddp__heap {
+    int fd;
+    int threads;                 /* ranks are threads: any pointer is everybody's */
+    int references;
+    int rank;                    /* of this process in the job; -1 for threads and the parent */
+    pthread_mutex_t lock;
+    ddp__mapping *mappings;
+    ddp__job *job;
+} ddp__heap;
+
+/* Memory from ddp_group_alloc: rank r's part starts at base + r * stride. */
+typedef struct ddp__region {
+    unsigned char *base;
+    uint64_t offset;
+    size_t stride, total;
+    unsigned char *mine;
+    struct ddp__region *next;
+} ddp__region;
+
+typedef struct ddp__op {
+    ddp_call call;
+    ddp_task_fn task;            /* NULL: a call */
+    void *argument;
+    void *request;               /* of a send or receive, once started */
+    int polling;                 /* a thread is inside the backend's p2p_poll */
+    size_t arrays[4 * DDP_MAX_LOCAL_RANKS]; /* copies of the counts of _v calls */
+    uint64_t ticket;
+    uint32_t done;
+    ddp_result result;
+    char text[DDP__TEXT_MAX];    /* its error line */
+    struct ddp__op *next;
+} ddp__op;
+
+struct ddp_group {
+    ddp_group_desc desc;         /* defaults resolved */
+    char name[32];
+    int rank, world_size, local_rank, local_world_size;
+    const ddp_backend *backend;
+    const ddp_device *device;
+    void *state;                 /* the backend's */
+    ddp_group *parent;
+    uint64_t seq, p2p_seq, tickets;
+    int cause_delivered;         /* the first call that met the failure has returned its code */
+    int in_batch;
+    /* the queue, under lock. Whoever sets running may carry out the head; runner is that thread. */
+    pthread_mutex_t lock;
+    pthread_cond_t work_cond, done_cond;
+    pthread_t thread, runner;
+    int thread_started, stopping, running;
+    int polite;                  /* the call being carried out runs on the communication thread */
+    ddp__op *head, *tail, *free_ops;
+    ddp__op *p2p;                /* asynchronous sends and receives not yet done */
+    ddp__op *batch, *batch_tail;
+};
+
+//== errors ============================================================================================ >>impl-error
+
+static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
+
+DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
+
+static ddp_result ddp__fail_v(ddp_result result, const char *format, va_list args) {
+    char text[DDP__TEXT_MAX]; /* an argument may be the old text */
+    vsnprintf(text, sizeof text, format, args);
+    memcpy(ddp__error_text, text, sizeof text);
+    return result;
+}
+
+DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ddp__fail_v(result, format, args);
+    va_end(args);
+    return result;
+}
+
+#define ddp__fail ddp_fail
+
+DDPDEF const char *ddp_result_name(ddp_result result) {
+    switch (result) {
+#define DDP_X(name, value, text) case name: return #name;
+    DDP_RESULTS(DDP_X)
+#undef DDP_X
+    }
+    return "unknown ddp_result";
+}
+
+static const char *ddp__call_name(ddp_call_kind kind) {
+    static const char *const names[] = {"ddp_all_reduce", "ddp_reduce", "ddp_broadcast", "ddp_all_gather", "ddp_reduce_scatter",
+                                        "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
+                                        "ddp_barrier", "ddp_send", "ddp_recv"};
+    return names[kind];
+}
+
+static const char *ddp__op_name(ddp_op op) {
+    static const char *const names[] = {"sum", "avg", "min", "max", "prod"};
+    return (unsigned)op < 5 ? names[op] : "unknown op";
+}
+
+static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
+static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
+
+/* "ddp_all_reduce f32 count=10 sum": what ranks compare, in words. */
+static void ddp__describe(char *out, size_t size, const ddp_call *call) {
+    char root[48] = "";
+    if (call->kind == DDP_CALL_BARRIER) { snprintf(out, size, "ddp_barrier"); return; }
+    if (ddp__is_p2p(call->kind)) snprintf(root, sizeof root, " peer=%d tag=%d", call->root, call->tag);
+    else if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
+    snprintf(out, size, "%s %s count=%llu%s%s%s", ddp__call_name(call->kind), ddp_dtype_name(call->dtype), (unsigned long long)call->count,
+             ddp__has_op(call->kind) ? " " : "", ddp__has_op(call->kind) ? ddp__op_name(call->op) : "", root);
+}
+
+/* Sets the error line of a call of this rank: who, which call, then the cause. */
+static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
+    char dtype[80] = "";
+    if (call->kind != DDP_CALL_BARRIER)
+        snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
+    if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
+    return ddp__fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+                     (unsigned long long)call->seq, dtype, cause);
+}
+
+//== memory, dtypes, time ============================================================================= >>impl-memory
+
+static void *ddp__malloc_default(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
+static void ddp__free_default(void *memory, void *user) { (void)user; free(memory); }
+
+/* The allocator's pointer lies just below the aligned one. */
+static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
+    unsigned char *raw, *aligned;
+    size_t extra = DDP__ALIGN + sizeof(void *);
+    if (size_bytes > SIZE_MAX - extra) return NULL;
+    raw = (unsigned char *)alloc_fn(size_bytes + extra, user);
+    if (!raw) return NULL;
+    aligned = (unsigned char *)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
+    memcpy(aligned - sizeof raw, &raw, sizeof raw);
+    return aligned;
+}
+
+static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
+    unsigned char *raw;
+    if (!memory) return;
+    memcpy(&raw, (unsigned char *)memory - sizeof raw, sizeof raw);
+    free_fn(raw, user);
+}
+
+DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
+    void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
+    if (!memory) ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %llu bytes could not be allocated", group->rank, group->world_size,
+                           group->name, (unsigned long long)size_bytes);
+    return memory;
+}
+
+DDPDEF void ddp_group_mfree(ddp_group *group, void *memory) { ddp__aligned_free(group->desc.free_fn, group->desc.user, memory); }
+
+static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
+    void *memory = ddp_group_malloc(group, size_bytes);
+    if (memory) memset(memory, 0, size_bytes);
+    return memory;
+}
+
+static size_t ddp__dtype_size(ddp_dtype dtype) {
+    static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
+    return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
+}
+
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtype_size(dtype); }
+
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
+    static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
+    return (unsigned)dtype < sizeof names / sizeof names[0] ? names[dtype] : "unknown dtype";
+}
+
+DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
+    int64_t count = 1;
+    if (!tensor || tensor->ndim < 0 || tensor->ndim > DDP_MAX_NDIM) return -1;
+    for (int i = 0; i < tensor->ndim; i++)
+        if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
+    return count;
+}
+
+DDPDEF double ddp_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+//== reduction kernels ============================================================================ >>impl-reduce
+
+/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits
+   depend on the number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and
+   then adds, so a fused multiply-add cannot appear either.
+   Loops are written for compilers that vectorise only fixed trip counts at -O2: an inner loop of DDP__LANES elements, then the tail. */
+#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
+#define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
+#define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
+
+/* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
+#if defined(__clang__)
+#define DDP__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define DDP__INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define DDP__INDEPENDENT
+#endif
+
+/* User memory of any declared type and any alignment. */
+#if defined(__GNUC__)
+#define DDP__ANY __attribute__((may_alias, aligned(1)))
+#define DDP__ALIGNED64 __attribute__((aligned(64)))
+#define DDP__FORCED_INLINE static inline __attribute__((always_inline))
+#else
+#define DDP__ANY
+#define DDP__ALIGNED64
+#define DDP__FORCED_INLINE static inline
+#endif
+typedef float DDP__ANY ddp__any_f32;
+typedef double DDP__ANY ddp__any_f64;
+typedef int8_t DDP__ANY ddp__any_i8;
+typedef uint8_t DDP__ANY ddp__any_u8;
+typedef uint16_t DDP__ANY ddp__any_u16;
+typedef int32_t DDP__ANY ddp__any_i32;
+typedef uint32_t DDP__ANY ddp__any_u32;
+typedef int64_t DDP__ANY ddp__any_i64;
+typedef uint64_t DDP__ANY ddp__any_u64;
+
+/* for i in 0..count: statement, in runs of DDP__LANES. */
+#define DDP__FOR_EACH(count, statement)                                                        \
+    do {                                                                                       \
+        size_t at_ = 0;                                                                        \
+        for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES) {                               \
+            DDP__INDEPENDENT                                                                   \
+            for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) { size_t i = at_ + lane_; statement; } \
+        }                                                                                      \
+        DDP__INDEPENDENT                                                                       \
+        for (size_t i = at_; i < (count); i++) { statement; }                                  \
+    } while (0)
+
+//== 16-bit floats ================================================================================= >>impl-half
+
+DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+DDP__FORCED_INLINE float ddp__f32_from_bits(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
+DDP__FORCED_INLINE uint64_t ddp__f64_bits(double value) { uint64_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
+DDP__FORCED_INLINE double ddp__f64_from_bits(uint64_t bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
+
+DDP__FORCED_INLINE float ddp__bf16_to_f32(uint16_t half) { return ddp__f32_from_bits((uint32_t)half << 16); }
+
+/* Nearest even; a NaN keeps its upper bits and becomes quiet. */
+DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
+    uint32_t bits = ddp__f32_bits(value);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    uint32_t quiet = bits >> 16 | 0x40;
+    return (uint16_t)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+}
+
+/* Every case is computed and one selected by mask, so that loops vectorise. A subnormal is its integer times 2^-24, which no
+   flush-to-zero setting can touch. */
+DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
+    int32_t magnitude = half & 0x7fff;
+    int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00), is_nan = -(magnitude > 0x7c00);
+    int32_t normal = (magnitude << 13) + ((112 << 23) & ~is_special) + ((224 << 23) & is_special);
+    int32_t small = (int32_t)ddp__f32_bits((float)magnitude * (1.0f / 16777216.0f));
+    int32_t bits = (small & is_small) | (normal & ~is_small) | (0x400000 & is_nan);
+    return ddp__f32_from_bits((uint32_t)bits | (uint32_t)(half & 0x8000) << 16);
+}
+
+/* Nearest even. Below 2^-14 adding 0.5, whose last place is 2^-24, does the rounding. */
+DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
+    uint32_t bits = ddp__f32_bits(value);
+    int32_t magnitude = (int32_t)(bits & 0x7fffffff);
+    int32_t is_small = -(magnitude < 113 << 23), is_special = -(magnitude >= 143 << 23), is_nan = -(magnitude > 255 << 23);
+    int32_t normal = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    int32_t small = (int32_t)(ddp__f32_bits(ddp__f32_from_bits((uint32_t)magnitude) + 0.5f) - 0x3f000000u);
+    int32_t special = 0x7c00 | ((0x200 | (magnitude >> 13 & 0x3ff)) & is_nan);
+    int32_t half = (small & is_small) | (special & is_special) | (normal & ~is_small & ~is_special);
+    return (uint16_t)((uint32_t)half | (bits >> 16 & 0x8000));
+}
+
+/* To odd: an inexact result gets an odd last place, so that rounding once more to fewer bits is as if done once. */
+static float ddp__f64_to_f32_odd(double value) {
+    float nearest = (float)value;
+    double back = (double)nearest;
+    uint32_t bits = ddp__f32_bits(nearest);
+    if (back == value || value != value) return nearest;
+    if ((back < 0 ? -back : back) > (value < 0 ? -value : value)) bits--;
+    return ddp__f32_from_bits(bits | 1);
+}
+
+static void ddp__load_bf16(float *DDP__RESTRICT out, const void *data, size_t count) {
+    const ddp__any_u16 *in = (const ddp__any_u16 *)data;
+    DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(in[i]));
+}
+
+static void ddp__store_bf16(void *data, const float *DDP__RESTRICT in, size_t count) {
+    ddp__any_u16 *out = (ddp__any_u16 *)data;
+    DDP__FOR_EACH(count, out[i] = ddp__f32_to_bf16(in[i]));
+}
+
+static void ddp__load_f16(float *DDP__RESTRICT out, const void *data, size_t count) {
+    const ddp__any_u16 *in = (const ddp__any_u16 *)data;
+#if defined(DDP__HAVE_F16C)
+    for (; count >= 8; count -= 8, in += 8, out += 8)
+        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)in)));
+#endif
+    DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(in[i]));
+}
+
+static void ddp__store_f16(void *data, const float *DDP__RESTRICT in, size_t count) {
+    ddp__any_u16 *out = (ddp__any_u16 *)data;
+#if defined(DDP__HAVE_F16C)
+    for (; count >= 8; count -= 8, in += 8, out += 8)
+        _mm_storeu_si128((__m128i *)(void *)out, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    DDP__FOR_EACH(count, out[i] = ddp__f32_to_f16(in[i]));
+}
+
+/* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
+static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
+    const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
+    if (dtype == DDP_F16) ddp__load_f16(out, data, count);
+    else if (dtype == DDP_BF16) ddp__load_bf16(out, data, count);
+    else if (dtype == DDP_F32) memcpy(out, data, count * sizeof *out);
+    else if (odd) for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
+    else DDP__FOR_EACH(count, out[i] = (float)wide[i]);
+}
+
+static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
+    ddp__any_f64 *wide = (ddp__any_f64 *)data;
+    if (dtype == DDP_F16) ddp__store_f16(data, in, count);
+    else if (dtype == DDP_BF16) ddp__store_bf16(data, in, count);
+    else if (dtype == DDP_F32) memcpy(data, in, count * sizeof *in);
+    else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
+}
+
+/* Any float type to any other, rounded once to nearest even, or a copy between equal types. dst and src do not overlap, or are
+   equal with types of equal size. */
+static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
+    float DDP__ALIGNED64 block[DDP__BLOCK_BYTES / sizeof(float)];
+    size_t dst_size = ddp__dtype_size(dst_dtype), src_size = ddp__dtype_size(src_dtype);
+    unsigned char *out = (unsigned char *)dst;
+    const unsigned char *in = (const unsigned char *)src;
+
+    if (dst_dtype == src_dtype) {
+        if (count && dst != src) memcpy(dst, src, count * dst_size);
+        return;
+    }
+    while (count) {
+        size_t n = count < DDP__BLOCK_BYTES / sizeof(float) ? count : DDP__BLOCK_BYTES / sizeof(float);
+        ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
+        ddp__store_f32(out, dst_dtype, block, n);
+        in += n * src_size;
+        out += n * dst_size;
+        count -= n;
+    }
+}
+
+//== division ===================================================================================== >>impl-divide
+
+/* x / divisor rounded once. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
+static void ddp__divide_f32(float *data, size_t count, uint64_t divisor) {
+    float d = (float)divisor, r = 1.0f / d;
+    if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);
+    else DDP__FOR_EACH(count, data[i] = data[i] * r);
+}
+
+static void ddp__divide_f64(double *data, size_t count, uint64_t divisor) {
+    double d = (double)divisor, r = 1.0 / d;
+    if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);
+    else DDP__FOR_EACH(count, data[i] = data[i] * r);
+}
+
+/* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
+DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
+    uint64_t magnitude = value < 0 ? UINT64_C(0) - (uint64_t)value : (uint64_t)value;
+    uint64_t quotient = (magnitude | divisor) >> 32 ? magnitude / divisor : (uint32_t)magnitude / (uint32_t)divisor;
+    return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
+}
+
+/* Divides aligned elements of one of the types that add (not f16, bf16). */
+static void ddp__divide_block(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
+    if (dtype == DDP_F32) ddp__divide_f32((float *)data, count, divisor);
+    else if (dtype == DDP_F64) ddp__divide_f64((double *)data, count, divisor);
+    else
+        for (size_t i = 0; i < count; i++) {
+            if (dtype == DDP_I8) ((int8_t *)data)[i] = (int8_t)ddp__divide_signed(((int8_t *)data)[i], divisor);
+            else if (dtype == DDP_U8) ((uint8_t *)data)[i] = (uint8_t)(((uint8_t *)data)[i] / divisor);
+            else if (dtype == DDP_I32) ((int32_t *)data)[i] = (int32_t)ddp__divide_signed(((int32_t *)data)[i], divisor);
+            else if (dtype == DDP_I64) ((int64_t *)data)[i] = ddp__divide_signed(((int64_t *)data)[i], divisor);
+            else ((uint64_t *)data)[i] /= divisor;
+        }
+}
+
+/* In place, as AVG does after its last addition. A divisor of 0 counts as 1. */
+static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
+    union { double f64; float f32[DDP__BLOCK_BYTES / sizeof(float)]; } DDP__ALIGNED64 block;
+    size_t size = ddp__dtype_size(dtype), step = dtype == DDP_F64 || size == 8 ? DDP__BLOCK_BYTES / 8 : DDP__BLOCK_BYTES / 4;
+    int half = dtype == DDP_F16 || dtype == DDP_BF16;
+    unsigned char *at = (unsigned char *)data;
+
+    if (divisor <= 1) return;
+    while (count) {
+        size_t n = count < step ? count : step;
+        if (half) ddp__load_f32(block.f32, at, dtype, n, 0);
+        else memcpy(&block, at, n * size);
+        ddp__divide_block(&block, n, half ? DDP_F32 : dtype, divisor);
+        if (half) ddp__store_f32(at, dtype, block.f32, n);
+        else memcpy(at, &block, n * size);
+        at += n * size;
+        count -= n;
+    }
+}
+
+//== reducing ======================================================================================= >>impl-tree
+
+/* out[i] = a op b, and (a op b) op (c op d): one inner node and two levels of the tree. out may be any of the inputs. */
+typedef void (*ddp__merge2_fn)(void *out, const void *a, const void *b, size_t count);
+typedef void (*ddp__merge4_fn)(void *out, const void *a, const void *b, const void *c, const void *d, size_t count);
+typedef struct ddp__merge { ddp__merge2_fn two; ddp__merge4_fn four; } ddp__merge;
+
+DDP__FORCED_INLINE float ddp__sum_f32(float a, float b) { return a + b; }
+DDP__FORCED_INLINE double ddp__sum_f64(double a, double b) { return a + b; }
+DDP__FORCED_INLINE uint8_t ddp__sum_u8(uint8_t a, uint8_t b) { return (uint8_t)(a + b); }
+DDP__FORCED_INLINE uint32_t ddp__sum_u32(uint32_t a, uint32_t b) { return a + b; }
+DDP__FORCED_INLINE uint64_t ddp__sum_u64(uint64_t a, uint64_t b) { return a + b; }
+DDP__FORCED_INLINE float ddp__prod_f32(float a, float b) { return a * b; }
+DDP__FORCED_INLINE double ddp__prod_f64(double a, double b) { return a * b; }
+DDP__FORCED_INLINE uint8_t ddp__prod_u8(uint8_t a, uint8_t b) { return (uint8_t)(a * b); }
+DDP__FORCED_INLINE uint32_t ddp__prod_u32(uint32_t a, uint32_t b) { return a * b; }
+DDP__FORCED_INLINE uint64_t ddp__prod_u64(uint64_t a, uint64_t b) { return a * b; }
+
+/* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0 (of two equal values the signs are or-ed, and-ed), so the
+   result does not depend on the order. */
+DDP__FORCED_INLINE float ddp__min_f32(float a, float b) {
+    uint32_t x = ddp__f32_bits(a), y = ddp__f32_bits(b), tie = a == b ? x | y : y;
+    return ddp__f32_from_bits(((a < b) | (a != a)) ? x : tie);
+}
+DDP__FORCED_INLINE float ddp__max_f32(float a, float b) {
+    uint32_t x = ddp__f32_bits(a), y = ddp__f32_bits(b), tie = a == b ? x & y : y;
+    return ddp__f32_from_bits(((a > b) | (a != a)) ? x : tie);
+}
+DDP__FORCED_INLINE double ddp__min_f64(double a, double b) {
+    uint64_t x = ddp__f64_bits(a), y = ddp__f64_bits(b), tie = a == b ? x | y : y;
+    return ddp__f64_from_bits(((a < b) | (a != a)) ? x : tie);
+}
+DDP__FORCED_INLINE double ddp__max_f64(double a, double b) {
+    uint64_t x = ddp__f64_bits(a), y = ddp__f64_bits(b), tie = a == b ? x & y : y;
+    return ddp__f64_from_bits(((a > b) | (a != a)) ? x : tie);
+}
+
+#define DDP__MERGE_FNS(op, suffix)                                                                                      \
+    static void ddp__merge2_##op##_##suffix(void *out, const void *a, const void *b, size_t count) {                    \
+        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                \
+        const ddp__any_##suffix *p = (const ddp__any_##suffix *)a, *q = (const ddp__any_##suffix *)b;                   \
+        DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(p[i], q[i]));                                                  \
+    }                                                                                                                   \
+    static void ddp__merge4_##op##_##suffix(void *out, const void *a, const void *b, const void *c, const void *d, size_t count) { \
+        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                \
+        const ddp__any_##suffix *p = (const ddp__any_##suffix *)a, *q = (const ddp__any_##suffix *)b;                   \
+        const ddp__any_##suffix *r = (const ddp__any_##suffix *)c, *s = (const ddp__any_##suffix *)d;                   \
+        DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(p[i], q[i]), ddp__##op##_##suffix(r[i], s[i]))); \
+    }
+#define DDP__LESS_FNS(type, suffix)                                                              \
+    DDP__FORCED_INLINE type ddp__min_##suffix(type a, type b) { return a < b ? a : b; }                 \
+    DDP__FORCED_INLINE type ddp__max_##suffix(type a, type b) { return a > b ? a : b; }
+DDP__LESS_FNS(int8_t, i8)
+DDP__LESS_FNS(uint8_t, u8)
+DDP__LESS_FNS(int32_t, i32)
+DDP__LESS_FNS(int64_t, i64)
+DDP__LESS_FNS(uint64_t, u64)
+DDP__MERGE_FNS(sum, f32) DDP__MERGE_FNS(sum, f64) DDP__MERGE_FNS(sum, u8) DDP__MERGE_FNS(sum, u32) DDP__MERGE_FNS(sum, u64)
+DDP__MERGE_FNS(prod, f32) DDP__MERGE_FNS(prod, f64) DDP__MERGE_FNS(prod, u8) DDP__MERGE_FNS(prod, u32) DDP__MERGE_FNS(prod, u64)
+DDP__MERGE_FNS(min, f32) DDP__MERGE_FNS(min, f64) DDP__MERGE_FNS(min, i8) DDP__MERGE_FNS(min, u8) DDP__MERGE_FNS(min, i32)
+DDP__MERGE_FNS(min, i64) DDP__MERGE_FNS(min, u64)
+DDP__MERGE_FNS(max, f32) DDP__MERGE_FNS(max, f64) DDP__MERGE_FNS(max, i8) DDP__MERGE_FNS(max, u8) DDP__MERGE_FNS(max, i32)
+DDP__MERGE_FNS(max, i64) DDP__MERGE_FNS(max, u64)
+#undef DDP__MERGE_FNS
+#undef DDP__LESS_FNS
+
+/* Integer sums and products wrap, so signed types take the unsigned code. f16 and bf16 have been made f32. */
+static ddp__merge ddp__merge_for(ddp_dtype dtype, ddp_op op) {
+    ddp__merge merge;
+#define DDP__PICK(name, suffix) (merge.two = ddp__merge2_##name##_##suffix, merge.four = ddp__merge4_##name##_##suffix)
+#define DDP__PICK_ORDERED(suffix) (op == DDP_OP_MIN ? DDP__PICK(min, suffix) : DDP__PICK(max, suffix))
+#define DDP__PICK_ANY(ordered, wrapped)                                                                   \
+    (op == DDP_OP_PROD ? DDP__PICK(prod, wrapped) : op == DDP_OP_MIN || op == DDP_OP_MAX ? DDP__PICK_ORDERED(ordered) : DDP__PICK(sum, wrapped))
+    switch (dtype) {
+    case DDP_F64: DDP__PICK_ANY(f64, f64); break;
+    case DDP_I8: DDP__PICK_ANY(i8, u8); break;
+    case DDP_U8: DDP__PICK_ANY(u8, u8); break;
+    case DDP_I32: DDP__PICK_ANY(i32, u32); break;
+    case DDP_I64: DDP__PICK_ANY(i64, u64); break;
+    case DDP_U64: DDP__PICK_ANY(u64, u64); break;
+    default: DDP__PICK_ANY(f32, f32); break;
+    }
+#undef DDP__PICK
+#undef DDP__PICK_ORDERED
+#undef DDP__PICK_ANY
+    return merge;
+}
+
+/* The gradient path, f32 SUM and AVG of 2 to 4 sources into 1 to 4 destinations, in one pass over memory. A SUM is scaled by 1, which
+   changes no bit and costs nothing beside the loads. */
+#define DDP__IN2 const ddp__any_f32 *a = (const ddp__any_f32 *)src[0], *b = (const ddp__any_f32 *)src[1];
+#define DDP__IN3 DDP__IN2 const ddp__any_f32 *c = (const ddp__any_f32 *)src[2];
+#define DDP__IN4 DDP__IN3 const ddp__any_f32 *d = (const ddp__any_f32 *)src[3];
+#define DDP__OUT1 ddp__any_f32 *w = (ddp__any_f32 *)dst[0];
+#define DDP__OUT2 DDP__OUT1 ddp__any_f32 *x = (ddp__any_f32 *)dst[1];
+#define DDP__OUT3 DDP__OUT2 ddp__any_f32 *y = (ddp__any_f32 *)dst[2];
+#define DDP__OUT4 DDP__OUT3 ddp__any_f32 *z = (ddp__any_f32 *)dst[3];
+#define DDP__READ2 (a[i] + b[i])
+#define DDP__READ3 ((a[i] + b[i]) + c[i])
+#define DDP__READ4 ((a[i] + b[i]) + (c[i] + d[i]))
+#define DDP__WRITE1 w[i] = value
+#define DDP__WRITE2 DDP__WRITE1; x[i] = value
+#define DDP__WRITE3 DDP__WRITE2; y[i] = value
+#define DDP__WRITE4 DDP__WRITE3; z[i] = value
+#define DDP__FUSED_FN(W, D, name, finish)                                                                            \
+    static void ddp__fused_##name##W##_##D(void *const *dst, const void *const *src, size_t count, float factor) {   \
+        DDP__IN##W DDP__OUT##D                                                                                       \
+        DDP__FOR_EACH(count, float value = DDP__READ##W finish factor; DDP__WRITE##D);                               \
+    }
+DDP__FUSED_FN(2, 1, mul, *) DDP__FUSED_FN(2, 2, mul, *) DDP__FUSED_FN(2, 3, mul, *) DDP__FUSED_FN(2, 4, mul, *)
+DDP__FUSED_FN(3, 1, mul, *) DDP__FUSED_FN(3, 2, mul, *) DDP__FUSED_FN(3, 3, mul, *) DDP__FUSED_FN(3, 4, mul, *)
+DDP__FUSED_FN(4, 1, mul, *) DDP__FUSED_FN(4, 2, mul, *) DDP__FUSED_FN(4, 3, mul, *) DDP__FUSED_FN(4, 4, mul, *)
+DDP__FUSED_FN(2, 1, div, /) DDP__FUSED_FN(2, 2, div, /) DDP__FUSED_FN(2, 3, div, /) DDP__FUSED_FN(2, 4, div, /)
+DDP__FUSED_FN(3, 1, div, /) DDP__FUSED_FN(3, 2, div, /) DDP__FUSED_FN(3, 3, div, /) DDP__FUSED_FN(3, 4, div, /)
+DDP__FUSED_FN(4, 1, div, /) DDP__FUSED_FN(4, 2, div, /) DDP__FUSED_FN(4, 3, div, /) DDP__FUSED_FN(4, 4, div, /)
+#undef DDP__FUSED_FN
+#undef DDP__IN2
+#undef DDP__IN3
+#undef DDP__IN4
+#undef DDP__OUT1
+#undef DDP__OUT2
+#undef DDP__OUT3
+#undef DDP__OUT4
+#undef DDP__READ2
+#undef DDP__READ3
+#undef DDP__READ4
+#undef DDP__WRITE1
+#undef DDP__WRITE2
+#undef DDP__WRITE3
+#undef DDP__WRITE4
+
+/* Returns 0 where there is no fused loop. */
+static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, uint64_t divisor) {
+#define DDP__FUSED_ROW(name) {ddp__fused_##name##_1, ddp__fused_##name##_2, ddp__fused_##name##_3, ddp__fused_##name##_4}
+    static void (*const fused[2][3][4])(void *const *, const void *const *, size_t, float) = {
+        {DDP__FUSED_ROW(mul2), DDP__FUSED_ROW(mul3), DDP__FUSED_ROW(mul4)},
+        {DDP__FUSED_ROW(div2), DDP__FUSED_ROW(div3), DDP__FUSED_ROW(div4)}};
+#undef DDP__FUSED_ROW
+    int divide = (divisor & (divisor - 1)) != 0;
+    if (src_count < 2 || src_count > 4 || dst_count < 1 || dst_count > 4) return 0;
+    fused[divide][src_count - 2][dst_count - 1](dst, src, count, divide ? (float)divisor : 1.0f / (float)divisor);
+    return 1;
+}
+
+/* Copies past the caches; whole lines where the destination has them. The caller fences. */
+static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
+    unsigned char *out = (unsigned char *)dst;
+    const unsigned char *in = (const unsigned char *)src;
+#if defined(__SSE2__)
+    size_t head = (64 - ((uintptr_t)out & 63)) & 63;
+    if (head > size_bytes) head = size_bytes;
+    memcpy(out, in, head);
+    for (out += head, in += head, size_bytes -= head; size_bytes >= 64; out += 64, in += 64, size_bytes -= 64)
+        for (int i = 0; i < 64; i += 16)
+            _mm_stream_si128((__m128i *)(void *)(out + i), _mm_loadu_si128((const __m128i *)(const void *)(in + i)));
+#endif
+    memcpy(out, in, size_bytes);
+}
+
+typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
+
+/* Source index from element first on, as the type that adds: in place, or converted into *room. */
+static const void *ddp__source(const void *const *src, int index, size_t first, size_t count, ddp_dtype dtype, ddp__block *room) {
+    const unsigned char *at = (const unsigned char *)src[index] + first * ddp__dtype_size(dtype);
+    if (dtype != DDP_F16 && dtype != DDP_BF16) return at;
+    ddp__load_f32((float *)(void *)*room, at, dtype, count, 0);
+    return *room;
+}
+
+/* One block of the tree. Four sources at a time make a subtree, and a binary counter of those adds equal ones as they appear; what is
+   left at the end folds from the smallest up:   W=11:  [0..7] [8..10]   W=28:  [0..15] [16..23] [24..27]
+   level[k] holds a subtree that is not merged yet, the largest in level[0], which receives the result. 64 sources need five levels. */
+static void ddp__reduce_block(ddp__block level[5], const void *const *src, int src_count, size_t first, size_t count, ddp_dtype dtype,
+                              const ddp__merge *merge) {
+    ddp__block room[4];
+    const void *in[4];
+    int depth = 0;
+
+    for (int base = 0; base < src_count; base += 4) {
+        int n = src_count - base < 4 ? src_count - base : 4;
+        for (int i = 0; i < n; i++) in[i] = ddp__source(src, base + i, first, count, dtype, &room[i]);
+        if (n == 4) merge->four(level[depth], in[0], in[1], in[2], in[3], count);
+        else if (n == 1) memcpy(level[depth], in[0], count * (dtype == DDP_F16 || dtype == DDP_BF16 ? 4 : ddp__dtype_size(dtype)));
+        else merge->two(level[depth], in[0], in[1], count);
+        if (n == 3) merge->two(level[depth], level[depth], in[2], count);
+        depth++;
+        if (n == 4)
+            for (int groups = base / 4 + 1; !(groups & 1); groups >>= 1, depth--)
+                merge->two(level[depth - 2], level[depth - 2], level[depth - 1], count);
+    }
+    for (; depth > 1; depth--) merge->two(level[depth - 2], level[depth - 2], level[depth - 1], count);
+}
+
+/* Bit k: destination k is none of the sources, and may be written past the caches. */
+static uint64_t ddp__stream_mask(void *const *dst, int dst_count, const void *const *src, int src_count) {
+    uint64_t mask = 0;
+    for (int k = 0; k < dst_count; k++) {
+        int apart = 1;
+        for (int j = 0; j < src_count; j++) apart &= dst[k] != src[j];
+        mask |= (uint64_t)apart << k;
+    }
+    return mask;
+}
+
+static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
+                               ddp_op op, uint64_t divisor, uint64_t stream_mask) {
+    ddp__block level[6];
+    ddp__merge merge = ddp__merge_for(dtype, op);
+    int half = dtype == DDP_F16 || dtype == DDP_BF16;
+    size_t size = ddp__dtype_size(dtype), n;
+    size_t step = (stream_mask ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (half ? 4 : size);
+    const void *result = half ? level[1] : level[0];
+
+    for (size_t first = 0; first < count; first += n) {
+        n = count - first < step ? count - first : step;
+        if (stream_mask && first == 0) { /* the first block is short, so that later ones begin on a cache line */
+            size_t head = (64 - ((uintptr_t)dst[dst_count - 1] & 63)) & 63;
+            if (head && head % size == 0 && head / size < n) n = head / size;
+        }
+        ddp__reduce_block(level, src, src_count, first, n, dtype, &merge);
+        if (divisor > 1) ddp__divide_block(level[0], n, half ? DDP_F32 : dtype, divisor);
+        if (half) ddp__store_f32(level[1], dtype, (const float *)(const void *)level[0], n);
+        for (int k = 0; k < dst_count; k++) {
+            unsigned char *out = (unsigned char *)dst[k] + first * size;
+            if (stream_mask >> k & 1) ddp__copy_stream(out, result, n * size);
+            else memcpy(out, result, n * size);
+        }
+    }
+#if defined(__SSE2__)
+    if (stream_mask) _mm_sfence();
+#endif
+}
+
+/* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
+   the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
+   stream: the outputs are large and not read soon, so those that are no source are written past the caches. */
+static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
+                             ddp_op op, uint64_t divisor, int stream) {
+    uint64_t stream_mask = 0;
+    if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
+    if (count == 0) return;
+    if (src_count == 1 && divisor == 1) {
+        for (int k = 0; k < dst_count; k++)
+            if (dst[k] != src[0]) memcpy(dst[k], src[0], count * ddp__dtype_size(dtype));
+        return;
+    }
+#if defined(__SSE2__)
+    if (stream) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
+#else
+    (void)stream;
+#endif
+    if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && !stream_mask &&
+        ddp__reduce_fused(dst, dst_count, src, src_count, count, divisor)) return;
+    ddp__reduce_blocks(dst, dst_count, src, src_count, count, dtype, op, divisor, stream_mask);
+}
+//== exact sums ===================================================================================== >>impl-exact
+
+/* Kulisch's long accumulator: a fixed-point number that spans every double.
+       cell[0..67]   digits; digit k weighs 2^(32k-1074) and may be of either sign
+       cell[68..70]  how many NaN, +infinity and -infinity were added
+       cell[71]      bound: no digit exceeds bound * 2^32 in magnitude
+   The bound adds up like the digits do, so cells added over ranks (fewer than 2^15 of them) are again such a number. */
+enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
+#define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
+#define DDP__EXACT_LANES 32
+
+/* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
+static void ddp__exact_normalise(ddp_exact_sum *sum) {
+    int64_t carry = 0;
+    for (int k = 0; k < DDP__EXACT_DIGITS - 1; k++) {
+        int64_t digit = sum->cell[k] + carry;
+        sum->cell[k] = digit & INT64_C(0xffffffff);
+        carry = (digit - sum->cell[k]) / (INT64_C(1) << 32);
+    }
+    sum->cell[DDP__EXACT_DIGITS - 1] += carry;
+    sum->cell[DDP__EXACT_BOUND] = 1;
+}
+
+DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum) { memset(sum, 0, sizeof *sum); }
+
+DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
+    uint64_t bits = ddp__f64_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
+    int exponent = (int)(bits >> 52 & 0x7ff), shift;
+    int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
+    int64_t *digit;
+
+    if (exponent == 0x7ff) {
+        sum->cell[mantissa ? DDP__EXACT_NAN : negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS]++;
+        return;
+    }
+    if (exponent) mantissa |= UINT64_C(1) << 52;
+    else exponent = 1;
+    digit = sum->cell + ((exponent - 1) >> 5);
+    shift = (exponent - 1) & 31;
+    low = (mantissa & 0xffffffff) << shift;
+    high = (mantissa >> 32) << shift; /* below 2^52 */
+    digit[0] += ((int64_t)(low & 0xffffffff) ^ negative) - negative;
+    high += low >> 32;
+    digit[1] += ((int64_t)(high & 0xffffffff) ^ negative) - negative;
+    digit[2] += ((int64_t)(high >> 32) ^ negative) - negative;
+    if (++sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
+}
+
+DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other) {
+    for (int k = 0; k < DDP_EXACT_CELLS; k++) sum->cell[k] += other->cell[k];
+    if (sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
+}
+
+/* Bits position..position+63 of a normalised, non-negative sum; position may be negative. */
+static uint64_t ddp__exact_window(const ddp_exact_sum *sum, int position) {
+    uint64_t window = 0;
+    for (int bit = 0; bit < 64;) {
+        int at = position + bit, k = at >> 5, offset = at & 31;
+        if (at >= 0 && k < DDP__EXACT_DIGITS) window |= (uint64_t)sum->cell[k] >> offset << bit;
+        bit += 32 - offset;
+    }
+    return window;
+}
+
+/* An empty sum, and one that cancels, is +0. */
+DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
+    ddp_exact_sum sum = *exact;
+    uint64_t sign = 0, mantissa, bits;
+    int top, lowest, sticky = 0;
+
+    if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS]))
+        return ddp__f64_from_bits(UINT64_C(0x7ff8) << 48);
+    if (sum.cell[DDP__EXACT_PLUS] || sum.cell[DDP__EXACT_MINUS])
+        return ddp__f64_from_bits((sum.cell[DDP__EXACT_PLUS] ? UINT64_C(0x7ff0) : UINT64_C(0xfff0)) << 48);
+    ddp__exact_normalise(&sum);
+    if (sum.cell[DDP__EXACT_DIGITS - 1] < 0) {
+        sign = UINT64_C(1) << 63;
+        for (int k = 0; k < DDP__EXACT_DIGITS; k++) sum.cell[k] = -sum.cell[k];
+        ddp__exact_normalise(&sum);
+    }
+    for (top = DDP__EXACT_DIGITS - 1; top > 0 && !sum.cell[top]; top--) {}
+    if (!sum.cell[top]) return 0.0;
+    top *= 32;
+    while (ddp__exact_window(&sum, top) > 1) top++; /* now the number of the highest bit */
+
+    /* 53 bits from lowest up; a subnormal has fewer, and then nothing below them. */
+    lowest = top > 52 ? top - 52 : 0;
+    mantissa = ddp__exact_window(&sum, lowest) & ((UINT64_C(1) << 53) - 1);
+    if (lowest && (ddp__exact_window(&sum, lowest - 1) & 1)) {
+        for (int k = 0; k < (lowest - 1) >> 5; k++) sticky |= sum.cell[k] != 0;
+        sticky |= (sum.cell[(lowest - 1) >> 5] & ((INT64_C(1) << ((lowest - 1) & 31)) - 1)) != 0;
+        mantissa += (uint64_t)sticky | (mantissa & 1);
+    }
+    /* The hidden bit carries into the exponent, and so does a mantissa that rounded up to 2^53. */
+    bits = ((uint64_t)lowest << 52) + mantissa;
+    if (bits >= UINT64_C(0x7ff0) << 48) bits = UINT64_C(0x7ff0) << 48;
+    return ddp__f64_from_bits(bits | sign);
+}
+
+/* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e.
+   The square of an f32 is exact in f64: fused with the addition that follows or not, the bits are the same. The square of an f64 is
+   rounded, and must not be fused: it has to be in memory before it is added. */
+static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
+    for (int e = 0; e < DDP__EXACT_LANES; e++) {
+        double low = (double)x[e], high = (double)x[e + DDP__EXACT_LANES];
+        lane[e] += low * low + high * high;
+    }
+}
+
+static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
+    double DDP__ALIGNED64 square[2 * DDP__EXACT_LANES];
+    for (int e = 0; e < 2 * DDP__EXACT_LANES; e++) square[e] = x[e] * x[e];
+#if defined(__GNUC__)
+    __asm__ __volatile__("" : : "r"(square) : "memory");
+#endif
+    for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
+}
+
+/* Sum of the squares of count elements in f64, in an order that count alone determines. Missing elements of the last step are zeros,
+   which change no bit of a sum of squares. */
+static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) {
+    union { double f64[2 * DDP__EXACT_LANES]; float f32[2 * DDP__EXACT_LANES]; } DDP__ALIGNED64 block;
+    double DDP__ALIGNED64 lane[DDP__EXACT_LANES];
+    const unsigned char *at = (const unsigned char *)data;
+    size_t size = ddp__dtype_size(dtype), step = 2 * DDP__EXACT_LANES;
+
+    memset(lane, 0, sizeof lane);
+    for (; count; at += step * size) {
+        size_t n = count < step ? count : step;
+        const void *x = at;
+        if (n < step) memset(&block, 0, sizeof block);
+        if (dtype == DDP_F16 || dtype == DDP_BF16) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
+        else if (n < step) { memcpy(&block, at, n * size); x = &block; }
+        if (dtype == DDP_F64) ddp__squares_f64(lane, (const ddp__any_f64 *)x);
+        else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
+        count -= n;
+    }
+    for (int half = DDP__EXACT_LANES / 2; half; half /= 2)
+        for (int e = 0; e < half; e++) lane[e] += lane[e + half];
+    return lane[0];
+}
+
+/* Adds the sum of squares of each row of row_count elements, row by row exactly: however the rows are shared out among ranks, merging
+   gives the same sum. data is of a float type. */
+static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+    const unsigned char *at = (const unsigned char *)data;
+    size_t row_bytes = row_count * ddp__dtype_size(dtype);
+
+    if (row_count == 0) return;
+    if (row_count == 1 && dtype != DDP_F64) { /* biases and the like */
+        float DDP__ALIGNED64 block[64];
+        for (size_t row = 0; row < rows; row += 64) {
+            size_t n = rows - row < 64 ? rows - row : 64;
+            ddp__load_f32(block, at + row * row_bytes, dtype, n, 0);
+            for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
+        }
+        return;
+    }
+    for (size_t row = 0; row < rows; row++) ddp_exact_sum_add(sum, ddp__row_squares(at + row * row_bytes, row_count, dtype));
+}
+//== the CPU as a device ============================================================================== >>impl-device
+
+static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    *out = ddp__group_calloc(group, size_bytes);
+    return *out ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
+static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, size_bytes); }
+
+static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
+    const void *sources[2];
+    sources[0] = left;
+    sources[1] = right;
+    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, 0);
+}
+
+static void ddp__cpu_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
+    enum { BLOCK = 1024 };
+    float block[BLOCK];
+    if (dtype == DDP_F32) for (size_t i = 0; i < count; i++) ((float *)data)[i] *= factor;
+    else if (dtype == DDP_F64) for (size_t i = 0; i < count; i++) ((double *)data)[i] *= (double)factor;
+    else if (dtype == DDP_F16 || dtype == DDP_BF16)
+        for (size_t done = 0; done < count; done += BLOCK) {
+            size_t n = count - done < BLOCK ? count - done : (size_t)BLOCK;
+            unsigned char *part = (unsigned char *)data + 2 * done;
+            ddp__cast(block, DDP_F32, part, dtype, n);
+            for (size_t i = 0; i < n; i++) block[i] *= factor;
+            ddp__cast(part, dtype, block, DDP_F32, n);
+        }
+}
+
+DDPDEF const ddp_device *ddp_device_cpu(void) {
+    static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
+                                   ddp__cpu_add, ddp__cpu_scale, ddp__divide, ddp__exact_add_squares};
+    return &cpu;
+}
+
+//== shared memory ====================================================================================== >>impl-heap
+
+/* The heap is one anonymous file, far larger than memory but sparse. Whoever needs shared memory takes the next range of offsets
+   (a fetch-and-add: ranks never negotiate) and maps it. Nothing has a name, so nothing stays behind. */
+
+#define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
+#define DDP__HUGE ((size_t)2 << 20)
+
+static int ddp__heap_file(void) {
+    int fd = -1;
+#ifdef SYS_memfd_create
+    fd = (int)syscall(SYS_memfd_create, "ddp", 1u /* MFD_CLOEXEC */);
+#endif
+    if (fd < 0) { /* old kernels and strict sandboxes: a file without a name */
+        const char *folders[] = {"/dev/shm", "/tmp", "."};
+        for (int i = 0; i < 3 && fd < 0; i++) {
+            char path[64];
+            snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
+            fd = mkstemp(path);
+            if (fd >= 0) { unlink(path); fcntl(fd, F_SETFD, FD_CLOEXEC); }
+        }
+    }
+    return fd;
+}
+
+static void ddp__heap_release(ddp__heap *heap) {
+    int references;
+    pthread_mutex_lock(&heap->lock);
+    references = --heap->references;
+    pthread_mutex_unlock(&heap->lock);
+    if (references > 0) return;
+    while (heap->mappings) {
+        ddp__mapping *m = heap->mappings;
+        heap->mappings = m->next;
+        munmap(m->memory, m->size);
+        free(m);
+    }
+    if (heap->fd >= 0) close(heap->fd);
+    pthread_mutex_destroy(&heap->lock);
+    free(heap);
+}
+
+static ddp__heap *ddp__heap_retain(ddp__heap *heap) {
+    pthread_mutex_lock(&heap->lock);
+    heap->references++;
+    pthread_mutex_unlock(&heap->lock);
+    return heap;
+}
+
+/* Reserves address space aligned for huge pages, then places the file range in it. */
+static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
+    size_t extra = size >= DDP__HUGE ? DDP__HUGE : 0;
+    unsigned char *space = (unsigned char *)mmap(NULL, size + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *start;
+    if (space == (unsigned char *)MAP_FAILED) return NULL;
+    start = extra ? (unsigned char *)(((uintptr_t)space + DDP__HUGE - 1) / DDP__HUGE * DDP__HUGE) : space;
+    if (mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
+        munmap(space, size + extra);
+        return NULL;
+    }
+    if (start > space) munmap(space, (size_t)(start - space));
+    if (space + size + extra > start + size) munmap(start + size, (size_t)(space + size + extra - (start + size)));
+#ifdef MADV_HUGEPAGE
+    if (extra) madvise(start, size, MADV_HUGEPAGE);
+#endif
+    return start;
+}
+
+/* Maps [offset, offset + size); threads of one process get one common mapping, counted. */
+static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
+    ddp__mapping *m;
+    pthread_mutex_lock(&heap->lock);
+    for (m = heap->mappings; m; m = m->next)
+        if (m->offset == offset && m->size == size) break;
+    if (!m) {
+        void *memory = ddp__map_aligned(heap->fd, offset, size);
+        m = memory ? (ddp__mapping *)malloc(sizeof *m) : NULL;
+        if (m) {
+            m->offset = offset;
+            m->size = size;
+            m->memory = memory;
+            m->references = 0;
+            m->next = heap->mappings;
+            heap->mappings = m;
+        } else if (memory) {
+            munmap(memory, size);
+        }
+    }
+    if (m) m->references++;
+    pthread_mutex_unlock(&heap->lock);
+    return m ? m->memory : NULL;
+}
+
+static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
+    pthread_mutex_lock(&heap->lock);
+    for (ddp__mapping **link = &heap->mappings; *link; link = &(*link)->next) {
+        ddp__mapping *m = *link;
+        if (m->memory != memory) continue;
+        if (--m->references == 0) {
+            *link = m->next;
+            munmap(m->memory, m->size);
+            free(m);
+        }
+        break;
+    }
+    pthread_mutex_unlock(&heap->lock);
+}
+
+/* Takes a range of the file; 0 when it is full. */
+static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
+    uint64_t length = ddp__round_up(size, DDP__HUGE);
+    uint64_t offset = ddp__fetch_add(&heap->job->bump, length);
+    return offset + length <= heap->job->limit ? offset : 0;
+}
+
+/* Gives pages back to the system; the offsets stay used. */
+static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
+#if defined(SYS_fallocate) && defined(__LP64__)
+    syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
+#else
+    (void)heap; (void)offset; (void)size;
+#endif
+}
+
+/* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
+static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), low = (uintptr_t)memory / page * page;
+    size_t slack = (uintptr_t)memory - low;
+    if (madvise((void *)low, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
+    if (errno != EINVAL) return 0;
+#if defined(SYS_fallocate) && defined(__LP64__)
+    if (syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0) return 1;
+    return errno == EOPNOTSUPP || errno == ENOSYS;
+#else
+    (void)heap; (void)offset;
+    return 1;
+#endif
+}
+
+/* Wraps a file descriptor; the heap owns it from here on. */
+static ddp__heap *ddp__heap_wrap(int fd, int threads) {
+    ddp__heap *heap = (ddp__heap *)calloc(1, sizeof *heap);
+    if (!heap) { close(fd); return NULL; }
+    heap->fd = fd;
+    heap->threads = threads;
+    heap->references = 1;
+    heap->rank = -1;
+    pthread_mutex_init(&heap->lock, NULL);
+    heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp__round_up(sizeof(ddp__job), 4096));
+    if (!heap->job) { ddp__heap_release(heap); return NULL; }
+    return heap;
+}
+
+static int ddp__usable_cores(void) {
+    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
+    long bytes;
+    int cores = 0;
+    memset(mask, 0, sizeof mask);
+    bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask);
+    for (long i = 0; i < bytes; i++)
+        for (int bit = 0; bit < 8; bit++) cores += ((unsigned char *)mask)[i] >> bit & 1;
+    if (cores < 1) cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    return cores < 1 ? 1 : cores;
+}
+
+/* A new job of world_size ranks. */
+static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
+    struct rlimit limit;
+    uint64_t size = UINT64_C(1) << 42;
+    ddp__heap *heap;
+    int fd = ddp__heap_file();
+    *out = NULL;
+    if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(errno));
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
+    while (ftruncate(fd, (off_t)size) != 0 && size > (UINT64_C(1) << 30)) size /= 2;
+    heap = ddp__heap_wrap(fd, threads);
+    if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
+    heap->job->magic = DDP__MAGIC;
+    heap->job->version = DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH;
+    heap->job->world_size = (uint32_t)world_size;
+    heap->job->bump = DDP__HUGE;
+    heap->job->limit = size;
+    heap->job->launched = (uint32_t)launched;
+    heap->job->cores = (uint32_t)ddp__usable_cores();
+    *out = heap;
+    return DDP_OK;
+}
+
+//== life and death of ranks ============================================================================ >>impl-life
+
+/* Start time (field 22) and state (field 3) of a process; 0 when it is gone. */
+static uint64_t ddp__process_start_time(int pid, char *state) {
+    char path[32], line[512], *p;
+    int fd, fields = 2;
+    ssize_t n;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    n = read(fd, line, sizeof line - 1);
+    close(fd);
+    if (n <= 0) return 0;
+    line[n] = 0;
+    p = strrchr(line, ')'); /* the name may hold anything */
+    if (!p || !p[1] || !p[2]) return 0;
+    *state = p[2];
+    for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
+    return strtoull(p, NULL, 10);
+}
+
+/* Notes that this process or thread is rank `rank` of the job. */
+static void ddp__rank_enter(ddp__heap *heap, int rank) {
+    ddp__job_rank *me = &heap->job->rank[rank];
+    char state = '?';
+    me->pid = (int32_t)getpid();
+    me->start_time = ddp__process_start_time(me->pid, &state);
+    ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
+}
+
+/* 1 when the rank can answer no more, with the reason in words. */
+static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
+    ddp__job_rank *r = &heap->job->rank[rank];
+    uint32_t state = ddp__load(&r->state);
+    char s = '?';
+    if (state == DDP__RANK_LOST) {
+        if (r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
+        else snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
+        return 1;
+    }
+    if (state == DDP__RANK_LEFT) {
+        if (r->result) snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
+        else snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
+        return 1;
+    }
+    if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+    if (kill(r->pid, 0) == 0 || errno != ESRCH) {
+        uint64_t start = ddp__process_start_time(r->pid, &s);
+        if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
+        if (start == r->start_time && s != 'Z' && s != 'X') return 0;
+    }
+    snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
+    return 1;
+}
+
+//== the local backend: who waits for whom =============================================================== >>impl-wait
+
+/* Control memory of one group, taken from the heap by its rank 0:
+
+     ddp__control | rank lines [W] | posts [W][2] | payloads [W][2] | slots [W][DDP__SLOTS] | channels [W][W] (p2p)
+
+   Posts and payloads alternate by the parity of seq: a rank that announces call n+2 has seen everybody's announcement of n+1, which
+   they made after reading those of n. Rounds number the uses of the slots and never restart. */
+
+typedef struct ddp__channel ddp__channel;
+typedef struct ddp__request ddp__request;
+
+typedef struct ddp__local {
+    ddp__heap *heap;
+    int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
+    int spins, yields;               /* before sleeping */
+    int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
+    void *memory;
+    uint64_t offset;
+    size_t size;
+    ddp__control *control;
+    ddp__rank_line *line;
+    ddp__post *posts;
+    unsigned char *payloads, *slots;
+    ddp__channel *channels;
+    struct ddp__local *parent;       /* regions of ancestors count as group memory here too */
+    ddp__region *regions;
+    uint64_t round;
+    uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
+    pthread_mutex_t p2p_lock;
+    ddp__request *requests;          /* unfinished sends and receives, in the order issued */
+    ddp__request **requests_end, *free_requests;
+    uint64_t send_order[DDP_MAX_LOCAL_RANKS];
+    int no_vm_read;                  /* process_vm_readv was refused */
+    double liveness_checked;
+} ddp__local;
+
+#define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
+#define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
+
+static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) { return &l->posts[2 * rank + (int)(seq & 1)]; }
+static unsigned char *ddp__payload_of(const ddp__local *l, int rank, uint64_t seq) {
+    return l->payloads + (size_t)rank * DDP__PAYLOAD_STRIDE + (seq & 1) * (DDP__PAYLOAD + DDP__LINE);
+}
+static unsigned char *ddp__slot_of(const ddp__local *l, int rank, uint64_t round) {
+    return l->slots + (size_t)rank * DDP__SLOT_STRIDE + (size_t)(round % DDP__SLOTS) * DDP__CHUNK;
+}
+
+static void ddp__futex_wait(uint32_t *word, uint32_t value, int timeout_us) {
+    struct timespec t;
+    t.tv_sec = timeout_us / 1000000;
+    t.tv_nsec = (long)(timeout_us % 1000000) * 1000;
+    syscall(SYS_futex, word, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
+}
+
+static void ddp__futex_wake(uint32_t *word) { syscall(SYS_futex, word, 1 /* FUTEX_WAKE */, 64, NULL, NULL, 0); }
+
+static void ddp__pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static void ddp__wake_one(ddp__sleeper *sleeper) {
+    if (!ddp__load_relaxed(&sleeper->sleeping)) return;
+    ddp__fetch_add(&sleeper->word, 1u);
+    ddp__futex_wake(&sleeper->word);
+}
+
+static void ddp__wake_waiters(ddp__local *l) {
+    for (int r = 0; r < l->world_size; r++) {
+        int32_t waits_for = ddp__load_relaxed(&l->line[r].collective.waits_for);
+        if (r != l->rank && (waits_for == l->rank || waits_for < 0)) ddp__wake_one(&l->line[r].collective);
+    }
+}
+
+/* After each announcement. Reading the sleeper count without a full fence may miss a rank that is just falling asleep; its sleep
+   lasts at most one slice (2 ms), and the fence would cost every call the drain of its store buffer. */
+static inline void ddp__announce(ddp__local *l) {
+    if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l);
+}
+
+/* Records the first cause of the group's failure and wakes everybody. */
+static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) {
+    uint32_t healthy = 0;
+    ddp__control *c = l->control;
+    if (!__atomic_compare_exchange_n(&c->poison, &healthy, 1u, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
+    c->poison_code = (int32_t)code;
+    snprintf(c->poison_text, sizeof c->poison_text, "%s", text);
+    ddp__store(&c->poison, 2u);
+    for (int r = 0; r < l->world_size; r++) {
+        ddp__fetch_add(&l->line[r].collective.word, 1u);
+        ddp__futex_wake(&l->line[r].collective.word);
+        ddp__fetch_add(&l->line[r].p2p.word, 1u);
+        ddp__futex_wake(&l->line[r].p2p.word);
+    }
+}
+
+/* DDP_OK, or the recorded cause with its text copied out. */
+static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size) {
+    uint32_t state = ddp__load(&l->control->poison);
+    if (state == 0) return DDP_OK;
+    while (state == 1) { /* its writer is between two stores, or died there */
+        sched_yield();
+        state = ddp__load(&l->control->poison);
+        if (state == 1 && ddp_now() - l->liveness_checked > 1.0) break;
+    }
+    snprintf(text, size, "%s", state == 2 ? l->control->poison_text : "a rank died while reporting a failure");
+    return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
+}
+
+/* 1 when a member can answer no more; its reason in text. */
+static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
+    char cause[128];
+    if (ddp__rank_gone(l->heap, l->member[rank], cause, sizeof cause)) {
+        const char *who = strstr(cause, " ("); /* the job's rank number is replaced by this group's */
+        if (!who) who = strchr(cause, ':');
+        if (l->member[rank] == rank || !who) snprintf(text, size, "%s", cause);
+        else snprintf(text, size, "rank %d%s", rank, who);
+        return 1;
+    }
+    if (ddp__load(&l->line[rank].left)) {
+        snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
+        return 1;
+    }
+    return 0;
+}
+
+/* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
+static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
+    char here[200] = "", missing[200] = "";
+    for (int r = 0; r < l->world_size; r++) {
+        uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
+        char *list = r == l->rank || value >= target ? here : missing;
+        size_t used = strlen(list);
+        if (used < 180) snprintf(list + used, 200 - used, "%s%d", used ? "," : "", r);
+    }
+    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s", timeout_ms, here[0] ? here : "none", missing);
+}
+
+static void ddp__local_progress(ddp_group *group, ddp__local *l);
+
+/* Sleeps until the peer announces something, at most timeout_us. */
+static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *word, uint64_t target, int timeout_us) {
+    ddp__sleeper *me = &l->line[l->rank].collective;
+    uint32_t value = ddp__load(&me->word);
+    __atomic_store_n(&me->waits_for, peer, __ATOMIC_RELAXED);
+    __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
+    ddp__fetch_add(&l->control->sleepers, 1u);
+    if (ddp__load(word) < target && ddp__load(&l->control->poison) == 0) ddp__futex_wait(&me->word, value, timeout_us);
+    ddp__fetch_add(&l->control->sleepers, (uint32_t)-1);
+    __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
+}
+
+/* Waits until *word of `peer` reaches target. words and stride say where the same word of the other ranks is. Spins, then yields, then sleeps;
+   while it sleeps it looks after failures, the time, and pending sends and receives. */
+static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+    const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)peer * stride);
+    char text[DDP__TEXT_MAX];
+    double start = ddp_now(), checked = start;
+    int slice_us = 500;
+    for (int tries = 0;; tries++) {
+        double now;
+        ddp_result cause;
+        if (ddp__load(word) >= target) return DDP_OK;
+        cause = ddp__local_cause(l, text, sizeof text);
+        if (cause != DDP_OK) return DDP_ERR_POISONED;
+        ddp__local_progress(group, l);
+        if (tries < l->yields) { sched_yield(); continue; }
+        ddp__sleep_for(l, peer, word, target, slice_us);
+        if (slice_us < 2000) slice_us *= 2;
+        now = ddp_now();
+        if (now - checked > 0.004) {
+            checked = now;
+            if (ddp__member_gone(l, peer, text, sizeof text) && ddp__load(word) < target) {
+                ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+                continue;
+            }
+        }
+        if (now - start > group->desc.timeout_ms * 1e-3) {
+            ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
+            if (ddp__load(word) < target) ddp__local_poison(l, DDP_ERR_TIMEOUT, text);
+        }
+    }
+}
+
+static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+    const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)peer * stride);
+    int spins = group->polite ? l->spins / 16 : l->spins; /* a communication thread shares its core with compute */
+    for (int i = 0; i < spins; i++) {
+        if (ddp__load(word) >= target) return DDP_OK;
+        ddp__pause();
+    }
+    return ddp__await_slow(group, l, peer, words, stride, target);
+}
+
+/* Waits until every rank's filled, or passed, counter reaches a round. */
+static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, uint64_t round) {
+    ddp_result result;
+    if (l->seen_filled[peer] >= round) return DDP_OK;
+    result = ddp__await(group, l, peer, &l->line[0].filled, sizeof(ddp__rank_line), round);
+    if (result == DDP_OK) l->seen_filled[peer] = ddp__load_relaxed(&l->line[peer].filled);
+    return result;
+}
+
+static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
+    for (int i = 1; i < l->world_size; i++) {
+        int peer = (l->rank + i) % l->world_size;
+        ddp_result result;
+        if (l->seen_passed[peer] >= round) continue;
+        result = ddp__await(group, l, peer, &l->line[0].passed, sizeof(ddp__rank_line), round);
+        if (result != DDP_OK) return result;
+        l->seen_passed[peer] = ddp__load_relaxed(&l->line[peer].passed);
+    }
+    return DDP_OK;
+}
+
+static void ddp__tick_filled(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].filled, round); ddp__announce(l); }
+static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].passed, round); ddp__announce(l); }
+
+//== the local backend: collectives =================================================================== >>impl-local
+
+/* Three ways for data to travel, chosen alike on all ranks from what everybody announced:
+
+   small    the data lies in the sender's payload when its announcement arrives; everybody reads all of it. One wait.
+   direct   every rank's buffer is group memory (or ranks are threads): rank r reduces part r from all buffers and writes it into all. Two waits.
+   staged   private memory, chunk by chunk through slots: fill the own slot, reduce part r of all slots, writing the sum back into the slots
+            that were read (whoever wrote a line last decides what the next write costs), drain the own slot. Chunk k+1 is filled
+            before chunk k is waited for.
+
+   Draw of a staged all-reduce with W=2, one round:
+       rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
+       rank 1   send [b0|b1] --b0--> slot1 [b0|  ]            recv [ slot1 ->|a1+b1]
+                rank 0 adds a0 + slot1.b0 into recv and slot1; rank 1 adds slot0.a1 + b1 into recv and slot0 */
+
+#define DDP__NT_BYTES ((size_t)4 << 20) /* out-of-place results beyond this bypass the cache */
+
+/* Buffers that only some calls have, found in the announcements: a pointer into this process, or NULL for private memory. */
+static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
+    if (address == 0) return NULL;
+    if (l->heap->threads) return (unsigned char *)(uintptr_t)address;
+    for (const ddp__local *owner = l; owner; owner = owner->parent)
+        for (const ddp__region *region = owner->regions; region; region = region->next)
+            if (address - 1 - region->offset < region->total) return region->base + (address - 1 - region->offset);
+    return NULL;
+}
+
+/* How peers find [pointer, pointer + size): heap offset + 1, a plain pointer among threads, or 0. */
+static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
+    if (!pointer) return 0;
+    if (l->heap->threads) return (uint64_t)(uintptr_t)pointer;
+    for (const ddp__local *owner = l; owner; owner = owner->parent)
+        for (const ddp__region *region = owner->regions; region; region = region->next) {
+            uintptr_t inside = (uintptr_t)pointer - (uintptr_t)region->base;
+            if (inside < region->total && size <= region->total - inside) return region->offset + inside + 1;
+        }
+    return 0;
+}
+
+static uint64_t ddp__signature(const ddp_call *call) {
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 |
+           (uint64_t)(uint32_t)(call->root + 1) << 32;
+}
+
+/* A call from its announcement, for messages. */
+static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = (ddp_call_kind)(post->signature & 255);
+    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
+    call.op = (ddp_op)(post->signature >> 16 & 255);
+    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
+    call.count = (size_t)post->count;
+    if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
+    else ddp__describe(out, size, &call);
+}
+
+static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
+    char mine[160], theirs[160], text[DDP__TEXT_MAX];
+    int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
+    ddp__describe_post(mine, sizeof mine, ddp__post_of(l, low, seq));
+    ddp__describe_post(theirs, sizeof theirs, ddp__post_of(l, high, seq));
+    snprintf(text, sizeof text, "ranks made different calls: rank %d %s, rank %d %s", low, mine, high, theirs);
+    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+    return DDP_ERR_POISONED;
+}
+
+/* Announces the call and waits until everybody has announced the same. */
+static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send, uint64_t recv) {
+    ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
+    uint64_t signature = ddp__signature(call);
+    ddp_result result;
+    mine->count = call->count;
+    mine->signature = signature;
+    mine->send = send;
+    mine->recv = recv;
+    ddp__store(&mine->seq, call->seq);
+    ddp__announce(l);
+    for (int i = 1; i < l->world_size; i++) {
+        int peer = (l->rank + i) % l->world_size;
+        const ddp__post *post = ddp__post_of(l, peer, call->seq);
+        result = ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq);
+        if (result != DDP_OK) return result;
+        if (post->signature != signature || post->count != call->count) return ddp__mismatch(l, peer, call->seq);
+    }
+    return DDP_OK;
+}
+
+/* Where rank r's small data lies: in its announcement when it is tiny. */
+static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
+    return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
+}
+
+static size_t ddp__small_limit(const ddp__local *l) {
+    size_t limit = 8192 / (size_t)l->world_size;
+    return limit < 512 ? 512 : limit;
+}
+
+typedef struct ddp__part { size_t begin, count; } ddp__part;
+
+/* Part r of count elements, cut at multiples of a cache line. */
+static ddp__part ddp__part_of(size_t count, int rank, int world_size, size_t element) {
+    ddp__part part;
+    size_t per = ddp__round_up((count + (size_t)world_size - 1) / (size_t)world_size, DDP__ALIGN / element);
+    part.begin = per * (size_t)rank < count ? per * (size_t)rank : count;
+    part.count = count - part.begin < per ? count - part.begin : per;
+    return part;
+}
+
+/* --- all_reduce and reduce --- */
+
+static ddp_result ddp__reduce_small(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *out = call->recv;
+    ddp_result result;
+    if (size) memcpy(ddp__small_of(l, l->rank, call, size), call->send, size);
+    result = ddp__enter(group, l, call, 0, 0);
+    if (result != DDP_OK || (call->kind == DDP_CALL_REDUCE && call->root != l->rank)) return result;
+    for (int r = 0; r < l->world_size; r++) sources[r] = ddp__small_of(l, r, call, size);
+    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
+    return DDP_OK;
+}
+
+static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    size_t element = ddp__dtype_size(call->dtype);
+    ddp__part part = ddp__part_of(call->count, l->rank, l->world_size, element);
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count = 0, apart = 0;
+    uint64_t round = ++l->round;
+    for (int i = 0; i < l->world_size; i++) {
+        const ddp__post *post = ddp__post_of(l, i, call->seq);
+        unsigned char *send = ddp__resolve(l, post->send), *recv = ddp__resolve(l, post->recv);
+        sources[i] = send + part.begin * element;
+        if (call->kind == DDP_CALL_REDUCE && i != call->root) continue;
+        apart += send != recv;
+        outs[out_count++] = recv + part.begin * element;
+    }
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor,
+                     apart == out_count && part.count * element >= DDP__NT_BYTES);
+    ddp__tick_passed(l, round);
+    return ddp__await_passed(group, l, round);
+}
+
+typedef struct ddp__staged {   /* one reduction through slots */
+    const ddp_call *call;
+    size_t element, chunk;     /* elements per round */
+    size_t rounds;
+    uint64_t first;            /* number of the first round */
+} ddp__staged;
+
+static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
+    ddp__staged s;
+    size_t target, full;
+    s.call = call;
+    s.element = ddp__dtype_size(call->dtype);
+    full = DDP__CHUNK / s.element;
+    target = ddp__round_up((call->count + 3) / 4, (size_t)l->world_size * DDP__ALIGN / s.element); /* medium sizes still overlap */
+    s.chunk = target * s.element < 65536 ? 65536 / s.element : target;
+    if (s.chunk > full) s.chunk = full;
+    s.rounds = (call->count + s.chunk - 1) / s.chunk;
+    s.first = l->round + 1;
+    l->round += s.rounds;
+    return s;
+}
+
+static size_t ddp__staged_count(const ddp__staged *s, size_t k) {
+    size_t left = s->call->count - k * s->chunk;
+    return left < s->chunk ? left : s->chunk;
+}
+
+/* Copies what the others reduce of chunk k into the own slot. */
+static void ddp__staged_fill(ddp__local *l, const ddp__staged *s, size_t k) {
+    const unsigned char *send = (const unsigned char *)s->call->send + k * s->chunk * s->element;
+    unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
+    for (int r = 0; r < l->world_size; r++) {
+        ddp__part part = ddp__part_of(ddp__staged_count(s, k), r, l->world_size, s->element);
+        if (r != l->rank) memcpy(slot + part.begin * s->element, send + part.begin * s->element, part.count * s->element);
+    }
+}
+
+/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from. */
+static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
+    const ddp_call *call = s->call;
+    ddp__part part = ddp__part_of(ddp__staged_count(s, k), l->rank, l->world_size, s->element);
+    size_t offset = part.begin * s->element, place = k * s->chunk * s->element + offset;
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count = 0;
+    for (int i = 0; i < l->world_size; i++) {
+        int r = (l->rank + i) % l->world_size;
+        int wanted = call->kind == DDP_CALL_ALL_REDUCE || r == call->root;
+        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + offset;
+        ddp_result result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, s->first + k);
+        if (result != DDP_OK) return result;
+        sources[r] = r == l->rank ? (const unsigned char *)call->send + place : slot;
+        if (wanted) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + place : slot;
+    }
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor, 0);
+    ddp__tick_passed(l, s->first + k);
+    return DDP_OK;
+}
+
+/* Copies the others' sums of chunk k out of the own slot. */
+static ddp_result ddp__staged_drain(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
+    unsigned char *recv = (unsigned char *)s->call->recv + k * s->chunk * s->element;
+    const unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
+    ddp_result result = ddp__await_passed(group, l, s->first + k);
+    if (result != DDP_OK || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
+    for (int r = 0; r < l->world_size; r++) {
+        ddp__part part = ddp__part_of(ddp__staged_count(s, k), r, l->world_size, s->element);
+        if (r != l->rank) memcpy(recv + part.begin * s->element, slot + part.begin * s->element, part.count * s->element);
+    }
+    return DDP_OK;
+}
+
+/* Slots of a round may be filled once everybody is done with the round DDP__SLOTS before. */
+static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round) {
+    return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
+}
+
+static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp__staged *s) {
+    ddp_result result = DDP_OK;
+    for (size_t k = 0; k < s->rounds && result == DDP_OK; k++) {
+        if (k + 1 < s->rounds) {
+            result = ddp__slot_free(group, l, s->first + k + 1);
+            if (result != DDP_OK) break;
+            ddp__staged_fill(l, s, k + 1);
+            ddp__tick_filled(l, s->first + k + 1);
+        }
+        result = ddp__staged_reduce(group, l, s, k);
+        if (result == DDP_OK && k > 0) result = ddp__staged_drain(group, l, s, k - 1);
+    }
+    return result == DDP_OK && s->rounds ? ddp__staged_drain(group, l, s, s->rounds - 1) : result;
+}
+
+/* 1 when every rank that matters announced group memory. */
+static int ddp__all_direct(const ddp__local *l, const ddp_call *call, int need_send, int need_recv, int only_root_recv) {
+    for (int r = 0; r < l->world_size; r++) {
+        const ddp__post *post = ddp__post_of(l, r, call->seq);
+        if (need_send && !post->send) return 0;
+        if (need_recv && (!only_root_recv || r == call->root) && !post->recv) return 0;
+    }
+    return 1;
+}
+
+static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    size_t size = call->count * ddp__dtype_size(call->dtype);
+    int rooted = call->kind == DDP_CALL_REDUCE;
+    uint64_t send = ddp__address(l, call->send, size);
+    uint64_t recv = rooted && call->root != l->rank ? 0 : ddp__address(l, call->recv, size);
+    int surely_staged = !send || (!recv && (!rooted || call->root == l->rank));
+    ddp__staged s;
+    ddp_result result;
+    if (size <= ddp__small_limit(l)) return ddp__reduce_small(group, l, call, size);
+    s = ddp__staged_begin(l, call);
+    result = ddp__slot_free(group, l, s.first);
+    if (result != DDP_OK) return result;
+    if (surely_staged) { /* the first chunk travels with the announcement */
+        ddp__staged_fill(l, &s, 0);
+        ddp__store(&l->line[l->rank].filled, s.first);
+    }
+    result = ddp__enter(group, l, call, send, recv);
+    if (result != DDP_OK) return result;
+    if (ddp__all_direct(l, call, 1, 1, rooted)) {
+        l->round = s.first - 1;
+        return ddp__reduce_direct(group, l, call);
+    }
+    if (!surely_staged) {
+        ddp__staged_fill(l, &s, 0);
+        ddp__tick_filled(l, s.first);
+    }
+    return ddp__reduce_staged(group, l, &s);
+}
+
+/* --- reduce_scatter --- */
+
+static ddp_result ddp__scatter_small(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    size_t block = size / (size_t)l->world_size;
+    void *out = call->recv;
+    ddp_result result;
+    if (size) memcpy(ddp__small_of(l, l->rank, call, size), call->send, size);
+    result = ddp__enter(group, l, call, 0, 0);
+    if (result != DDP_OK) return result;
+    for (int r = 0; r < l->world_size; r++) sources[r] = ddp__small_of(l, r, call, size) + (size_t)l->rank * block;
+    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
+    return DDP_OK;
+}
+
+static ddp_result ddp__scatter_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    size_t block = call->count * ddp__dtype_size(call->dtype);
+    void *out = call->recv;
+    uint64_t round = ++l->round;
+    for (int r = 0; r < l->world_size; r++)
+        sources[r] = ddp__resolve(l, ddp__post_of(l, r, call->seq)->send) + (size_t)l->rank * block;
+    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor,
+                     out != sources[l->rank] && block >= DDP__NT_BYTES);
+    ddp__tick_passed(l, round);
+    return ddp__await_passed(group, l, round);
+}
+
+/* Slot of a round: W blocks of `sub` elements, block p for rank p. The sum goes back into the blocks that were read, too. */
+static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub, size_t rounds) {
+    size_t element = ddp__dtype_size(call->dtype);
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    uint64_t first = l->round + 1;
+    l->round += rounds;
+    for (size_t k = 0; k <= rounds; k++) { /* fills chunk k, then reduces chunk k - 1 */
+        size_t begin = k * sub, n;
+        ddp_result result;
+        if (k < rounds) {
+            n = call->count - begin < sub ? call->count - begin : sub;
+            result = ddp__slot_free(group, l, first + k);
+            if (result != DDP_OK) return result;
+            for (int r = 0; r < l->world_size; r++)
+                if (r != l->rank)
+                    memcpy(ddp__slot_of(l, l->rank, first + k) + (size_t)r * sub * element,
+                           (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element, n * element);
+            ddp__tick_filled(l, first + k);
+        }
+        if (k == 0) continue;
+        begin = (k - 1) * sub;
+        n = call->count - begin < sub ? call->count - begin : sub;
+        for (int r = 0; r < l->world_size; r++) {
+            unsigned char *slot = ddp__slot_of(l, r, first + k - 1) + (size_t)l->rank * sub * element;
+            result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, first + k - 1);
+            if (result != DDP_OK) return result;
+            sources[r] = r == l->rank ? (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element : slot;
+            outs[r] = r == l->rank ? (unsigned char *)call->recv + begin * element : slot;
+        }
+        ddp__reduce_tree(outs, l->world_size, sources, l->world_size, n, call->dtype, call->op, call->divisor, 0);
+        ddp__tick_passed(l, first + k - 1);
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    size_t element = ddp__dtype_size(call->dtype), size = call->count * element * (size_t)l->world_size, sub;
+    ddp_result result;
+    if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
+    result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
+    if (result != DDP_OK) return result;
+    if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
+    sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / element;
+    return ddp__scatter_staged(group, l, call, sub, (call->count + sub - 1) / sub);
+}
+
+/* --- everything that only moves data --- */
+
+/* What one rank gives to and takes from each peer. Bytes. */
+typedef struct ddp__move {
+    const unsigned char *give[DDP_MAX_LOCAL_RANKS];
+    size_t give_size[DDP_MAX_LOCAL_RANKS];
+    unsigned char *take[DDP_MAX_LOCAL_RANKS];
+    size_t take_size[DDP_MAX_LOCAL_RANKS];
+    size_t take_at[DDP_MAX_LOCAL_RANKS]; /* where it lies in the giver's send buffer */
+    int common;       /* every peer takes the same bytes */
+    int one_giver;    /* only root gives */
+    size_t largest;   /* over all ranks and peers */
+} ddp__move;
+
+static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
+    size_t element = ddp__dtype_size(call->dtype), block = call->count * element;
+    int me = l->rank, root = call->root;
+    const unsigned char *send = (const unsigned char *)call->send;
+    unsigned char *recv = (unsigned char *)call->recv;
+    memset(m, 0, sizeof *m);
+    m->common = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_ALL_GATHER || call->kind == DDP_CALL_ALL_GATHER_V;
+    m->one_giver = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_SCATTER;
+    m->largest = block;
+    for (int p = 0; p < l->world_size; p++) {
+        size_t at = (size_t)p * block;
+        switch (call->kind) {
+        case DDP_CALL_BROADCAST:
+            if (me == root) { m->give[p] = (const unsigned char *)call->recv; m->give_size[p] = p == root ? 0 : block; }
+            else if (p == root) { m->take[p] = recv; m->take_size[p] = block; }
+            break;
+        case DDP_CALL_ALL_GATHER:
+            m->give[p] = send; m->give_size[p] = block;
+            m->take[p] = recv + at; m->take_size[p] = block;
+            break;
+        case DDP_CALL_GATHER:
+            if (p == root) { m->give[p] = send; m->give_size[p] = block; }
+            if (me == root) { m->take[p] = recv + at; m->take_size[p] = block; }
+            break;
+        case DDP_CALL_SCATTER:
+            if (me == root) { m->give[p] = send + at; m->give_size[p] = block; }
+            if (p == root) { m->take[p] = recv; m->take_size[p] = block; m->take_at[p] = (size_t)me * block; }
+            break;
+        case DDP_CALL_ALL_TO_ALL:
+            m->give[p] = send + at; m->give_size[p] = block;
+            m->take[p] = recv + at; m->take_size[p] = block; m->take_at[p] = (size_t)me * block;
+            break;
+        case DDP_CALL_ALL_GATHER_V:
+            m->give[p] = send; m->give_size[p] = call->recv_counts[me] * element;
+            m->take[p] = recv + call->recv_offsets[p] * element; m->take_size[p] = call->recv_counts[p] * element;
+            if (p == 0 || m->take_size[p] > m->largest) m->largest = m->take_size[p];
+            break;
+        case DDP_CALL_ALL_TO_ALL_V:
+            m->give[p] = send + call->send_offsets[p] * element; m->give_size[p] = call->send_counts[p] * element;
+            m->take[p] = recv + call->recv_offsets[p] * element; m->take_size[p] = call->recv_counts[p] * element;
+            break;
+        default: break;
+        }
+    }
+}
+
+/* What a rank gives to itself. */
+static void ddp__move_own(const ddp__local *l, const ddp__move *m) {
+    int me = l->rank;
+    if (m->take_size[me] && m->give_size[me] && m->take[me] != m->give[me]) memcpy(m->take[me], m->give[me], m->take_size[me]);
+}
+
+/* Bytes of the own payload, or of a slot, when each piece has `room` bytes. */
+static void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room) {
+    for (int i = 1; i < l->world_size; i++) {
+        int p = (l->rank + i) % l->world_size;
+        size_t n = m->give_size[p] > done ? m->give_size[p] - done : 0;
+        if (n > room) n = room;
+        if (n) memcpy(out + (m->common ? 0 : (size_t)p * room), m->give[p] + done, n);
+        if (m->common && n) break;
+    }
+}
+
+static void ddp__move_take(const ddp__local *l, const ddp__move *m, int p, const unsigned char *in, size_t done, size_t room) {
+    size_t n = m->take_size[p] > done ? m->take_size[p] - done : 0;
+    if (n > room) n = room;
+    if (n) memcpy(m->take[p] + done, in + (m->common ? 0 : (size_t)l->rank * room), n);
+}
+
+static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    size_t room = m->largest, size = m->common ? room : room * (size_t)l->world_size;
+    ddp_result result;
+    ddp__move_fill(l, m, ddp__small_of(l, l->rank, call, size), 0, room);
+    result = ddp__enter(group, l, call, 0, 0);
+    if (result != DDP_OK) return result;
+    ddp__move_own(l, m);
+    for (int p = 0; p < l->world_size; p++)
+        if (p != l->rank) ddp__move_take(l, m, p, ddp__small_of(l, p, call, size), 0, room);
+    return DDP_OK;
+}
+
+/* Takes straight from the givers' buffers. */
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    uint64_t round = ++l->round;
+    ddp__move_own(l, m);
+    for (int i = 1; i < l->world_size; i++) {
+        int p = (l->rank + i) % l->world_size;
+        if (m->take_size[p]) memcpy(m->take[p], ddp__resolve(l, ddp__post_of(l, p, call->seq)->send) + m->take_at[p], m->take_size[p]);
+    }
+    ddp__tick_passed(l, round);
+    return ddp__await_passed(group, l, round);
+}
+
+static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp__move *m) {
+    size_t room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
+    size_t rounds = (m->largest + room - 1) / room;
+    uint64_t first = l->round + 1;
+    ddp_result result;
+    l->round += rounds;
+    for (size_t k = 0; k <= rounds; k++) { /* fills piece k, then takes piece k - 1 */
+        if (k < rounds) {
+            result = ddp__slot_free(group, l, first + k);
+            if (result != DDP_OK) return result;
+            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k * room, room);
+            ddp__tick_filled(l, first + k);
+        }
+        if (k == 0) { ddp__move_own(l, m); continue; }
+        for (int i = 1; i < l->world_size; i++) {
+            int p = (l->rank + i) % l->world_size;
+            if (m->take_size[p] <= (k - 1) * room) continue;
+            result = ddp__await_filled(group, l, p, first + k - 1);
+            if (result != DDP_OK) return result;
+            ddp__move_take(l, m, p, ddp__slot_of(l, p, first + k - 1), (k - 1) * room, room);
+        }
+        ddp__tick_passed(l, first + k - 1);
+    }
+    return DDP_OK;
+}
+
+static int ddp__move_givers_direct(const ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    for (int p = 0; p < l->world_size; p++)
+        if ((!m->one_giver || p == call->root) && !ddp__post_of(l, p, call->seq)->send) return 0;
+    return call->kind != DDP_CALL_ALL_TO_ALL_V; /* where pieces lie is the giver's secret */
+}
+
+static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    ddp__move m;
+    const void *source = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
+    size_t span;
+    ddp_result result;
+    ddp__move_plan(l, call, &m);
+    if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
+    span = m.common || call->kind == DDP_CALL_GATHER ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
+    if (call->kind == DDP_CALL_GATHER) span = m.largest;
+    result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span), 0);
+    if (result != DDP_OK) return result;
+    if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
+    return ddp__move_staged(group, l, &m);
+}
+
+/* The counts of a _v call: each rank's row lies in its payload; who disagrees is named. */
+static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
+    size_t element = ddp__dtype_size(call->dtype);
+    char text[DDP__TEXT_MAX];
+    ddp__move m;
+    ddp_result result;
+    for (int p = 0; p < l->world_size; p++) { row[p] = call->send_counts[p]; row[DDP_MAX_LOCAL_RANKS + p] = call->recv_counts[p]; }
+    result = ddp__enter(group, l, call, 0, 0);
+    if (result != DDP_OK) return result;
+    ddp__move_plan(l, call, &m);
+    m.largest = 0;
+    for (int from = 0; from < l->world_size; from++)
+        for (int to = 0; to < l->world_size; to++) {
+            uint64_t given = ((uint64_t *)(void *)ddp__payload_of(l, from, call->seq))[to];
+            uint64_t wanted = ((uint64_t *)(void *)ddp__payload_of(l, to, call->seq))[DDP_MAX_LOCAL_RANKS + from];
+            if (given * element > m.largest) m.largest = (size_t)given * element;
+            if (given == wanted) continue;
+            snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, (unsigned long long)given,
+                     to, (unsigned long long)wanted);
+            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+            return DDP_ERR_POISONED;
+        }
+    return ddp__move_staged(group, l, &m);
+}
+
+/* recv_counts are compared by a hash, as count; a rank that differs is then found by its row. */
+static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
+    char text[DDP__TEXT_MAX];
+    ddp__move m;
+    ddp_result result;
+    for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
+    ddp__move_plan(l, call, &m);
+    result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
+    if (result != DDP_OK) return result;
+    for (int p = 0; p < l->world_size; p++) {
+        const uint64_t *theirs = (const uint64_t *)(const void *)ddp__payload_of(l, p, call->seq);
+        for (int i = 0; i < l->world_size; i++) {
+            if (theirs[i] == row[i]) continue;
+            snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, (unsigned long long)row[i],
+                     l->rank, (unsigned long long)theirs[i], p);
+            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+            return DDP_ERR_POISONED;
+        }
+    }
+    if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
+    return ddp__move_staged(group, l, &m);
+}
+
+static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__local *l = (ddp__local *)state;
+    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
+    switch (call->kind) {
+    case DDP_CALL_BARRIER: return ddp__enter(group, l, call, 0, 0);
+    case DDP_CALL_ALL_REDUCE:
+    case DDP_CALL_REDUCE: return ddp__local_reduce(group, l, call);
+    case DDP_CALL_REDUCE_SCATTER: return ddp__local_reduce_scatter(group, l, call);
+    case DDP_CALL_ALL_TO_ALL_V: return ddp__local_all_to_all_v(group, l, call);
+    case DDP_CALL_ALL_GATHER_V: return ddp__local_all_gather_v(group, l, call);
+    default: return ddp__local_move(group, l, call);
+    }
+}
+
+//== the local backend: point to point ==================================================================== >>impl-p2p
+
+/* One channel per ordered pair of ranks. A send puts a message on its sender's row; the receiver claims the oldest one with the tag it
+   wants, and then, by size and memory:
+
+     inline    the data lies in the message: the send was done at once
+     direct    group memory, or threads: the receiver copies from the sender's buffer
+     vm_read   private memory: the receiver reads the sender's memory (process_vm_readv)
+     staged    where that is refused: through two chunks of the channel, sender and receiver in turn */
+
+enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
+enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
+enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
+
+typedef struct ddp__message {
+    uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
+    int32_t tag, how, pid;
+    uint32_t dtype;
+    uint64_t count, order, address, seq;
+    unsigned char pad[DDP__LINE - 56];
+    unsigned char data[DDP__INLINE];
+} ddp__message;
+
+struct ddp__channel {
+    uint32_t active;     /* message being staged + 1; the receiver's */
+    unsigned char pad0[DDP__LINE - 4];
+    uint64_t filled;     /* chunks, ever */
+    unsigned char pad1[DDP__LINE - 8];
+    uint64_t drained;
+    unsigned char pad2[DDP__LINE - 8];
+    ddp__message message[DDP__MESSAGES];
+    unsigned char stage[DDP__STAGES][DDP__STAGE];
+};
+
+struct ddp__request {
+    ddp_call call;
+    size_t size, moved;
+    ddp__message *message; /* NULL until posted or matched */
+    int done;
+    ddp__request *next;
+};
+
+static ddp__channel *ddp__channel_of(const ddp__local *l, int from, int to) { return &l->channels[(size_t)from * (size_t)l->world_size + (size_t)to]; }
+
+static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_SEQ_CST); ddp__wake_one(&l->line[peer].p2p); }
+
+static void ddp__send_post(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = ddp__channel_of(l, l->rank, r->call.root);
+    ddp__message *m = NULL;
+    for (int i = 0; i < DDP__MESSAGES && !m; i++)
+        if (ddp__load(&c->message[i].state) == DDP__FREE) m = &c->message[i];
+    if (!m) return;
+    m->tag = r->call.tag;
+    m->dtype = (uint32_t)r->call.dtype;
+    m->count = r->call.count;
+    m->seq = r->call.seq;
+    m->order = l->send_order[r->call.root]++;
+    m->pid = (int32_t)getpid();
+    m->address = ddp__address(l, r->call.send, r->size);
+    m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
+    if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
+    if (m->how == DDP__HOW_INLINE && r->size) memcpy(m->data, r->call.send, r->size);
+    r->done = m->how == DDP__HOW_INLINE;
+    r->message = m;
+    ddp__store(&m->state, (uint32_t)DDP__POSTED);
+    ddp__ring(l, r->call.root);
+}
+
+/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
+static void ddp__send_progress(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = ddp__channel_of(l, l->rank, r->call.root);
+    ddp__message *m = r->message;
+    uint32_t state = ddp__load(&m->state);
+    if (state == DDP__TAKEN) {
+        ddp__store(&m->state, (uint32_t)DDP__FREE);
+        r->done = 1;
+    } else if (state == DDP__CLAIMED && m->how == DDP__HOW_STAGED) {
+        while (r->moved < r->size && c->filled - ddp__load(&c->drained) < DDP__STAGES) {
+            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
+            memcpy(c->stage[c->filled % DDP__STAGES], (const unsigned char *)r->call.send + r->moved, n);
+            r->moved += n;
+            ddp__store(&c->filled, c->filled + 1);
+            ddp__ring(l, r->call.root);
+        }
+    }
+}
+
+static void ddp__p2p_mismatch(ddp__local *l, const ddp__request *r, const ddp__message *m) {
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu, rank %d ddp_recv %s count=%llu (tag %d)", r->call.root,
+             ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count, l->rank, ddp_dtype_name(r->call.dtype),
+             (unsigned long long)r->call.count, r->call.tag);
+    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+}
+
+/* Claims the oldest message with the wanted tag. */
+static void ddp__recv_match(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
+    ddp__message *best = NULL;
+    for (int i = 0; i < DDP__MESSAGES; i++) {
+        ddp__message *m = &c->message[i];
+        if (ddp__load(&m->state) == DDP__POSTED && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
+    }
+    if (!best) return;
+    if (best->count != r->call.count || best->dtype != (uint32_t)r->call.dtype) { ddp__p2p_mismatch(l, r, best); return; }
+    r->message = best;
+    ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
+}
+
+static int ddp__vm_read(ddp__request *r, const ddp__message *m) {
+    struct iovec here, there;
+    while (r->moved < r->size) {
+        long n;
+        here.iov_base = (unsigned char *)r->call.recv + r->moved;
+        there.iov_base = (unsigned char *)(uintptr_t)m->address + r->moved;
+        here.iov_len = there.iov_len = r->size - r->moved;
+#ifdef SYS_process_vm_readv
+        n = syscall(SYS_process_vm_readv, (long)m->pid, &here, 1ul, &there, 1ul, 0ul);
+#else
+        n = -1;
+#endif
+        if (n <= 0) return 0;
+        r->moved += (size_t)n;
+    }
+    return 1;
+}
+
+/* The receiver's side of a claimed message. */
+static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
+    ddp__message *m = r->message;
+    uint32_t mine = (uint32_t)(m - c->message) + 1;
+    if (m->how == DDP__HOW_INLINE) {
+        if (r->size) memcpy(r->call.recv, m->data, r->size);
+        r->done = 1;
+        ddp__store(&m->state, (uint32_t)DDP__FREE);
+    } else if (m->how == DDP__HOW_DIRECT) {
+        memcpy(r->call.recv, ddp__resolve(l, m->address), r->size);
+        r->done = 1;
+    } else if (m->how == DDP__HOW_VM) {
+        if (!l->no_vm_read && ddp__vm_read(r, m)) {
+            r->done = 1;
+        } else { /* refused here: ask for the staged way, one message of a channel at a time */
+            l->no_vm_read = 1;
+            r->moved = 0;
+            if (c->active) return;
+            c->active = mine;
+            m->how = DDP__HOW_STAGED;
+            ddp__store(&m->state, (uint32_t)DDP__CLAIMED);
+        }
+    } else {
+        while (r->moved < r->size && c->drained < ddp__load(&c->filled)) {
+            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
+            memcpy((unsigned char *)r->call.recv + r->moved, c->stage[c->drained % DDP__STAGES], n);
+            r->moved += n;
+            ddp__store(&c->drained, c->drained + 1);
+            ddp__ring(l, r->call.root);
+        }
+        if (r->moved == r->size) { c->active = 0; r->done = 1; }
+    }
+    if (r->done && m->how != DDP__HOW_INLINE) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
+    ddp__ring(l, r->call.root);
+}
+
+/* Moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
+static void ddp__local_progress(ddp_group *group, ddp__local *l) {
+    uint64_t blocked = 0; /* peers with an earlier send that found no free message */
+    (void)group;
+    if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
+    for (ddp__request *r = l->requests; r; r = r->next) {
+        int send = r->call.kind == DDP_CALL_SEND;
+        if (r->done) continue;
+        if (send && !r->message) {
+            if (!(blocked >> r->call.root & 1)) ddp__send_post(l, r);
+            if (!r->message) blocked |= UINT64_C(1) << r->call.root;
+        } else if (send) {
+            ddp__send_progress(l, r);
+        } else {
+            if (!r->message) ddp__recv_match(l, r);
+            if (r->message) ddp__recv_progress(l, r);
+        }
+    }
+    pthread_mutex_unlock(&l->p2p_lock);
+}
+
+static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
+    ddp__local *l = (ddp__local *)state;
+    ddp__request *r;
+    pthread_mutex_lock(&l->p2p_lock);
+    r = l->free_requests;
+    if (r) l->free_requests = r->next;
+    pthread_mutex_unlock(&l->p2p_lock);
+    if (!r) r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
+    if (!r) return DDP_ERR_NO_MEMORY;
+    memset(r, 0, sizeof *r);
+    r->call = *call;
+    r->size = call->count * ddp__dtype_size(call->dtype);
+    pthread_mutex_lock(&l->p2p_lock);
+    *l->requests_end = r;
+    l->requests_end = &r->next;
+    pthread_mutex_unlock(&l->p2p_lock);
+    ddp__local_progress(group, l);
+    *out = r;
+    return DDP_OK;
+}
+
+static void ddp__request_end(ddp__local *l, ddp__request *r) {
+    pthread_mutex_lock(&l->p2p_lock);
+    for (ddp__request **link = &l->requests; *link; link = &(*link)->next)
+        if (*link == r) {
+            *link = r->next;
+            if (!r->next) l->requests_end = link;
+            break;
+        }
+    r->next = l->free_requests;
+    l->free_requests = r;
+    pthread_mutex_unlock(&l->p2p_lock);
+}
+
+static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+    ddp__local *l = (ddp__local *)state;
+    ddp__request *r = (ddp__request *)request;
+    char text[DDP__TEXT_MAX];
+    double now;
+    ddp__local_progress(group, l);
+    pthread_mutex_lock(&l->p2p_lock);
+    *done = r->done;
+    pthread_mutex_unlock(&l->p2p_lock);
+    if (*done) { ddp__request_end(l, r); return DDP_OK; }
+    if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); return DDP_ERR_POISONED; }
+    now = ddp_now();
+    if (now - l->liveness_checked > 0.004) {
+        l->liveness_checked = now;
+        if (ddp__member_gone(l, r->call.root, text, sizeof text)) {
+            ddp__local_progress(group, l); /* it may have sent before it left */
+            if (!r->done) ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+        }
+    }
+    return DDP_OK;
+}
+
+static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) {
+    ddp__local *l = (ddp__local *)state;
+    ddp__sleeper *me = &l->line[l->rank].p2p;
+    uint32_t value = ddp__load(&me->word);
+    int idle;
+    __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
+    ddp__local_progress(group, l);
+    pthread_mutex_lock(&l->p2p_lock);
+    idle = 1;
+    for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
+    pthread_mutex_unlock(&l->p2p_lock);
+    if (idle && !ddp__load(&l->control->poison)) ddp__futex_wait(&me->word, value, timeout_ms * 1000);
+    __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
+}
+
+//== the local backend: groups and group memory ====================================================== >>impl-local-group
+
+static size_t ddp__control_size(int world_size, size_t *line, size_t *posts, size_t *payloads, size_t *slots, size_t *channels) {
+    size_t w = (size_t)world_size, at = ddp__round_up(sizeof(ddp__control), 4096);
+    *line = at;
+    at = ddp__round_up(at + w * sizeof(ddp__rank_line), 4096);
+    *posts = at;
+    at = ddp__round_up(at + 2 * w * sizeof(ddp__post), 4096);
+    *payloads = at;
+    at = ddp__round_up(at + w * DDP__PAYLOAD_STRIDE, 4096);
+    *slots = at;
+    at = ddp__round_up(at + w * DDP__SLOT_STRIDE, 4096);
+    *channels = at;
+    return ddp__round_up(at + w * w * sizeof(ddp__channel), 4096);
+}
+
+/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
+static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
+    size_t line, posts, payloads, slots, channels;
+    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
+    int cores = (int)heap->job->cores, busy = (int)heap->job->world_size;
+    if (!l) return NULL;
+    l->size = ddp__control_size(group->world_size, &line, &posts, &payloads, &slots, &channels);
+    l->memory = ddp__heap_map(heap, offset, l->size);
+    if (!l->memory) {
+        ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %zu bytes of shared memory could not be mapped: %s", group->rank, group->world_size,
+                  group->name, l->size, strerror(errno));
+        ddp_group_mfree(group, l);
+        return NULL;
+    }
+    l->heap = ddp__heap_retain(heap);
+    l->offset = offset;
+    l->rank = group->rank;
+    l->world_size = group->world_size;
+    l->spins = busy <= cores ? 4000 : 20; /* more ranks than cores: give way at once */
+    l->yields = busy <= cores ? 20 : 200;
+    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
+    l->control = (ddp__control *)l->memory;
+    l->line = (ddp__rank_line *)(void *)((unsigned char *)l->memory + line);
+    l->posts = (ddp__post *)(void *)((unsigned char *)l->memory + posts);
+    l->payloads = (unsigned char *)l->memory + payloads;
+    l->slots = (unsigned char *)l->memory + slots;
+    l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
+    l->requests_end = &l->requests;
+    pthread_mutex_init(&l->p2p_lock, NULL);
+    group->local_rank = group->rank;
+    group->local_world_size = group->world_size;
+    return l;
+}
+
+/* Control memory of a new group; 0 on failure with the error line set. */
+static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
+    size_t a, b, c, d, e, size = ddp__control_size(world_size, &a, &b, &c, &d, &e);
+    uint64_t offset = ddp__heap_take(heap, size);
+    if (!offset) ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
+                           (unsigned long long)heap->job->limit);
+    return offset;
+}
+
+/* Each rank of the job enters its worlds in the same order; rank 0 makes the control memory of each and the others wait for it. */
+static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
+    ddp__job *job = heap->job;
+    ddp__job_rank *me = &job->rank[group->rank];
+    uint32_t number = me->worlds++;
+    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    uint64_t offset;
+    char text[128];
+    if (number >= DDP__WORLDS_MAX)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: this job has made %d worlds already; reuse one", DDP__WORLDS_MAX);
+    if (group->rank == 0) {
+        offset = ddp__control_create(heap, group->world_size);
+        if (!offset) return DDP_ERR_NO_MEMORY;
+        ddp__store(&job->world_offset[number], offset);
+    }
+    while (!(offset = ddp__load(&job->world_offset[number]))) {
+        if (ddp__rank_gone(heap, 0, text, sizeof text)) return ddp__fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: %s", group->rank, group->world_size, text);
+        if (ddp_now() > deadline)
+            return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->rank, group->world_size,
+                             group->desc.timeout_ms);
+        usleep(200);
+    }
+    group->state = ddp__local_attach(group, heap, offset, NULL);
+    return group->state ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+/* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
+static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__local *l = (ddp__local *)state, *new_state;
+    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = 0;
+    int job_ranks[DDP_MAX_LOCAL_RANKS];
+    ddp_result result;
+    *child_state = NULL;
+    if (child && child->rank == 0) mine = ddp__control_create(l->heap, member_count);
+    result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
+    if (result != DDP_OK || !child) return result;
+    if (!offsets[members[0]]) return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_split: no shared memory for the new group", parent->rank, parent->world_size);
+    for (int i = 0; i < member_count; i++) job_ranks[i] = l->member[members[i]];
+    new_state = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
+    if (!new_state) return DDP_ERR_NO_MEMORY;
+    new_state->parent = l;
+    *child_state = new_state;
+    return DDP_OK;
+}
+
+/* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
+static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp__local *l = (ddp__local *)state;
+    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW;
+    ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    uint64_t offset = 0;
+    int32_t ok;
+    ddp_result result;
+    *out = NULL;
+    if (stride < size_bytes || stride > SIZE_MAX / (size_t)l->world_size) { ddp_group_mfree(group, region); region = NULL; }
+    if (group->rank == 0 && region) offset = ddp__heap_take(l->heap, stride * (size_t)l->world_size);
+    result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
+    if (result == DDP_OK && offset && region) {
+        region->offset = offset;
+        region->stride = stride;
+        region->total = stride * (size_t)l->world_size;
+        region->base = (unsigned char *)ddp__heap_map(l->heap, offset, region->total);
+        region->mine = region->base ? region->base + (size_t)l->rank * stride : NULL;
+    }
+    ok = region && region->mine && ddp__populate(l->heap, region->mine, offset + (size_t)l->rank * stride, size_bytes);
+    if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
+    if (result == DDP_OK && ok) {
+        region->next = l->regions;
+        l->regions = region;
+        *out = region->mine;
+        return DDP_OK;
+    }
+    if (region && region->base) ddp__heap_unmap(l->heap, region->base);
+    if (region && offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, stride * (size_t)l->world_size);
+    ddp_group_mfree(group, region);
+    if (result != DDP_OK) return result;
+    return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->rank,
+                     group->world_size, group->name, l->world_size, size_bytes);
+}
+
+static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
+    ddp__local *l = (ddp__local *)state;
+    ddp_result result;
+    for (ddp__region **link = &l->regions; *link; link = &(*link)->next) {
+        ddp__region *region = *link;
+        if (region->mine != memory) continue;
+        result = ddp_barrier(group); /* nobody reads it any more */
+        *link = region->next;
+        ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
+        ddp__heap_unmap(l->heap, region->base);
+        ddp_group_mfree(group, region);
+        return result;
+    }
+    return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+}
+
+static ddp_result ddp__local_status(const ddp_group *group, void *state) {
+    ddp__local *l = (ddp__local *)state;
+    char text[DDP__TEXT_MAX];
+    ddp_result result = ddp__local_cause(l, text, sizeof text);
+    for (int r = 0; r < l->world_size && result == DDP_OK; r++) {
+        ddp__job_rank *peer = &l->heap->job->rank[l->member[r]];
+        if (r == l->rank || ddp__load(&peer->state) != DDP__RANK_LOST) continue;
+        ddp__member_gone(l, r, text, sizeof text);
+        ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+        result = ddp__local_cause(l, text, sizeof text);
+    }
+    (void)group;
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+}
+
+static void ddp__local_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    (void)group;
+    ddp__local_poison((ddp__local *)state, cause, text);
+}
+
+static void ddp__local_close(ddp_group *group, void *state) {
+    ddp__local *l = (ddp__local *)state;
+    ddp__store(&l->line[l->rank].left, 1u);
+    if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
+    for (int r = 0; r < l->world_size; r++)
+        if (r != l->rank) { ddp__wake_one(&l->line[r].collective); ddp__wake_one(&l->line[r].p2p); }
+    while (l->regions) {
+        ddp__region *region = l->regions;
+        l->regions = region->next;
+        ddp__heap_unmap(l->heap, region->base);
+        ddp_group_mfree(group, region);
+    }
+    while (l->requests) { ddp__request *r = l->requests; l->requests = r->next; ddp_group_mfree(group, r); }
+    while (l->free_requests) { ddp__request *r = l->free_requests; l->free_requests = r->next; ddp_group_mfree(group, r); }
+    if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
+    ddp__heap_unmap(l->heap, l->memory);
+    pthread_mutex_destroy(&l->p2p_lock);
+    ddp__heap_release(l->heap);
+    ddp_group_mfree(group, l);
+}
+
+static const ddp_backend *ddp__backend_local(void) {
+    static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
+                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close};
+    return &local;
+}
+
+//== the self backend: one rank ========================================================================= >>impl-self
+
+typedef struct ddp__self_memory { void *memory; struct ddp__self_memory *next; } ddp__self_memory;
+typedef struct ddp__self { uint32_t aborted; char text[DDP__TEXT_MAX]; ddp__self_memory *memories; } ddp__self;
+
+static ddp_result ddp__self_open(ddp_group *group, void **state) {
+    *state = ddp__group_calloc(group, sizeof(ddp__self));
+    return *state ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
+    size_t element = ddp__dtype_size(call->dtype), from = 0, to = 0, count = call->count;
+    (void)group;
+    if (((ddp__self *)state)->aborted) return DDP_ERR_POISONED;
+    if (call->kind == DDP_CALL_BARRIER || call->kind == DDP_CALL_BROADCAST) return DDP_OK;
+    if (call->kind == DDP_CALL_ALL_GATHER_V) { to = call->recv_offsets[0]; count = call->recv_counts[0]; }
+    if (call->kind == DDP_CALL_ALL_TO_ALL_V) {
+        from = call->send_offsets[0];
+        to = call->recv_offsets[0];
+        count = call->recv_counts[0];
+        if (count != call->send_counts[0]) return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
+    }
+    if (count && (const unsigned char *)call->send + from * element != (unsigned char *)call->recv + to * element)
+        memmove((unsigned char *)call->recv + to * element, (const unsigned char *)call->send + from * element, count * element);
+    if (call->op == DDP_OP_AVG && ddp__has_op(call->kind) && call->divisor > 1) ddp__divide(call->recv, count, call->dtype, call->divisor);
+    return DDP_OK;
+}
+
+static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    (void)parent; (void)state; (void)members; (void)member_count;
+    *child_state = NULL;
+    return child ? ddp__self_open(child, child_state) : DDP_OK;
+}
+
+static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp__self *self = (ddp__self *)state;
+    ddp__self_memory *entry = (ddp__self_memory *)ddp_group_malloc(group, sizeof *entry);
+    *out = entry ? ddp__group_calloc(group, size_bytes) : NULL;
+    if (!*out) { ddp_group_mfree(group, entry); return DDP_ERR_NO_MEMORY; }
+    entry->memory = *out;
+    entry->next = self->memories;
+    self->memories = entry;
+    return DDP_OK;
+}
+
+static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
+    for (ddp__self_memory **link = &((ddp__self *)state)->memories; *link; link = &(*link)->next) {
+        ddp__self_memory *entry = *link;
+        if (entry->memory != memory) continue;
+        *link = entry->next;
+        ddp_group_mfree(group, memory);
+        ddp_group_mfree(group, entry);
+        return DDP_OK;
+    }
+    return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+}
+
+static ddp_result ddp__self_status(const ddp_group *group, void *state) {
+    ddp__self *self = (ddp__self *)state;
+    (void)group;
+    return self->aborted ? ddp__fail((ddp_result)-(int)self->aborted, "%s", self->text) : DDP_OK;
+}
+
+static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__self *self = (ddp__self *)state;
+    (void)group;
+    if (self->aborted) return;
+    snprintf(self->text, sizeof self->text, "%s", text);
+    self->aborted = (uint32_t)-(int)cause;
+}
+
+static void ddp__self_close(ddp_group *group, void *state) {
+    ddp__self *self = (ddp__self *)state;
+    while (self->memories) ddp__self_free(group, state, self->memories->memory);
+    ddp_group_mfree(group, state);
+}
+
+static const ddp_backend *ddp__backend_self(void) {
+    static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
+                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close};
+    return &self;
+}
+
+//== carrying out calls ================================================================================== >>impl-queue
+
+/* Blocking calls run on the caller. Asynchronous ones wait in a queue; whoever holds `running` may carry out its head: the
+   communication thread, or a caller inside ddp_wait that would only watch. So issue order is kept and nothing is handed over without need. */
+
+/* Turns a failed call into this rank's error: the first one to meet the group's failure returns its code, later ones POISONED. */
+static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
+    char cause[DDP__TEXT_MAX];
+    ddp_result first = group->backend->status(group, group->state);
+    snprintf(cause, sizeof cause, "%s", ddp_last_error());
+    if (first == DDP_OK) return ddp__call_fail(group, call, result, cause);
+    if (!__atomic_exchange_n(&group->cause_delivered, 1, __ATOMIC_ACQ_REL)) return ddp__call_fail(group, call, first, cause);
+    return ddp__call_fail(group, call, DDP_ERR_POISONED, cause);
+}
+
+static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+    ddp_result result;
+    call->seq = ++group->seq;
+    result = group->backend->run(group, group->state, call);
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
+}
+
+/* SUM over ranks, then one division, in one pass. For tasks. */
+static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, uint64_t divisor) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_ALL_REDUCE;
+    call.dtype = dtype;
+    call.op = DDP_OP_AVG;
+    call.root = -1;
+    call.send = send;
+    call.recv = recv;
+    call.count = count;
+    call.divisor = divisor;
+    return ddp__execute(group, &call);
+}
+
+static void ddp__op_run(ddp_group *group, ddp__op *op) {
+    op->result = op->task ? op->task(group, op->argument) : ddp__execute(group, &op->call);
+    if (op->result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+}
+
+/* With the lock held, takes the head of the queue and carries it out; the lock is held again afterwards. */
+static void ddp__queue_step(ddp_group *group, int polite) {
+    ddp__op *op = group->head;
+    group->head = op->next;
+    if (!group->head) group->tail = NULL;
+    group->running = 1;
+    group->runner = pthread_self();
+    group->polite = polite;
+    pthread_mutex_unlock(&group->lock);
+    ddp__op_run(group, op);
+    pthread_mutex_lock(&group->lock);
+    group->running = 0;
+    group->polite = 0;
+    op->done = 1;
+    pthread_cond_broadcast(&group->done_cond);
+    if (group->head) pthread_cond_signal(&group->work_cond);
+}
+
+static void ddp__p2p_finish(ddp_group *group, ddp__op *op, ddp_result result) {
+    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
+        if (*link == op) { *link = op->next; break; }
+    op->next = NULL;
+    op->result = result;
+    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+    op->done = 1;
+    pthread_cond_broadcast(&group->done_cond);
+}
+
+/* With the lock held, moves one send or receive on; two threads never poll the same one. */
+static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
+    int done = 0;
+    ddp_result result;
+    if (op->done || op->polling) return;
+    op->polling = 1;
+    pthread_mutex_unlock(&group->lock);
+    result = group->backend->p2p_poll(group, group->state, op->request, &done);
+    if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+    pthread_mutex_lock(&group->lock);
+    op->polling = 0;
+    if (done || result != DDP_OK) ddp__p2p_finish(group, op, result);
+}
+
+static void ddp__p2p_step_all(ddp_group *group) {
+    ddp__op *ops[64];
+    int count = 0;
+    for (ddp__op *op = group->p2p; op && count < 64; op = op->next) ops[count++] = op;
+    for (int i = 0; i < count; i++)
+        for (ddp__op *op = group->p2p; op; op = op->next) /* the lock was released: it may be gone */
+            if (op == ops[i]) { ddp__p2p_step(group, op); break; }
+}
+
+static void *ddp__thread_main(void *argument) {
+    ddp_group *group = (ddp_group *)argument;
+    prctl(PR_SET_NAME, "ddp-comm");
+    pthread_mutex_lock(&group->lock);
+    while (!group->stopping) {
+        if (group->head && !group->running) {
+            ddp__queue_step(group, 1);
+        } else if (group->p2p) {
+            ddp__p2p_step_all(group);
+            if (!group->p2p || (group->head && !group->running)) continue;
+            pthread_mutex_unlock(&group->lock);
+            if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 1);
+            else usleep(50);
+            pthread_mutex_lock(&group->lock);
+        } else {
+            pthread_cond_wait(&group->work_cond, &group->lock);
+        }
+    }
+    pthread_mutex_unlock(&group->lock);
+    return NULL;
+}
+
+static ddp_result ddp__thread_start(ddp_group *group) {
+    sigset_t all, old;
+    int error;
+    if (group->thread_started) return DDP_OK;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
+    error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (error) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank, group->world_size,
+                                group->name, strerror(error));
+    group->thread_started = 1;
+    return DDP_OK;
+}
+
+static ddp__op *ddp__op_new(ddp_group *group) {
+    ddp__op *op;
+    pthread_mutex_lock(&group->lock);
+    op = group->free_ops;
+    if (op) group->free_ops = op->next;
+    pthread_mutex_unlock(&group->lock);
+    if (!op) op = (ddp__op *)ddp_group_malloc(group, sizeof *op);
+    if (!op) return NULL;
+    memset(op, 0, offsetof(ddp__op, arrays));
+    op->done = 0;
+    op->result = DDP_OK;
+    op->text[0] = 0;
+    op->next = NULL;
+    op->ticket = ++group->tickets;
+    return op;
+}
+
+static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    pthread_mutex_lock(&group->lock);
+    op->ticket = 0;
+    op->next = group->free_ops;
+    group->free_ops = op;
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* The counts of a _v call outlive the caller's arrays. */
+static void ddp__op_copy_arrays(const ddp_group *group, ddp__op *op) {
+    const size_t **from[4];
+    from[0] = &op->call.send_counts;
+    from[1] = &op->call.send_offsets;
+    from[2] = &op->call.recv_counts;
+    from[3] = &op->call.recv_offsets;
+    for (int i = 0; i < 4; i++) {
+        size_t *copy = op->arrays + i * DDP_MAX_LOCAL_RANKS;
+        if (!*from[i]) continue;
+        memcpy(copy, *from[i], (size_t)group->world_size * sizeof *copy);
+        *from[i] = copy;
+    }
+}
+
+static int ddp__is_runner(ddp_group *group) {
+    int yes;
+    if (!group->thread_started) return 0;
+    pthread_mutex_lock(&group->lock);
+    yes = group->running && pthread_equal(group->runner, pthread_self());
+    pthread_mutex_unlock(&group->lock);
+    return yes;
+}
+
+static void ddp__enqueue_op(ddp_group *group, ddp__op *op) {
+    pthread_mutex_lock(&group->lock);
+    if (group->tail) group->tail->next = op;
+    else group->head = op;
+    group->tail = op;
+    pthread_cond_signal(&group->work_cond);
+    pthread_mutex_unlock(&group->lock);
+}
+
+/* Waits for an op; carries out the queue meanwhile where nobody else does. p2p moves on here as well, up to timeout_ms. */
+static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
+    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    ddp_result result;
+    char text[DDP__TEXT_MAX];
+    int p2p = !op->task && ddp__is_p2p(op->call.kind), tries = 0;
+    pthread_mutex_lock(&group->lock);
+    while (!op->done) {
+        if (p2p) {
+            ddp__p2p_step(group, op);
+            if (op->done) break;
+            pthread_mutex_unlock(&group->lock);
+            if (tries++ < 200) sched_yield();
+            else if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 2);
+            else usleep(50);
+            if (ddp_now() > deadline) {
+                snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
+                         op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
+                group->backend->abort(group, group->state, DDP_ERR_TIMEOUT, text);
+            }
+            pthread_mutex_lock(&group->lock);
+        } else if (group->head && !group->running) {
+            ddp__queue_step(group, 0);
+        } else {
+            pthread_cond_wait(&group->done_cond, &group->lock);
+        }
+    }
+    pthread_mutex_unlock(&group->lock);
+    result = op->result;
+    if (result != DDP_OK) ddp__fail(result, "%s", op->text);
+    ddp__op_free(group, op);
+    return result;
+}
+
+/* Runs, or queues, a checked collective. */
+static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) {
+    ddp__op *op;
+    ddp_result result;
+    if (work) memset(work, 0, sizeof *work);
+    if (!work) {
+        if (!group->thread_started || ddp__is_runner(group)) return ddp__execute(group, call);
+        pthread_mutex_lock(&group->lock);
+        if (!group->head && !group->running) {
+            group->running = 1;
+            group->runner = pthread_self();
+            pthread_mutex_unlock(&group->lock);
+            result = ddp__execute(group, call);
+            pthread_mutex_lock(&group->lock);
+            group->running = 0;
+            pthread_mutex_unlock(&group->lock);
+            return result;
+        }
+        pthread_mutex_unlock(&group->lock);
+    }
+    op = ddp__op_new(group);
+    if (!op) return DDP_ERR_NO_MEMORY;
+    op->call = *call;
+    ddp__op_copy_arrays(group, op);
+    if (group->world_size == 1 || ddp__is_runner(group)) {
+        ddp__op_run(group, op);
+        op->done = 1;
+    } else {
+        result = ddp__thread_start(group);
+        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+        ddp__enqueue_op(group, op);
+    }
+    if (!work) return ddp__op_wait(group, op);
+    work->op = op;
+    work->ticket = op->ticket;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    ddp__op *op;
+    ddp_result result;
+    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    if (work) memset(work, 0, sizeof *work);
+    if (!work && ddp__is_runner(group)) return fn(group, argument);
+    op = ddp__op_new(group);
+    if (!op) return DDP_ERR_NO_MEMORY;
+    op->task = fn;
+    op->argument = argument;
+    if (group->world_size == 1 || ddp__is_runner(group)) {
+        ddp__op_run(group, op);
+        op->done = 1;
+    } else {
+        result = ddp__thread_start(group);
+        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+        ddp__enqueue_op(group, op);
+    }
+    if (!work) return ddp__op_wait(group, op);
+    work->op = op;
+    work->ticket = op->ticket;
+    return DDP_OK;
+}
+
+/* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
+static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
+    ddp__op *op;
+    ddp_result result;
+    if (work) memset(work, 0, sizeof *work);
+    call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
+    op = ddp__op_new(group);
+    if (!op) return DDP_ERR_NO_MEMORY;
+    op->call = *call;
+    result = group->backend->status(group, group->state);
+    if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
+    if (result == DDP_OK && work && !ddp__is_runner(group)) result = ddp__thread_start(group);
+    if (result != DDP_OK) {
+        result = ddp__call_failed(group, call, result);
+        ddp__op_free(group, op);
+        return result;
+    }
+    if (!work && group->in_batch) {
+        if (group->batch_tail) group->batch_tail->next = op;
+        else group->batch = op;
+        group->batch_tail = op;
+        return DDP_OK;
+    }
+    if (!work) return ddp__op_wait(group, op);
+    pthread_mutex_lock(&group->lock);
+    op->next = group->p2p;
+    group->p2p = op;
+    pthread_cond_signal(&group->work_cond);
+    pthread_mutex_unlock(&group->lock);
+    work->op = op;
+    work->ticket = op->ticket;
+    return DDP_OK;
+}
+
+static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work) {
+    ddp__op *op = (ddp__op *)work->op;
+    int valid;
+    pthread_mutex_lock(&group->lock);
+    valid = op->ticket == work->ticket;
+    pthread_mutex_unlock(&group->lock);
+    return valid ? op : NULL;
+}
+
+DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
+    ddp__op *op;
+    if (!group || !work) return ddp__fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
+    if (!work->op) return DDP_OK;
+    op = ddp__op_of(group, work);
+    memset(work, 0, sizeof *work);
+    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_wait group=%s: this work has been waited for already", group->name);
+    return ddp__op_wait(group, op);
+}
+
+DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
+    ddp__op *op;
+    if (!group || !work || !done) return ddp__fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
+    *done = 1;
+    if (!work->op) return DDP_OK;
+    op = ddp__op_of(group, work);
+    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_test group=%s: this work has been waited for already", group->name);
+    pthread_mutex_lock(&group->lock);
+    if (!op->done && !op->task && ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    *done = (int)op->done;
+    pthread_mutex_unlock(&group->lock);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_begin: group is NULL");
+    if (group->in_batch) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_begin group=%s: a batch is open already; end it first", group->name);
+    group->in_batch = 1;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
+    ddp_result result = DDP_OK;
+    char text[DDP__TEXT_MAX] = "";
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
+    if (!group->in_batch) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
+    group->in_batch = 0;
+    while (group->batch) {
+        ddp__op *op = group->batch;
+        ddp_result one;
+        group->batch = op->next;
+        op->next = NULL;
+        one = ddp__op_wait(group, op);
+        if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
+    }
+    group->batch_tail = NULL;
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+}
+
+//== who am I, and who else is there =============================================================== >>impl-rendezvous
+
+/* What the environment, or the desc, says about this rank. This is the one place that reads the environment. */
+typedef struct ddp__identity {
+    int found, rank, world_size, local_rank, local_world_size;
+    const char *source;  /* the variable that decided, for messages */
+    char token[256];     /* equal on all ranks of a job, and on no other job of this user */
+} ddp__identity;
+
+/* A whole number from the environment: 1 set, 0 not set, -1 not a number (error line set). */
+static int ddp__env_int(const char *name, int *out) {
+    const char *text = getenv(name);
+    char *end;
+    long value;
+    if (!text || !*text) return 0;
+    errno = 0;
+    value = strtol(text, &end, 10);
+    if (*end || errno || value < 0 || value > 1 << 30) {
+        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+        return -1;
+    }
+    *out = (int)value;
+    return 1;
+}
+
+static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
+
+/* One launcher's four variables. The local ones may be absent: then the world is on this machine. */
+static int ddp__identity_from(ddp__identity *id, const char *rank, const char *size, const char *local_rank, const char *local_size) {
+    int got_rank = ddp__env_int(rank, &id->rank), got_size = ddp__env_int(size, &id->world_size), got;
+    if (got_rank < 0 || got_size < 0) return -1;
+    if (!got_rank && !got_size) return 0;
+    if (!got_rank || !got_size) {
+        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither", got_rank ? rank : size, got_rank ? size : rank);
+        return -1;
+    }
+    id->local_rank = id->rank;
+    id->local_world_size = id->world_size;
+    got = ddp__env_int(local_rank, &id->local_rank);
+    if (got < 0) return -1;
+    got = ddp__env_int(local_size, &id->local_world_size);
+    if (got < 0) return -1;
+    if (id->world_size < 1 || id->rank >= id->world_size) {
+        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", rank, id->rank, size, id->world_size, id->world_size - 1);
+        return -1;
+    }
+    id->source = rank;
+    id->found = 1;
+    return 1;
+}
+
+/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. 0 or -1 with the error line set. */
+static int ddp__identity_resolve(ddp__identity *id) {
+    int got;
+    memset(id, 0, sizeof *id);
+    got = ddp__identity_from(id, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE");
+    if (got > 0) snprintf(id->token, sizeof id->token, "torch:%.60s:%.20s:%.80s:%.20s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"),
+                          ddp__env_text("TORCHELASTIC_RUN_ID"), ddp__env_text("TORCHELASTIC_RESTART_COUNT"));
+    if (got) return got < 0 ? -1 : 0;
+    got = ddp__identity_from(id, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (got > 0) snprintf(id->token, sizeof id->token, "ompi:%.100s:%.60s", ddp__env_text("PMIX_NAMESPACE"), ddp__env_text("OMPI_MCA_ess_base_jobid"));
+    if (got) return got < 0 ? -1 : 0;
+    got = ddp__identity_from(id, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
+    if (got > 0) snprintf(id->token, sizeof id->token, "pmi:%.100s:%d", ddp__env_text("PMI_PORT"), *ddp__env_text("PMI_PORT") ? 0 : (int)getppid());
+    if (got) return got < 0 ? -1 : 0;
+    if (!*ddp__env_text("SLURM_STEP_ID")) return 0; /* a batch script itself has SLURM_PROCID=0 and is no rank */
+    got = ddp__identity_from(id, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "");
+    if (got > 0) {
+        int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
+        if (on_node > 0) id->local_world_size = on_node < id->world_size ? on_node : id->world_size;
+        snprintf(id->token, sizeof id->token, "slurm:%.60s:%.60s", ddp__env_text("SLURM_JOB_ID"), ddp__env_text("SLURM_STEP_ID"));
+    }
+    return got < 0 ? -1 : 0;
+}
+
+/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
+   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
+
+typedef struct ddp__hello { uint64_t magic; uint32_t version; int32_t world_size, rank, pid; char token[256]; } ddp__hello;
+typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
+typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
+
+static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
+    uint64_t hash = UINT64_C(14695981039346656037);
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    for (const char *p = token; *p; p++) hash = (hash ^ (unsigned char)*p) * UINT64_C(1099511628211);
+    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
+}
+
+static ddp__ucred ddp__peer_of(int fd) {
+    ddp__ucred peer;
+    socklen_t size = sizeof peer;
+    memset(&peer, 0, sizeof peer);
+    peer.uid = (uid_t)-1;
+    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+    return peer;
+}
+
+static void ddp__send_welcome(int fd, ddp_result result, const char *text, int heap_fd) {
+    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
+    ddp__welcome welcome;
+    struct iovec data;
+    struct msghdr message;
+    memset(&welcome, 0, sizeof welcome);
+    memset(&message, 0, sizeof message);
+    memset(&control, 0, sizeof control);
+    welcome.magic = DDP__MAGIC;
+    welcome.result = (int32_t)result;
+    snprintf(welcome.text, sizeof welcome.text, "%s", text);
+    data.iov_base = &welcome;
+    data.iov_len = sizeof welcome;
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    if (heap_fd >= 0) {
+        message.msg_control = &control;
+        message.msg_controllen = sizeof control;
+        control.header.cmsg_level = SOL_SOCKET;
+        control.header.cmsg_type = SCM_RIGHTS;
+        control.header.cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(&control.header), &heap_fd, sizeof heap_fd);
+    }
+    sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static int ddp__socket(void) {
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    if (fd >= 0) fcntl(fd, F_SETFD, FD_CLOEXEC);
+    return fd;
+}
+
+/* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
+static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const ddp__identity *id, const int *fds, const int *pids, char *text, size_t room) {
+    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, id->token, sizeof hello->token) != 0) return DDP_ERR_INVALID;
+    if (hello->version != DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
+        snprintf(text, room, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
+                 hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    else if (hello->world_size != id->world_size)
+        snprintf(text, room, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size, id->world_size);
+    else if (hello->rank <= 0 || hello->rank >= id->world_size || fds[hello->rank] >= 0)
+        snprintf(text, room, "two processes claim rank %d: pid %d and pid %d", hello->rank, pids[hello->rank < 0 || hello->rank >= id->world_size ? 0 : hello->rank], hello->pid);
+    else return DDP_OK;
+    return DDP_ERR_MISMATCH;
+}
+
+/* Rank 0: admits all others. */
+static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, int heap_fd) {
+    enum { WAITING_MAX = 128 };
+    int fds[DDP_MAX_LOCAL_RANKS], pids[DDP_MAX_LOCAL_RANKS], waiting[WAITING_MAX], waiting_count = 0, present = 1;
+    double deadline = ddp_now() + timeout_ms * 1e-3;
+    ddp_result result = DDP_OK;
+    char text[DDP__TEXT_MAX] = "";
+    for (int r = 0; r < DDP_MAX_LOCAL_RANKS; r++) { fds[r] = -1; pids[r] = (int)getpid(); }
+    while (result == DDP_OK && present < id->world_size) {
+        int fd = accept(listener, NULL, NULL);
+        if (fd >= 0) {
+            if (ddp__peer_of(fd).uid == geteuid() && waiting_count < WAITING_MAX) waiting[waiting_count++] = fd;
+            else close(fd); /* another user, or a flood */
+        }
+        for (int i = 0; i < waiting_count && result == DDP_OK; i++) {
+            ddp__hello hello;
+            ssize_t size = recv(waiting[i], &hello, sizeof hello, MSG_DONTWAIT);
+            if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+            result = ddp__judge_hello(&hello, size, id, fds, pids, text, sizeof text);
+            if (result == DDP_OK) { fds[hello.rank] = waiting[i]; pids[hello.rank] = hello.pid; present++; }
+            else if (result == DDP_ERR_INVALID) { close(waiting[i]); result = DDP_OK; }
+            else { ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
+            waiting[i--] = waiting[--waiting_count];
+        }
+        if (result == DDP_OK && present < id->world_size && ddp_now() > deadline) {
+            size_t used = (size_t)snprintf(text, sizeof text, "timed out after %d ms: missing rank", timeout_ms);
+            for (int r = 1; r < id->world_size && used < sizeof text - 8; r++)
+                if (fds[r] < 0) used += (size_t)snprintf(text + used, sizeof text - used, " %d", r);
+            result = DDP_ERR_TIMEOUT;
+        }
+        if (fd < 0 && present < id->world_size) usleep(500);
+    }
+    for (int i = 0; i < waiting_count; i++) { if (result != DDP_OK) ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
+    for (int r = 1; r < id->world_size; r++)
+        if (fds[r] >= 0) { ddp__send_welcome(fds[r], result, text, result == DDP_OK ? heap_fd : -1); close(fds[r]); }
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank 0/%d ddp_group_create: %s", id->world_size, text);
+}
+
+/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd. */
+static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
+    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
+    ddp__welcome welcome;
+    struct iovec data;
+    struct msghdr message;
+    ssize_t n;
+    memset(&message, 0, sizeof message);
+    memset(&welcome, 0, sizeof welcome);
+    data.iov_base = &welcome;
+    data.iov_len = sizeof welcome;
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = &control;
+    message.msg_controllen = sizeof control;
+    while ((n = recvmsg(fd, &message, MSG_DONTWAIT)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
+    if (n < 0 && errno == EAGAIN)
+        return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: rank 0 (pid %d) did not answer in time; some rank is missing", id->rank, id->world_size,
+                         (int)ddp__peer_of(fd).pid);
+    if (n != (ssize_t)sizeof welcome || welcome.magic != DDP__MAGIC)
+        return ddp__fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: rank 0 (pid %d) went away", id->rank, id->world_size, (int)ddp__peer_of(fd).pid);
+    welcome.text[sizeof welcome.text - 1] = 0;
+    if (welcome.result != 0) return ddp__fail((ddp_result)welcome.result, "rank %d/%d ddp_group_create: %.400s", id->rank, id->world_size, welcome.text);
+    if (message.msg_controllen < CMSG_LEN(sizeof(int)) || control.header.cmsg_type != SCM_RIGHTS)
+        return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: rank 0 sent no shared memory", id->rank, id->world_size);
+    memcpy(heap_fd, CMSG_DATA(&control.header), sizeof *heap_fd);
+    fcntl(*heap_fd, F_SETFD, FD_CLOEXEC);
+    return DDP_OK;
+}
+
+static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, int *heap_fd) {
+    struct sockaddr_un address;
+    socklen_t length = ddp__job_address(&address, id->token);
+    double deadline = ddp_now() + timeout_ms * 1e-3;
+    ddp__hello hello;
+    ddp_result result;
+    int fd;
+    memset(&hello, 0, sizeof hello);
+    hello.magic = DDP__MAGIC;
+    hello.version = DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH;
+    hello.world_size = id->world_size;
+    hello.rank = id->rank;
+    hello.pid = (int32_t)getpid();
+    memcpy(hello.token, id->token, sizeof hello.token);
+    for (;;) { /* rank 0 may not be up yet */
+        fd = ddp__socket();
+        if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: socket: %s", id->rank, id->world_size, strerror(errno));
+        if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
+        close(fd);
+        if (ddp_now() > deadline)
+            return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", id->rank, id->world_size, timeout_ms);
+        usleep(1000);
+    }
+    if (ddp__peer_of(fd).uid != geteuid()) {
+        result = ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: this job's socket belongs to another user (uid %ld)", id->rank, id->world_size, (long)ddp__peer_of(fd).uid);
+    } else {
+        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
+        result = ddp__await_welcome(fd, id, deadline, heap_fd);
+    }
+    close(fd);
+    return result;
+}
+
+static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+    struct sockaddr_un address;
+    socklen_t length = ddp__job_address(&address, id->token);
+    int listener = ddp__socket();
+    ddp_result result;
+    if (listener < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: socket: %s", id->world_size, strerror(errno));
+    fcntl(listener, F_SETFL, O_NONBLOCK);
+    if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
+        int error = errno;
+        close(listener);
+        if (error == EADDRINUSE)
+            return ddp__fail(DDP_ERR_MISMATCH, "rank 0/%d ddp_group_create: another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
+                             id->world_size, id->token);
+        return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: bind: %s", id->world_size, strerror(error));
+    }
+    result = ddp__heap_create(out, id->world_size, 0, 0);
+    if (result == DDP_OK) {
+        result = ddp__rendezvous_serve(listener, id, timeout_ms, (*out)->fd);
+        if (result != DDP_OK) { ddp__heap_release(*out); *out = NULL; }
+    }
+    close(listener);
+    return result;
+}
+
+/* Meets the other ranks of this machine. */
+static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+    int fd = -1;
+    ddp_result result;
+    *out = NULL;
+    if (id->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
+    if (id->rank == 0) {
+        result = ddp__rendezvous_host(id, timeout_ms, out);
+    } else {
+        result = ddp__rendezvous_visit(id, timeout_ms, &fd);
+        if (result == DDP_OK && !(*out = ddp__heap_wrap(fd, 0)))
+            result = ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_create: the job's shared memory could not be mapped", id->rank, id->world_size);
+    }
+    if (result != DDP_OK) return result;
+    (*out)->rank = id->rank;
+    ddp__rank_enter(*out, id->rank);
+    return DDP_OK;
+}
+
+//== groups ============================================================================================ >>impl-group
+
+/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
+typedef struct ddp__place { ddp__heap *heap; int rank; } ddp__place;
+static DDP__THREAD_LOCAL ddp__place ddp__here;
+
+static ddp_result ddp__group_desc_resolve(const ddp_group_desc *desc, ddp_group_desc *out) {
+    memset(out, 0, sizeof *out);
+    if (desc) *out = *desc;
+    if (!out->init_method) out->init_method = "env://";
+    if (out->timeout_ms == 0) out->timeout_ms = 600000;
+    if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
+    if (!out->name) out->name = "world";
+    if (!out->device) out->device = ddp_device_cpu();
+    if (out->timeout_ms < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
+    if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
+    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: order=%d is not a ddp_order", (int)out->order);
+    if (!out->alloc_fn != !out->free_fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: set both alloc_fn and free_fn, or neither");
+    if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
+    return DDP_OK;
+}
+
+/* A handle without a backend yet. desc is resolved. */
+static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world_size) {
+    ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
+    if (!group) { ddp__fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
+    memset(group, 0, sizeof *group);
+    group->desc = *desc;
+    snprintf(group->name, sizeof group->name, "%s", desc->name);
+    group->desc.name = group->name;
+    group->rank = rank;
+    group->world_size = world_size;
+    group->local_rank = rank;
+    group->local_world_size = world_size;
+    group->device = desc->device;
+    pthread_mutex_init(&group->lock, NULL);
+    pthread_cond_init(&group->work_cond, NULL);
+    pthread_cond_init(&group->done_cond, NULL);
+    return group;
+}
+
+static void ddp__group_delete(ddp_group *group) {
+    ddp_group_desc desc = group->desc;
+    while (group->free_ops) { ddp__op *op = group->free_ops; group->free_ops = op->next; ddp_group_mfree(group, op); }
+    pthread_cond_destroy(&group->done_cond);
+    pthread_cond_destroy(&group->work_cond);
+    pthread_mutex_destroy(&group->lock);
+    ddp__aligned_free(desc.free_fn, desc.user, group);
+}
+
+/* A world over the ranks of a heap; takes no reference. */
+static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
+    ddp_group *group = ddp__group_new(desc, rank, (int)heap->job->world_size);
+    ddp_result result;
+    if (!group) return DDP_ERR_NO_MEMORY;
+    group->backend = ddp__backend_local();
+    result = ddp__local_world(group, heap);
+    if (result != DDP_OK) { ddp__group_delete(group); return result; }
+    ((ddp__local *)group->state)->owns_rank = owns_rank;
+    *out = group;
+    return DDP_OK;
+}
+
+static ddp_result ddp__world_on_backend(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
+    ddp_group *group = ddp__group_new(desc, rank, world_size);
+    ddp_result result;
+    if (!group) return DDP_ERR_NO_MEMORY;
+    group->backend = backend;
+    result = backend->open(group, &group->state);
+    if (result != DDP_OK) { ddp__group_delete(group); return result; }
+    *out = group;
+    return DDP_OK;
+}
+
+/* Whatever launcher started us, or nobody. */
+static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
+    ddp__identity id;
+    ddp__heap *heap;
+    ddp_result result;
+    if (desc->world_size > 0) {
+        memset(&id, 0, sizeof id);
+        id.found = 1;
+        id.rank = id.local_rank = desc->rank;
+        id.world_size = id.local_world_size = desc->world_size;
+        snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
+    } else if (ddp__here.heap) {
+        return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
+    } else if (ddp__identity_resolve(&id) != 0) {
+        return DDP_ERR_INVALID;
+    }
+    if (!id.found) { id.rank = 0; id.world_size = id.local_world_size = 1; }
+    if (desc->backend) return ddp__world_on_backend(out, desc, desc->backend, id.rank, id.world_size);
+    if (id.world_size == 1) return ddp__world_on_backend(out, desc, ddp__backend_self(), 0, 1);
+    if (id.local_world_size < id.world_size)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: give "
+                         "desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
+    result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
+    if (result != DDP_OK) return result;
+    result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
+    ddp__heap_release(heap);
+    return result;
+}
+
+DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
+    ddp_group_desc d;
+    ddp_result result;
+    if (!out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
+    *out = NULL;
+    result = ddp__group_desc_resolve(desc, &d);
+    if (result != DDP_OK) return result;
+    if (strcmp(d.init_method, "self://") == 0) return ddp__world_on_backend(out, &d, ddp__backend_self(), 0, 1);
+    if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
+    if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" on one machine", d.init_method);
+    return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+}
+
+/* Members of this rank's color, ordered by key, then rank. The rank's own place in *me. */
+static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
+    int count = 0;
+    for (int r = 0; r < world_size; r++) {
+        int at;
+        if (table[2 * r] != table[2 * rank]) continue;
+        for (at = count; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
+        members[at] = r;
+        count++;
+    }
+    for (int i = 0; i < count; i++) if (members[i] == rank) *me = i;
+    return count;
+}
+
+DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
+    int32_t mine[2], *table;
+    int *members, count = 0, me = 0;
+    ddp_group_desc desc;
+    ddp_group *child = NULL;
+    char name[32];
+    ddp_result result;
+    if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
+    *out = NULL;
+    table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
+    if (!table) return DDP_ERR_NO_MEMORY;
+    members = (int *)(table + 2 * group->world_size);
+    mine[0] = color < 0 ? -1 : color;
+    mine[1] = key;
+    result = ddp_all_gather(group, mine, table, 2, DDP_I32, NULL);
+    if (result == DDP_OK && color >= 0) {
+        count = ddp__split_members(table, group->world_size, group->rank, members, &me);
+        desc = group->desc;
+        snprintf(name, sizeof name, "%.20s.%d", group->name, color);
+        desc.name = name;
+        child = ddp__group_new(&desc, me, count);
+        if (child) { child->parent = group; child->backend = group->backend; }
+    }
+    if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
+        void *state = NULL;
+        ddp_result split = group->backend->split(group, group->state, child, members, count, &state);
+        if (child) child->state = state;
+        result = color >= 0 && !child ? DDP_ERR_NO_MEMORY : split;
+    }
+    if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
+    ddp_group_mfree(group, table);
+    *out = child;
+    return result;
+}
+
+DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
+    char cause[DDP__TEXT_MAX];
+    ddp_result result;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
+    result = group->backend->status(group, group->state);
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(cause, sizeof cause, "%s", ddp_last_error());
+    return ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, cause);
+}
+
+DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
+    char text[96];
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
+    snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
+    group->backend->abort(group, group->state, DDP_ERR_POISONED, text);
+    return DDP_OK;
+}
+
+DDPDEF void ddp_group_destroy(ddp_group *group) {
+    if (!group) return;
+    if (group->thread_started) {
+        char text[96];
+        int pending;
+        pthread_mutex_lock(&group->lock);
+        pending = group->head != NULL || group->running || group->p2p;
+        pthread_mutex_unlock(&group->lock);
+        snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
+        if (pending) group->backend->abort(group, group->state, DDP_ERR_PEER_LOST, text);
+        pthread_mutex_lock(&group->lock);
+        group->stopping = 1;
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+        pthread_join(group->thread, NULL);
+    }
+    while (group->head) { ddp__op *op = group->head; group->head = op->next; ddp_group_mfree(group, op); }
+    while (group->p2p) { ddp__op *op = group->p2p; group->p2p = op->next; ddp_group_mfree(group, op); }
+    while (group->batch) { ddp__op *op = group->batch; group->batch = op->next; ddp_group_mfree(group, op); }
+    group->backend->close(group, group->state);
+    ddp__group_delete(group);
+}
+
+DDPDEF int ddp_rank(const ddp_group *group) { return group ? group->rank : -1; }
+DDPDEF int ddp_world_size(const ddp_group *group) { return group ? group->world_size : 0; }
+DDPDEF int ddp_local_rank(const ddp_group *group) { return group ? group->local_rank : -1; }
+DDPDEF int ddp_local_world_size(const ddp_group *group) { return group ? group->local_world_size : 0; }
+DDPDEF const ddp_device *ddp_group_device(const ddp_group *group) { return group->device; }
+DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.timeout_ms; }
+
+DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    if (out) *out = NULL;
+    if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_alloc: group or out is NULL");
+    if (size_bytes == 0) return ddp__fail(DDP_ERR_INVALID, "ddp_group_alloc group=%s: size_bytes is 0", group->name);
+    return group->backend->alloc(group, group->state, size_bytes, out);
+}
+
+DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
+    return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
+}
+
+//== launch ============================================================================================== >>impl-launch
+
+typedef struct ddp__launch {
+    const ddp_launch_desc *desc;
+    ddp_group_desc group;        /* resolved */
+    ddp__heap *heap;
+    ddp_rank_fn fn;
+    void *user;
+    int world_size;
+    unsigned long cpus[1024 / (8 * sizeof(unsigned long))]; /* that the caller may use */
+} ddp__launch;
+
+typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
+
+/* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
+static void ddp__take_cores(const ddp__launch *launch, int rank) {
+    unsigned long mine[1024 / (8 * sizeof(unsigned long))];
+    int cores = (int)launch->heap->job->cores, first = rank * cores / launch->world_size, last = (rank + 1) * cores / launch->world_size, seen = 0;
+    const size_t bits = 8 * sizeof mine[0];
+    if (launch->desc->no_affinity || launch->world_size > cores) return;
+    memset(mine, 0, sizeof mine);
+    for (size_t cpu = 0; cpu < 1024; cpu++) {
+        if (!(launch->cpus[cpu / bits] >> cpu % bits & 1)) continue;
+        if (seen >= first && seen < last) mine[cpu / bits] |= 1ul << cpu % bits;
+        seen++;
+    }
+    syscall(SYS_sched_setaffinity, 0, sizeof mine, mine);
+}
+
+static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
+
+/* Tells thread pools how many cores a rank has; returns which variables were set here. */
+static int ddp__set_thread_variables(const ddp__launch *launch) {
+    int share = (int)launch->heap->job->cores / launch->world_size, set = 0;
+    char text[16];
+    if (launch->desc->no_affinity) return 0;
+    snprintf(text, sizeof text, "%d", share < 1 ? 1 : share);
+    for (int i = 0; i < 2; i++)
+        if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0) set |= 1 << i;
+    return set;
+}
+
+static void ddp__unset_thread_variables(int set) {
+    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
+}
+
+static void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *text) {
+    ddp__job_rank *me = &heap->job->rank[rank];
+    uint32_t nobody = 0;
+    me->result = (int32_t)result;
+    snprintf(me->text, sizeof me->text, "%s", text);
+    __atomic_compare_exchange_n(&heap->job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* The life of one rank. */
+static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
+    ddp_group *world = NULL;
+    ddp__place outside = ddp__here;
+    ddp_result result;
+    char text[DDP__TEXT_MAX];
+    ddp__error_text[0] = 0;
+    ddp__rank_enter(launch->heap, rank);
+    ddp__here.heap = launch->heap;
+    ddp__here.rank = rank;
+    result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
+    if (result == DDP_OK) result = launch->fn(world, launch->user);
+    ddp__here = outside;
+    if (result != DDP_OK) {
+        if (ddp_last_error()[0]) snprintf(text, sizeof text, "%s", ddp_last_error());
+        else snprintf(text, sizeof text, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
+        ddp__note_failure(launch->heap, rank, result, text);
+    }
+    if (world) ddp_group_destroy(world); /* marks the rank as having left */
+    else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
+    return result;
+}
+
+/* --- ranks as processes --- */
+
+static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask) {
+    pid_t parent = getpid(), pid = fork();
+    ddp_result result;
+    if (pid != 0) return pid;
+    pthread_sigmask(SIG_SETMASK, mask, NULL);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    result = DDP_ERR_SYSTEM;
+    if (getppid() == parent) { /* otherwise the parent died before the line above */
+        launch->heap->rank = rank;
+        ddp__take_cores(launch, rank);
+        ddp__set_thread_variables(launch);
+        result = ddp__rank_run(launch, rank);
+    }
+    fflush(NULL);
+    _exit(result == DDP_OK ? 0 : 1);
+}
+
+/* Records how a child ended. 1 when that is a failure. */
+static int ddp__record_end(ddp__launch *launch, int rank, int status) {
+    ddp__job_rank *r = &launch->heap->job->rank[rank];
+    char text[160];
+    if (ddp__load(&r->state) == DDP__RANK_LEFT && !WIFSIGNALED(status)) return r->result != 0;
+    r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
+    if (r->signal_number) snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank, launch->world_size, r->pid, r->signal_number);
+    else snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function returned", rank, launch->world_size, r->pid, r->exit_status);
+    ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, text);
+    ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
+    return 1;
+}
+
+static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
+    for (int r = 0; r < count; r++) if (pids[r] > 0) kill(pids[r], number);
+}
+
+/* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
+static int ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
+    int alive = 0, interrupted = 0;
+    double deadline = failed ? ddp_now() + launch->group.timeout_ms * 1e-3 : 0;
+    for (int r = 0; r < launch->world_size; r++) alive += pids[r] > 0;
+    while (alive > 0) {
+        struct timespec slice;
+        siginfo_t info;
+        int number;
+        slice.tv_sec = 0;
+        slice.tv_nsec = 20000000;
+        number = sigtimedwait(watched, &info, &slice);
+        if (number == SIGINT || number == SIGTERM) {
+            interrupted = number;
+            ddp__signal_ranks(pids, launch->world_size, number);
+        }
+        for (int r = 0; r < launch->world_size; r++) {
+            int status = 0;
+            pid_t ended = pids[r] > 0 ? waitpid(pids[r], &status, WNOHANG) : 0;
+            if (ended == 0 || (ended < 0 && errno == EINTR)) continue;
+            failed |= ddp__record_end(launch, r, status);
+            pids[r] = 0;
+            alive--;
+        }
+        if ((failed || interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
+        if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
+    }
+    return interrupted;
+}
+
+static int ddp__launch_processes(ddp__launch *launch) {
+    pid_t pids[DDP_MAX_LOCAL_RANKS];
+    sigset_t watched, old;
+    int interrupted, failed = 0;
+    sigemptyset(&watched);
+    sigaddset(&watched, SIGINT);
+    sigaddset(&watched, SIGTERM);
+    sigaddset(&watched, SIGCHLD);
+    pthread_sigmask(SIG_BLOCK, &watched, &old);
+    fflush(NULL);
+    memset(pids, 0, sizeof pids);
+    for (int r = 0; r < launch->world_size && !failed; r++) {
+        pids[r] = ddp__fork_rank(launch, r, &old);
+        if (pids[r] < 0) {
+            char text[160];
+            snprintf(text, sizeof text, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
+            pids[r] = 0;
+            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
+            failed = 1;
+        }
+    }
+    if (failed) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
+    interrupted = ddp__watch_ranks(launch, pids, failed, &watched);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return interrupted;
+}
+
+/* --- ranks as threads --- */
+
+static void *ddp__launched_thread_main(void *argument) {
+    ddp__launched_thread *t = (ddp__launched_thread *)argument;
+    prctl(PR_SET_NAME, "ddp-rank");
+    ddp__take_cores(t->launch, t->rank);
+    ddp__rank_run(t->launch, t->rank);
+    return NULL;
+}
+
+static void ddp__launch_threads(ddp__launch *launch) {
+    ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
+    int set = ddp__set_thread_variables(launch);
+    for (int r = 0; r < launch->world_size; r++) {
+        int error;
+        threads[r].launch = launch;
+        threads[r].rank = r;
+        error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
+        threads[r].started = error == 0;
+        if (error) {
+            char text[160];
+            snprintf(text, sizeof text, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
+            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
+            ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
+        }
+    }
+    for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
+    ddp__unset_thread_variables(set);
+}
+
+/* One attempt: a heap of its own, all ranks, and the first failure. */
+static ddp_result ddp__launch_once(ddp__launch *launch, int *interrupted) {
+    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, launch->desc->mode == DDP_LAUNCH_THREADS, 1);
+    uint32_t failed;
+    *interrupted = 0;
+    if (result != DDP_OK) return result;
+    if (launch->desc->mode == DDP_LAUNCH_THREADS) ddp__launch_threads(launch);
+    else *interrupted = ddp__launch_processes(launch);
+    failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
+    if (failed) {
+        const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
+        result = ddp__fail((ddp_result)r->result, "%s", r->text);
+    }
+    ddp__heap_release(launch->heap);
+    return result;
+}
+
+/* Joins the world that somebody else started. */
+static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
+    ddp_group_desc group = desc->group;
+    ddp_group *world;
+    char text[DDP__TEXT_MAX];
+    ddp_result result;
+    group.init_method = NULL;
+    group.rank = group.world_size = 0;
+    result = ddp_group_create(&world, &group);
+    if (result != DDP_OK) return result;
+    result = fn(world, user);
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_group_destroy(world);
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+}
+
+DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
+    ddp_launch_desc none = DDP_ZERO;
+    ddp__launch launch;
+    ddp__identity id;
+    ddp_result result;
+    int interrupted = 0;
+    memset(&launch, 0, sizeof launch);
+    launch.desc = desc ? desc : &none;
+    if (!fn) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
+    if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size, DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
+    if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
+    if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
+    result = ddp__group_desc_resolve(&launch.desc->group, &launch.group);
+    if (result != DDP_OK) return result;
+    if (ddp__here.heap) return ddp__launch_join(launch.desc, fn, user);
+    if (ddp__identity_resolve(&id) != 0) return DDP_ERR_INVALID;
+    if (id.found) return ddp__launch_join(launch.desc, fn, user);
+    launch.fn = fn;
+    launch.user = user;
+    launch.world_size = launch.desc->world_size ? launch.desc->world_size : ddp__usable_cores();
+    if (launch.world_size > DDP_MAX_LOCAL_RANKS) launch.world_size = DDP_MAX_LOCAL_RANKS;
+    if (launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
+    syscall(SYS_sched_getaffinity, 0, sizeof launch.cpus, launch.cpus);
+    for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
+        result = ddp__launch_once(&launch, &interrupted);
+        if (result == DDP_OK || interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+    }
+    return result;
+}
+
+//== gradient buckets =============================================================================== >>impl-buckets
+
+/* A bucket is a list of parameters whose gradients have one dtype and are reduced together. Gradients of a bucket that lie
+   next to each other on every rank form a range. A large range, or a bucket's only one, is reduced where it lies; small ones are
+   copied into the flat buffer, reduced as one, and copied back.
+
+       order      p7 p6 p5 | p4 p2 | p3 p1 p0      parameters, bucket by bucket, in the order of reduction
+       memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
+       bucket 0   one range, in place;  bucket 1: p4, p2 packed;  bucket 2: p3 packed or not by its size, p1 p0 as one
+
+   Buckets, ranges and their counts are equal on all ranks: they follow from what create has compared, from links that hold on every
+   rank, and from an order that rank 0 sends. Only addresses differ. */
+
+#define DDP__RANGE_IN_PLACE ((size_t)64 * 1024) /* bytes; packing costs two copies, a call of its own about a microsecond */
+#define DDP__DTYPES 10
+
+typedef struct ddp__grad {
+    unsigned char *data;
+    size_t count, size_bytes;
+    ddp_dtype dtype;
+    int first_use;         /* the first parameter with this value: itself unless tied */
+    int bucket;            /* -1 = in none */
+    int next, previous;    /* parameters whose gradients follow and precede in memory, on every rank; -1 = none */
+    unsigned char placed;  /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
+    unsigned char ready;   /* announced in this step */
+    unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
+    unsigned char unused;  /* no rank used it in the last step */
+} ddp__grad;
+
+typedef struct ddp__range {
+    unsigned char *data;
+    size_t count;
+    size_t flat_first;     /* element of the flat buffer */
+    int in_place;
+} ddp__range;
+
+typedef struct ddp__bucket {
+    ddp_reducer *reducer;
+    int index;
+    int first, param_count;      /* its part of order */
+    int first_range, range_count;
+    int pending;                 /* parameters still to be announced in this step */
+    int last;                    /* place of its last parameter in the walk that made it */
+    int issued;
+    ddp_dtype dtype, wire;       /* gradients; what is sent */
+    size_t size_bytes;           /* of its gradients */
+    size_t flat_count;           /* elements packed; 0 = everything in place */
+    uint64_t divisor;
+    ddp_work work;
+    double seconds;              /* these three: of the last step, written by whoever carried it out */
+    size_t sent, copied;
+} ddp__bucket;
+
+typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
+
+struct ddp_reducer {
+    ddp_group *group;
+    const ddp_device *device;
+    ddp_reducer_desc desc;       /* defaults resolved; hook and buffers as given */
+    int rank, world_size, param_count;
+    int active;                  /* ranks that the average is over: world_size, or fewer inside a join */
+    int shadow;                  /* 1 = this step stands in for a rank without a batch */
+    int no_sync, lenient;        /* lenient: what is not announced counts as zeros, now */
+    int has_tied, first_done;    /* first_done: the first step is over, its order is in use */
+    ddp__grad *grads;
+    ddp__grad_key *keys;
+    int *order, *walk, *scratch;
+    int *ready_order;            /* parameters as they were announced in this step */
+    int ready_count;
+    unsigned char *used;         /* announced by the trainer in this step; after the agreement: on any rank */
+    ddp__bucket *buckets;
+    int bucket_count, next_bucket;
+    ddp__range *ranges;
+    int range_count;
+    void *block;                 /* what the pointers above point into */
+    void *arena;                 /* group memory: gradients that were NULL */
+    void *flat;                  /* group memory: the bucket being reduced, if it is packed */
+    size_t flat_bytes, arena_bytes;
+    void *exchange, *host;       /* small agreements between ranks: the device's end and ours */
+    size_t exchange_bytes;
+    ddp_reducer_stats stats;
+};
+
+static int ddp__grad_key_compare(const void *a, const void *b) {
+    const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
+    if (left->address != right->address) return left->address < right->address ? -1 : 1;
+    return left->index < right->index ? -1 : left->index > right->index;
+}
+
+static size_t ddp__grad_extent(const ddp__grad *grad) {
+    return grad->placed ? ddp__round_up(grad->size_bytes, DDP__ALIGN) : grad->size_bytes;
+}
+
+/* Sorts the gradients that have memory by address; returns how many. */
+static int ddp__grads_sort(ddp_reducer *reducer) {
+    int count = 0;
+    for (int i = 0; i < reducer->param_count; i++) {
+        if (!reducer->grads[i].data || reducer->grads[i].count == 0) continue;
+        reducer->keys[count].address = (uintptr_t)reducer->grads[i].data;
+        reducer->keys[count++].index = i;
+    }
+    qsort(reducer->keys, (size_t)count, sizeof reducer->keys[0], ddp__grad_key_compare);
+    return count;
+}
+
+/* Whether b's gradient continues a's inside one bucket. Gaps of the arena hold zeros and may be sent, except to hooks and
+   through casts, which see gradients only. */
+static int ddp__grads_joined(const ddp_reducer *reducer, int a, int b, int tight) {
+    const ddp__grad *left, *right;
+    if (a < 0 || b < 0) return 0;
+    left = &reducer->grads[a];
+    right = &reducer->grads[b];
+    return left->bucket == right->bucket && (!tight || left->data + left->size_bytes == right->data);
+}
+
+/* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
+static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket) {
+    int tight = reducer->desc.hook || bucket->wire != bucket->dtype;
+    size_t size = ddp__dtype_size(bucket->dtype);
+    bucket->first_range = reducer->range_count;
+    for (int k = 0; k < bucket->param_count; k++) {
+        int first = reducer->order[bucket->first + k], last = first;
+        ddp__range *range = &reducer->ranges[reducer->range_count];
+        if (reducer->grads[first].count == 0 || ddp__grads_joined(reducer, reducer->grads[first].previous, first, tight)) continue;
+        while (ddp__grads_joined(reducer, last, reducer->grads[last].next, tight)) last = reducer->grads[last].next;
+        range->data = reducer->grads[first].data;
+        range->count = (size_t)(reducer->grads[last].data + reducer->grads[last].size_bytes - range->data) / size;
+        reducer->range_count++;
+    }
+    bucket->range_count = reducer->range_count - bucket->first_range;
+    bucket->flat_count = 0;
+    for (int k = 0; k < bucket->range_count; k++) {
+        ddp__range *range = &reducer->ranges[bucket->first_range + k];
+        int alone = bucket->range_count == 1, large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
+        range->in_place = bucket->wire == bucket->dtype && (alone || large);
+        range->flat_first = bucket->flat_count;
+        if (!range->in_place) bucket->flat_count += range->count;
+    }
+    return bucket->flat_count * ddp__dtype_size(bucket->wire);
+}
+
+static void ddp__bucket_open(ddp_reducer *reducer, int index, ddp_dtype dtype) {
+    ddp__bucket *bucket = &reducer->buckets[index];
+    ddp_dtype comm = reducer->desc.comm_dtype;
+    memset(bucket, 0, sizeof *bucket);
+    bucket->reducer = reducer;
+    bucket->index = index;
+    bucket->dtype = dtype;
+    bucket->wire = comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 ? comm : dtype;
+}
+
+/* Buckets in the order in which their last parameter comes in the walk: the order in which they get ready. */
+static void ddp__buckets_sort(ddp_reducer *reducer, int walk_count) {
+    int first = 0;
+    for (int i = 1; i < reducer->bucket_count; i++) {
+        ddp__bucket bucket = reducer->buckets[i];
+        int j = i;
+        for (; j > 0 && reducer->buckets[j - 1].last > bucket.last; j--) reducer->buckets[j] = reducer->buckets[j - 1];
+        reducer->buckets[j] = bucket;
+    }
+    for (int i = 0; i < reducer->bucket_count; i++) { /* scratch: the place a bucket was made at -> its place now */
+        ddp__bucket *bucket = &reducer->buckets[i];
+        reducer->scratch[bucket->index] = i;
+        bucket->index = i;
+        bucket->first = first;
+        first += bucket->param_count;
+        bucket->param_count = 0;
+    }
+    for (int k = 0; k < walk_count; k++) {
+        int i = reducer->walk[k], index = reducer->scratch[reducer->grads[i].bucket];
+        ddp__bucket *bucket = &reducer->buckets[index];
+        reducer->grads[i].bucket = index;
+        reducer->order[bucket->first + bucket->param_count++] = i;
+    }
+}
+
+static void ddp__buckets_reset(ddp_reducer *reducer) {
+    for (int i = 0; i < reducer->bucket_count; i++) reducer->buckets[i].pending = reducer->buckets[i].issued = 0;
+    for (int i = 0; i < reducer->param_count; i++) {
+        ddp__grad *grad = &reducer->grads[i];
+        grad->ready = reducer->used[i] = 0;
+        if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending += grad->expected;
+    }
+    reducer->next_bucket = reducer->ready_count = 0;
+}
+
+/* Fills buckets in the order of walk, each dtype on its own: add one, close once the limit is reached, so that buckets
+   overshoot (PyTorch DDP's rule). Sets *flat_bytes to what the largest packed bucket needs. */
+static void ddp__buckets_plan(ddp_reducer *reducer, int walk_count, size_t *flat_bytes) {
+    int open[DDP__DTYPES], closed[DDP__DTYPES];
+    for (int d = 0; d < DDP__DTYPES; d++) { open[d] = -1; closed[d] = 0; }
+    for (int i = 0; i < reducer->param_count; i++) reducer->grads[i].bucket = -1;
+    reducer->bucket_count = reducer->range_count = 0;
+    for (int k = 0; k < walk_count; k++) {
+        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        int d = (int)grad->dtype;
+        size_t limit = closed[d] ? reducer->desc.bucket_cap_bytes : reducer->desc.first_bucket_bytes;
+        ddp__bucket *bucket;
+        if (open[d] < 0) {
+            open[d] = reducer->bucket_count++;
+            ddp__bucket_open(reducer, open[d], grad->dtype);
+        }
+        bucket = &reducer->buckets[open[d]];
+        grad->bucket = open[d];
+        bucket->param_count++;
+        bucket->size_bytes += grad->size_bytes;
+        bucket->last = k;
+        if (bucket->size_bytes >= limit) { open[d] = -1; closed[d] = 1; }
+    }
+    ddp__buckets_sort(reducer, walk_count);
+    *flat_bytes = reducer->stats.largest_bucket_bytes = 0;
+    for (int i = 0; i < reducer->bucket_count; i++) {
+        size_t bytes = ddp__bucket_make_ranges(reducer, &reducer->buckets[i]);
+        if (bytes > *flat_bytes) *flat_bytes = bytes;
+        if (reducer->buckets[i].size_bytes > reducer->stats.largest_bucket_bytes)
+            reducer->stats.largest_bucket_bytes = reducer->buckets[i].size_bytes;
+    }
+    reducer->stats.bucket_count = reducer->bucket_count;
+    ddp__buckets_reset(reducer);
+}
+
+/* A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
+static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
+    ddp_reducer *reducer = bucket->reducer;
+    ddp_group *group = reducer->group;
+    ddp_bucket view = DDP_ZERO;
+    ddp_result result;
+    char text[DDP__TEXT_MAX];
+    view.data = data;
+    view.count = count;
+    view.dtype = bucket->wire;
+    view.index = bucket->index;
+    view.bucket_count = reducer->bucket_count;
+    view.divisor = bucket->divisor;
+    view.step = reducer->stats.steps;
+    result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
+             ddp_result_name(result), bucket->index, reducer->bucket_count, ddp_last_error());
+    if (reducer->world_size > 1) group->backend->abort(group, group->state, result, text); /* the first cause stays, if there is one */
+    return ddp__fail(result, "%s", text);
+}
+
+static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
+    ddp_reducer *reducer = bucket->reducer;
+    if (reducer->world_size > 1) bucket->sent += count * ddp__dtype_size(bucket->wire);
+    if (reducer->desc.hook) return ddp__bucket_hook(bucket, data, count);
+    return ddp__all_reduce_divided(reducer->group, data, data, count, bucket->wire, bucket->divisor);
+}
+
+/* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
+static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
+    const ddp_reducer *reducer = bucket->reducer;
+    const ddp_device *device = reducer->device;
+    size_t size = ddp__dtype_size(bucket->wire);
+    for (int k = 0; k < bucket->range_count; k++) {
+        const ddp__range *range = &reducer->ranges[bucket->first_range + k];
+        unsigned char *flat = (unsigned char *)reducer->flat + range->flat_first * size;
+        if (range->in_place) continue;
+        bucket->copied += range->count * size;
+        if (bucket->wire == bucket->dtype) {
+            if (pack) device->copy(flat, range->data, range->count * size);
+            else device->copy(range->data, flat, range->count * size);
+        } else {
+            if (pack) device->cast(flat, bucket->wire, range->data, bucket->dtype, range->count);
+            else device->cast(range->data, bucket->dtype, flat, bucket->wire, range->count);
+        }
+    }
+}
+
+/* One bucket from start to end; a task of the group. With one rank there is only the division. */
+static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
+    ddp__bucket *bucket = (ddp__bucket *)argument;
+    ddp_reducer *reducer = bucket->reducer;
+    ddp__range *ranges = &reducer->ranges[bucket->first_range];
+    int local = reducer->world_size == 1 && !reducer->desc.hook;
+    ddp_result result = DDP_OK;
+    double begin;
+    (void)group;
+    bucket->sent = bucket->copied = 0;
+    bucket->seconds = 0;
+    if (local && bucket->divisor == 1) return DDP_OK;
+    begin = ddp_now();
+    if (local) {
+        for (int k = 0; k < bucket->range_count; k++)
+            reducer->device->divide(ranges[k].data, ranges[k].count, bucket->dtype, bucket->divisor);
+    } else {
+        if (bucket->flat_count) {
+            ddp__bucket_copy(bucket, 1);
+            result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
+            if (result == DDP_OK) ddp__bucket_copy(bucket, 0);
+        }
+        for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
+            if (ranges[k].in_place) result = ddp__bucket_reduce(bucket, ranges[k].data, ranges[k].count);
+    }
+    bucket->seconds = ddp_now() - begin;
+    return result;
+}
+
+/* Hands the next bucket over. now = 1: returns when it is reduced; on an idle group this thread carries it out itself. */
+static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
+    ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
+    ddp_result result;
+    for (int k = 0; k < bucket->param_count; k++) {
+        ddp__grad *grad = &reducer->grads[reducer->order[bucket->first + k]];
+        if (!grad->ready && grad->count && (!grad->expected || reducer->lenient)) reducer->device->fill_zero(grad->data, grad->size_bytes);
+    }
+    bucket->divisor = (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+    reducer->next_bucket++;
+    if (reducer->world_size == 1 && !reducer->desc.hook) return ddp__bucket_run(reducer->group, bucket);
+    if (now) return ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL);
+    result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work);
+    bucket->issued = result == DDP_OK;
+    if (result != DDP_OK) reducer->next_bucket--;
+    return result;
+}
+
+//== equal on all ranks ============================================================================= >>impl-schema
+
+#define DDP__SCHEMA_TEXT 224          /* one parameter in words */
+#define DDP__SCHEMA_OPTIONS 8
+#define DDP__BROADCAST_SMALL ((size_t)16 * 1024) /* bytes; smaller tensors share a broadcast */
+#define DDP__EXCHANGE_MIN ((size_t)64 * 1024)
+
+/* What ranks tell each other at create: how far they got, and hashes of what must be equal. */
+typedef struct ddp__schema {
+    int64_t result;                   /* this rank's own; not DDP_OK = it takes no part */
+    int64_t param_count, buffer_count;
+    uint64_t params, buffers;         /* hashes over the descriptions */
+    int64_t option[DDP__SCHEMA_OPTIONS];
+} ddp__schema;
+
+static uint64_t ddp__hash_text(uint64_t hash, const char *text) { /* FNV-1a, the end included */
+    do hash = (hash ^ (unsigned char)*text) * UINT64_C(0x100000001b3); while (*text++);
+    return hash;
+}
+
+/* "parameter 3 'wte'" */
+static const char *ddp__param_label(const ddp_param *params, int index, char *text, size_t size) {
+    if (params[index].name) snprintf(text, size, "parameter %d '%.80s'", index, params[index].name);
+    else snprintf(text, size, "parameter %d", index);
+    return text;
+}
+
+static void ddp__shape_text(const ddp_tensor *tensor, char *text, size_t size) {
+    size_t length = (size_t)snprintf(text, size, "%s [", ddp_dtype_name(tensor->dtype));
+    for (int d = 0; d < tensor->ndim && length < size; d++)
+        length += (size_t)snprintf(text + length, size - length, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+    if (length < size) snprintf(text + length, size - length, "]");
+}
+
+/* The gradient with the defaults of ddp_param resolved. */
+static ddp_tensor ddp__param_grad(const ddp_param *param) {
+    ddp_tensor grad = param->grad;
+    if (grad.dtype == DDP_DTYPE_DEFAULT) grad.dtype = param->value.dtype;
+    if (grad.ndim == 0) {
+        grad.ndim = param->value.ndim;
+        memcpy(grad.shape, param->value.shape, sizeof grad.shape);
+    }
+    return grad;
+}
+
+/* One parameter (or, after the last, one buffer) in words; what these texts say must be equal on all ranks. */
+static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index, char *text, uint64_t *hash) {
+    char value[96], grad_text[96], tied[48] = "";
+    ddp_tensor grad;
+    const ddp_param *param;
+    memset(text, 0, DDP__SCHEMA_TEXT);
+    if (buffers) {
+        if (index >= reducer->desc.buffer_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such buffer"); return; }
+        ddp__shape_text(&reducer->desc.buffers[index], text, DDP__SCHEMA_TEXT);
+        *hash = ddp__hash_text(*hash, text);
+        return;
+    }
+    if (index >= reducer->param_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such parameter"); return; }
+    param = &reducer->desc.params[index];
+    grad = ddp__param_grad(param);
+    ddp__shape_text(&param->value, value, sizeof value);
+    ddp__shape_text(&grad, grad_text, sizeof grad_text);
+    if (reducer->grads[index].first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", reducer->grads[index].first_use);
+    snprintf(text, DDP__SCHEMA_TEXT, "'%.40s' %.60s%s, gradient %.60s %s", param->name ? param->name : "", value, tied, grad_text,
+             reducer->grads[index].placed ? "NULL" : "given");
+    *hash = ddp__hash_text(ddp__hash_text(*hash, param->name ? param->name : ""), text);
+}
+
+static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
+    if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: desc is NULL");
+    if (!d->params || d->param_count < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: params=%p param_count=%d; pass the array of trained parameters", (void *)d->params,
+                         d->param_count);
+    if (d->micro_batch_count < 0)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: micro_batch_count=%d; set how many micro-batches each gradient sums, or 0 for one",
+                         d->micro_batch_count);
+    if (d->comm_dtype != DDP_DTYPE_DEFAULT && d->comm_dtype != DDP_F16 && d->comm_dtype != DDP_BF16)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: comm_dtype is %s; use DDP_F16, DDP_BF16, or 0 for the gradient's own",
+                         ddp_dtype_name(d->comm_dtype));
+    if (d->buffer_count < 0 || (d->buffer_count > 0 && !d->buffers))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffers=%p buffer_count=%d; pass the array, or 0 buffers", (const void *)d->buffers,
+                         d->buffer_count);
+    for (int i = 0; i < d->buffer_count; i++) {
+        int64_t count = ddp_tensor_count(&d->buffers[i]);
+        if (count < 0 || !ddp_dtype_size(d->buffers[i].dtype) || (count > 0 && !d->buffers[i].data))
+            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+    }
+    return DDP_OK;
+}
+
+/* Checks one parameter and takes it over into grads. */
+static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
+    const ddp_param *param = &reducer->desc.params[index];
+    ddp__grad *own = &reducer->grads[index];
+    ddp_tensor grad = ddp__param_grad(param);
+    int64_t count = ddp_tensor_count(&param->value), grad_count = ddp_tensor_count(&grad);
+    char label[128];
+    ddp__param_label(reducer->desc.params, index, label, sizeof label);
+    if (!ddp_dtype_size(param->value.dtype))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.dtype is %d; set it to a ddp_dtype", label, (int)param->value.dtype);
+    if (count < 0 || count > INT64_MAX / 16)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative",
+                         label, param->value.ndim, DDP_MAX_NDIM);
+    if (count > 0 && !param->value.data)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.data is NULL; point it at the parameter", label);
+    if (grad.dtype != DDP_F32 && grad.dtype != DDP_F64 && grad.dtype != DDP_F16 && grad.dtype != DDP_BF16)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16", label,
+                         ddp_dtype_name(grad.dtype));
+    if (grad_count != count)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: the gradient has %lld elements, the value %lld; give both the same shape", label,
+                         (long long)grad_count, (long long)count);
+    if ((uintptr_t)grad.data % ddp__dtype_size(grad.dtype))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: grad.data=%p is not aligned to %s", label, grad.data, ddp_dtype_name(grad.dtype));
+    own->data = (unsigned char *)grad.data;
+    own->dtype = grad.dtype;
+    own->count = (size_t)count;
+    own->size_bytes = (size_t)count * ddp__dtype_size(grad.dtype);
+    own->placed = !grad.data;
+    own->expected = 1;
+    own->first_use = index;
+    own->next = own->previous = own->bucket = -1;
+    reducer->stats.gradient_bytes += own->size_bytes;
+    return DDP_OK;
+}
+
+/* Entries with one value.data are uses of one parameter; each points at the first of them. */
+static ddp_result ddp__reducer_find_tied(ddp_reducer *reducer) {
+    int count = 0;
+    char label[128], other[128];
+    for (int i = 0; i < reducer->param_count; i++) {
+        if (reducer->grads[i].count == 0) continue;
+        reducer->keys[count].address = (uintptr_t)reducer->desc.params[i].value.data;
+        reducer->keys[count++].index = i;
+    }
+    qsort(reducer->keys, (size_t)count, sizeof reducer->keys[0], ddp__grad_key_compare);
+    for (int k = 1; k < count; k++) {
+        int i = reducer->keys[k].index, first = reducer->grads[reducer->keys[k - 1].index].first_use;
+        if (reducer->keys[k].address != reducer->keys[k - 1].address) continue;
+        if (reducer->grads[i].count != reducer->grads[first].count || reducer->grads[i].dtype != reducer->grads[first].dtype)
+            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s and %s share value.data but differ in shape or gradient dtype; "
+                             "uses of one tied parameter have both equal", ddp__param_label(reducer->desc.params, first, label, sizeof label),
+                             ddp__param_label(reducer->desc.params, i, other, sizeof other));
+        reducer->grads[i].first_use = first;
+        reducer->has_tied = 1;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__reducer_check_overlap(ddp_reducer *reducer) {
+    int count = ddp__grads_sort(reducer);
+    char label[128], other[128];
+    for (int k = 1; k < count; k++) {
+        int a = reducer->keys[k - 1].index, b = reducer->keys[k].index;
+        if (reducer->keys[k].address - reducer->keys[k - 1].address < reducer->grads[a].size_bytes)
+            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: the gradients of %s and %s overlap; give each its own memory, also "
+                             "the uses of a tied parameter", ddp__param_label(reducer->desc.params, a, label, sizeof label),
+                             ddp__param_label(reducer->desc.params, b, other, sizeof other));
+    }
+    return DDP_OK;
+}
+
+/* Cuts one block into the arrays of n parameters. */
+static ddp_result ddp__reducer_make_arrays(ddp_reducer *reducer, size_t n) {
+    size_t sizes[8], total = 0;
+    unsigned char *at;
+    sizes[0] = n * sizeof(ddp__grad);
+    sizes[1] = n * sizeof(ddp__bucket);
+    sizes[2] = n * sizeof(ddp__range);
+    sizes[3] = n * sizeof(ddp__grad_key);
+    sizes[4] = sizes[5] = sizes[6] = n * sizeof(int);
+    sizes[7] = n * sizeof(int) + n;
+    for (int i = 0; i < 8; i++) total += ddp__round_up(sizes[i], DDP__ALIGN);
+    reducer->block = ddp__group_calloc(reducer->group, total);
+    if (!reducer->block) return DDP_ERR_NO_MEMORY;
+    at = (unsigned char *)reducer->block;
+    reducer->grads = (ddp__grad *)at;
+    reducer->buckets = (ddp__bucket *)(at += ddp__round_up(sizes[0], DDP__ALIGN));
+    reducer->ranges = (ddp__range *)(at += ddp__round_up(sizes[1], DDP__ALIGN));
+    reducer->keys = (ddp__grad_key *)(at += ddp__round_up(sizes[2], DDP__ALIGN));
+    reducer->order = (int *)(at += ddp__round_up(sizes[3], DDP__ALIGN));
+    reducer->walk = (int *)(at += ddp__round_up(sizes[4], DDP__ALIGN));
+    reducer->scratch = (int *)(at += ddp__round_up(sizes[5], DDP__ALIGN));
+    reducer->ready_order = (int *)(at += ddp__round_up(sizes[6], DDP__ALIGN));
+    reducer->used = (unsigned char *)(reducer->ready_order + n);
+    return DDP_OK;
+}
+
+/* All that a rank can find wrong, or fail at, alone. */
+static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
+    ddp_result result = ddp__reducer_check_desc(desc);
+    if (result != DDP_OK) return result;
+    result = ddp__reducer_make_arrays(reducer, (size_t)desc->param_count);
+    if (result != DDP_OK) return result;
+    reducer->desc = *desc;
+    if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
+    if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
+    if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
+    reducer->param_count = desc->param_count;
+    for (int i = 0; i < desc->param_count; i++) {
+        result = ddp__reducer_take_param(reducer, i);
+        if (result != DDP_OK) return result;
+    }
+    result = ddp__reducer_find_tied(reducer);
+    return result == DDP_OK ? ddp__reducer_check_overlap(reducer) : result;
+}
+
+/* host (count elements) becomes op over ranks of host. */
+static ddp_result ddp__reducer_agree(ddp_reducer *reducer, void *host, size_t count, ddp_dtype dtype, ddp_op op) {
+    size_t bytes = count * ddp__dtype_size(dtype);
+    ddp_result result;
+    if (reducer->world_size == 1) return DDP_OK;
+    reducer->device->copy(reducer->exchange, host, bytes);
+    result = ddp_all_reduce(reducer->group, reducer->exchange, reducer->exchange, count, dtype, op, NULL);
+    if (result == DDP_OK) reducer->device->copy(host, reducer->exchange, bytes);
+    return result;
+}
+
+/* Every rank's bytes (the same number each) end up in reducer->host, in rank order. */
+static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
+    unsigned char *place = (unsigned char *)reducer->exchange + (size_t)reducer->rank * bytes;
+    ddp_result result;
+    reducer->device->copy(place, mine, bytes);
+    result = ddp_all_gather(reducer->group, place, reducer->exchange, bytes, DDP_U8, NULL);
+    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes * (size_t)reducer->world_size);
+    return result;
+}
+
+/* Ranks have common entries each, at least, and something differs: finds the first entry that does and puts it into words. */
+static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers, int64_t common) {
+    uint64_t *hashes = (uint64_t *)reducer->host;
+    char mine[DDP__SCHEMA_TEXT];
+    const char *texts = (const char *)reducer->host;
+    int64_t index = 0;
+    int other = 1;
+    ddp_result result;
+    for (int64_t i = 0; i < common; i++) {
+        hashes[i] = UINT64_C(0xcbf29ce484222325);
+        ddp__schema_text(reducer, buffers, (int)i, mine, &hashes[i]);
+        hashes[common + i] = ~hashes[i]; /* the smallest complement belongs to the largest hash */
+    }
+    result = ddp__reducer_agree(reducer, hashes, (size_t)common * 2, DDP_U64, DDP_OP_MIN);
+    if (result != DDP_OK) return result;
+    while (index < common && hashes[index] == ~hashes[common + index]) index++;
+    ddp__schema_text(reducer, buffers, (int)index, mine, &hashes[0]);
+    result = ddp__reducer_gather(reducer, mine, sizeof mine);
+    if (result != DDP_OK) return result;
+    for (int r = 1; r < reducer->world_size; r++)
+        if (strncmp(texts, texts + (size_t)r * DDP__SCHEMA_TEXT, DDP__SCHEMA_TEXT) != 0) { other = r; break; }
+    return ddp__fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d", reducer->rank,
+                     reducer->world_size, buffers ? "buffer" : "parameter", (int)index, texts, texts + (size_t)other * DDP__SCHEMA_TEXT, other);
+}
+
+static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schema *schema) {
+    char text[DDP__SCHEMA_TEXT];
+    memset(schema, 0, sizeof *schema);
+    schema->result = own;
+    if (own != DDP_OK) return;
+    schema->param_count = reducer->param_count;
+    schema->buffer_count = reducer->desc.buffer_count;
+    schema->params = schema->buffers = UINT64_C(0xcbf29ce484222325);
+    for (int i = 0; i < reducer->param_count; i++) ddp__schema_text(reducer, 0, i, text, &schema->params);
+    for (int i = 0; i < reducer->desc.buffer_count; i++) ddp__schema_text(reducer, 1, i, text, &schema->buffers);
+    schema->option[0] = (int64_t)reducer->desc.bucket_cap_bytes;
+    schema->option[1] = (int64_t)reducer->desc.first_bucket_bytes;
+    schema->option[2] = reducer->desc.micro_batch_count;
+    schema->option[3] = !!reducer->desc.find_unused;
+    schema->option[4] = !!reducer->desc.static_graph;
+    schema->option[5] = reducer->desc.comm_dtype;
+    schema->option[6] = !!reducer->desc.hook;
+    schema->option[7] = !!reducer->desc.skip_initial_broadcast;
+}
+
+/* A rank that failed alone says so here, so that all fail at once with its text. */
+static ddp_result ddp__reducer_relay(ddp_reducer *reducer, ddp_result own, int culprit, ddp_result code) {
+    char *text = (char *)reducer->host;
+    ddp_result result;
+    memset(text, 0, DDP__TEXT_MAX);
+    memcpy(text, ddp_last_error(), strlen(ddp_last_error()));
+    reducer->device->copy(reducer->exchange, text, DDP__TEXT_MAX);
+    result = ddp_broadcast(reducer->group, reducer->exchange, DDP__TEXT_MAX, DDP_U8, culprit, NULL);
+    if (result != DDP_OK) return result;
+    if (own != DDP_OK) return ddp__fail(own, "%s", text);
+    reducer->device->copy(text, reducer->exchange, DDP__TEXT_MAX);
+    return ddp__fail(code, "rank %d/%d ddp_reducer_create: rank %d failed: %.400s", reducer->rank, reducer->world_size, culprit, text);
+}
+
+/* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
+static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
+    static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
+                                                           "static_graph", "comm_dtype", "hook", "skip_initial_broadcast"};
+    const ddp__schema *all = (const ddp__schema *)reducer->host;
+    int64_t params = INT64_MAX, buffers = INT64_MAX;
+    int params_differ = 0, buffers_differ = 0;
+    ddp__schema mine;
+    ddp_result result;
+    if (reducer->world_size == 1) return own;
+    ddp__reducer_schema(reducer, own, &mine);
+    result = ddp__reducer_gather(reducer, &mine, sizeof mine);
+    if (result != DDP_OK) return result;
+    for (int r = 0; r < reducer->world_size; r++) {
+        if (all[r].result != DDP_OK) return ddp__reducer_relay(reducer, own, r, (ddp_result)all[r].result);
+        if (all[r].param_count < params) params = all[r].param_count;
+        if (all[r].buffer_count < buffers) buffers = all[r].buffer_count;
+        params_differ |= all[r].params != all[0].params || all[r].param_count != all[0].param_count;
+        buffers_differ |= all[r].buffers != all[0].buffers || all[r].buffer_count != all[0].buffer_count;
+    }
+    for (int r = 1; r < reducer->world_size; r++)
+        for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
+            if (all[r].option[i] != all[0].option[i])
+                return ddp__fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same on every rank",
+                                 reducer->rank, reducer->world_size, names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
+    if (params_differ) return ddp__reducer_name_difference(reducer, 0, params);
+    if (buffers_differ) return ddp__reducer_name_difference(reducer, 1, buffers);
+    return DDP_OK;
+}
+
+//== reducer ======================================================================================== >>impl-reducer
+
+/* Places the gradients that were NULL side by side, each dtype in reverse definition order: the order of the buckets. */
+static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
+    size_t at = 0;
+    ddp_result result;
+    for (int i = 0; i < reducer->param_count; i++)
+        if (reducer->grads[i].placed) reducer->arena_bytes += ddp__grad_extent(&reducer->grads[i]);
+    if (reducer->arena_bytes == 0) return DDP_OK;
+    result = ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena);
+    if (result != DDP_OK) return result;
+    for (int d = 0; d < DDP__DTYPES; d++)
+        for (int i = reducer->param_count - 1; i >= 0; i--) {
+            ddp__grad *grad = &reducer->grads[i];
+            if (!grad->placed || (int)grad->dtype != d) continue;
+            grad->data = (unsigned char *)reducer->arena + at;
+            at += ddp__grad_extent(grad);
+        }
+    return DDP_OK;
+}
+
+/* Neighbours in memory; a link that some rank does not have is dropped everywhere. */
+static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
+    int count = ddp__grads_sort(reducer), n = reducer->param_count;
+    int32_t *links = (int32_t *)reducer->host;
+    ddp_result result;
+    for (int i = 0; i < 2 * n; i++) links[i] = i < n ? -1 : 1;
+    for (int k = 0; k + 1 < count; k++) {
+        int a = reducer->keys[k].index, b = reducer->keys[k + 1].index;
+        const ddp__grad *left = &reducer->grads[a], *right = &reducer->grads[b];
+        if (left->dtype != right->dtype || left->placed != right->placed || left->data + ddp__grad_extent(left) != right->data) continue;
+        links[a] = b;
+        links[n + a] = -b;
+    }
+    result = ddp__reducer_agree(reducer, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN); /* the smallest, and minus the largest */
+    if (result != DDP_OK) return result;
+    for (int i = 0; i < n; i++)
+        if (links[i] >= 0 && links[i] == -links[n + i]) {
+            reducer->grads[i].next = links[i];
+            reducer->grads[links[i]].previous = i;
+        }
+    return DDP_OK;
+}
+
+/* Fills the buckets from walk and makes sure that the largest packed one has room. Collective. */
+static ddp_result ddp__reducer_plan(ddp_reducer *reducer, int walk_count) {
+    size_t flat_bytes;
+    void *flat = NULL;
+    ddp_result result;
+    ddp__buckets_plan(reducer, walk_count, &flat_bytes);
+    if (flat_bytes <= reducer->flat_bytes) return DDP_OK;
+    result = ddp_group_free(reducer->group, reducer->flat);
+    reducer->flat = NULL;
+    reducer->flat_bytes = 0;
+    if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &flat);
+    if (result != DDP_OK) return result;
+    reducer->flat = flat;
+    reducer->flat_bytes = flat_bytes;
+    return DDP_OK;
+}
+
+/* The k-th tensor that ranks share: values, then buffers. NULL for a later use of a tied value. */
+static const ddp_tensor *ddp__reducer_tensor(const ddp_reducer *reducer, int k) {
+    if (k >= reducer->param_count) return &reducer->desc.buffers[k - reducer->param_count];
+    return reducer->grads[k].first_use == k ? &reducer->desc.params[k].value : NULL;
+}
+
+static size_t ddp__tensor_bytes(const ddp_tensor *tensor) { return (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype); }
+
+/* Tensors first to last - 1 from root: those small enough travel together, through exchange. */
+static ddp_result ddp__reducer_broadcast_small(ddp_reducer *reducer, int first, int last, size_t total, int root) {
+    unsigned char *exchange = (unsigned char *)reducer->exchange;
+    ddp_result result = DDP_OK;
+    for (int pass = 0; pass < 2 && total > 0 && result == DDP_OK; pass++) {
+        size_t at = 0;
+        for (int k = first; k < last; k++) {
+            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
+            size_t bytes = tensor ? ddp__tensor_bytes(tensor) : 0;
+            if (bytes == 0 || bytes > DDP__BROADCAST_SMALL) continue;
+            if (pass == 0 && reducer->rank == root) reducer->device->copy(exchange + at, tensor->data, bytes);
+            if (pass == 1 && reducer->rank != root) reducer->device->copy(tensor->data, exchange + at, bytes);
+            at += bytes;
+        }
+        if (pass == 0) result = ddp_broadcast(reducer->group, exchange, total, DDP_U8, root, NULL);
+    }
+    return result;
+}
+
+/* The first count tensors of root, everywhere. */
+static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
+    size_t gathered = 0;
+    int first = 0;
+    ddp_result result = DDP_OK;
+    if (reducer->world_size == 1) return DDP_OK;
+    for (int k = 0; k < count && result == DDP_OK; k++) {
+        const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
+        size_t bytes = tensor ? ddp__tensor_bytes(tensor) : 0;
+        if (bytes > DDP__BROADCAST_SMALL) {
+            result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
+        } else if (gathered + bytes > reducer->exchange_bytes) {
+            result = ddp__reducer_broadcast_small(reducer, first, k, gathered, root);
+            first = k;
+            gathered = bytes;
+        } else {
+            gathered += bytes;
+        }
+    }
+    return result == DDP_OK ? ddp__reducer_broadcast_small(reducer, first, count, gathered, root) : result;
+}
+
+/* What follows once every rank has been given the same. */
+static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
+    int n = reducer->param_count;
+    ddp_result result = ddp__reducer_place(reducer);
+    if (result == DDP_OK) result = ddp__reducer_link(reducer);
+    for (int k = 0; k < n; k++) reducer->walk[k] = n - 1 - k;
+    if (result == DDP_OK) result = ddp__reducer_plan(reducer, n);
+    if (result == DDP_OK && !reducer->desc.skip_initial_broadcast)
+        result = ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0);
+    if (result != DDP_OK) return result;
+    for (int i = 0; i < n; i++) {
+        reducer->desc.params[i].grad = ddp__param_grad(&reducer->desc.params[i]);
+        if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = reducer->grads[i].data;
+    }
+    return DDP_OK;
+}
+
+/* Collective as far as group memory was allocated. */
+static void ddp__reducer_free(ddp_reducer *reducer) {
+    ddp_group *group = reducer->group;
+    if (reducer->flat) ddp_group_free(group, reducer->flat);
+    if (reducer->arena) ddp_group_free(group, reducer->arena);
+    if (reducer->exchange) reducer->device->free(group, reducer->exchange);
+    ddp_group_mfree(group, reducer->host);
+    ddp_group_mfree(group, reducer->block);
+    ddp_group_mfree(group, reducer);
+}
+
+/* The object and its room for agreements; without these a rank cannot even tell the others. */
+static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *desc) {
+    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer);
+    size_t world = (size_t)ddp_world_size(group), n = 1;
+    if (!reducer) return NULL;
+    if (desc && desc->param_count > 0) n = (size_t)desc->param_count;
+    if (desc && desc->buffer_count > 0 && (size_t)desc->buffer_count > n) n = (size_t)desc->buffer_count;
+    reducer->group = group;
+    reducer->device = ddp_group_device(group);
+    reducer->rank = ddp_rank(group);
+    reducer->world_size = reducer->active = ddp_world_size(group);
+    reducer->exchange_bytes = DDP__EXCHANGE_MIN;
+    if (reducer->exchange_bytes < n * 16) reducer->exchange_bytes = n * 16;
+    if (reducer->exchange_bytes < world * DDP__SCHEMA_TEXT) reducer->exchange_bytes = world * DDP__SCHEMA_TEXT;
+    reducer->host = ddp_group_malloc(group, reducer->exchange_bytes);
+    if (reducer->host && reducer->device->alloc(group, reducer->exchange_bytes, &reducer->exchange) == DDP_OK) return reducer;
+    reducer->exchange = NULL;
+    ddp__reducer_free(reducer);
+    return NULL;
+}
+
+DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
+    ddp_reducer *reducer;
+    ddp_result result;
+    if (out) *out = NULL;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
+    reducer = ddp__reducer_make(group, desc);
+    if (!reducer) {
+        if (ddp_world_size(group) > 1) ddp_group_abort(group);
+        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", ddp_rank(group), ddp_world_size(group));
+    }
+    result = out ? ddp__reducer_prepare(reducer, desc) : ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
+    result = ddp__reducer_compare(reducer, result);
+    if (result == DDP_OK) result = ddp__reducer_build(reducer);
+    if (result != DDP_OK) {
+        char text[DDP__TEXT_MAX];
+        memcpy(text, ddp_last_error(), sizeof text);
+        ddp__reducer_free(reducer);
+        return ddp__fail(result, "%s", text);
+    }
+    *out = reducer;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
+    ddp__grad *grad;
+    char label[128];
+    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
+    if (param_index < 0 || param_index >= reducer->param_count)
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", reducer->rank,
+                         reducer->world_size, param_index, reducer->param_count);
+    if (reducer->no_sync) return DDP_OK;
+    grad = &reducer->grads[param_index];
+    if (grad->ready)
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and ddp_reducer_wait "
+                         "before the next", reducer->rank, reducer->world_size,
+                         ddp__param_label(reducer->desc.params, param_index, label, sizeof label), (unsigned long long)reducer->stats.steps);
+    if (!grad->expected)
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same for "
+                         "every step; leave static_graph 0 and set find_unused", reducer->rank, reducer->world_size,
+                         ddp__param_label(reducer->desc.params, param_index, label, sizeof label));
+    grad->ready = reducer->used[param_index] = 1;
+    reducer->ready_order[reducer->ready_count++] = param_index;
+    if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
+    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over. */
+    while (reducer->next_bucket + 1 < reducer->bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
+        ddp_result result = ddp__bucket_issue(reducer, 0);
+        if (result != DDP_OK) return result;
+    }
+    return DDP_OK;
+}
+
+/* Ends what is under way, then carries out the rest. The first failure is the one that is told. */
+static ddp_result ddp__reducer_drain(ddp_reducer *reducer) {
+    ddp_result first = DDP_OK;
+    char text[DDP__TEXT_MAX];
+    for (int i = 0; i < reducer->bucket_count; i++) {
+        ddp_result result = DDP_OK;
+        if (reducer->buckets[i].issued) {
+            result = ddp_wait(reducer->group, &reducer->buckets[i].work);
+            reducer->buckets[i].issued = 0;
+        } else if (first == DDP_OK && i >= reducer->next_bucket) {
+            result = ddp__bucket_issue(reducer, 1);
+        }
+        if (result == DDP_OK || first != DDP_OK) continue;
+        first = result;
+        memcpy(text, ddp_last_error(), sizeof text);
+    }
+    return first == DDP_OK ? DDP_OK : ddp__fail(first, "%s", text);
+}
+
+/* After the buckets: which parameters nobody used, or whether some rank lacked one. Everybody takes part, so that everybody
+   knows; the calls of a rank that lacks a parameter went on and the group stays whole. */
+static ddp_result ddp__reducer_agree_on_step(ddp_reducer *reducer, int bitmap, int missing) {
+    int64_t first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
+    char label[128];
+    ddp_result result;
+    if (bitmap) {
+        int32_t *own = reducer->scratch;
+        for (int i = 0; i < reducer->param_count; i++) own[i] = reducer->used[i];
+        result = ddp__reducer_agree(reducer, reducer->used, (size_t)reducer->param_count, DDP_U8, DDP_OP_MAX);
+        if (result != DDP_OK) return result;
+        reducer->stats.unused_count = 0;
+        for (int i = 0; i < reducer->param_count; i++) {
+            ddp__grad *grad = &reducer->grads[i];
+            grad->unused = !reducer->used[i];
+            reducer->stats.unused_count += grad->unused;
+            if (reducer->desc.static_graph && !reducer->first_done)
+                grad->expected = (unsigned char)(reducer->shadow ? reducer->used[i] : own[i]);
+        }
+        return DDP_OK;
+    }
+    result = ddp__reducer_agree(reducer, &first, 1, DDP_I64, DDP_OP_MIN);
+    if (result != DDP_OK || first == INT64_MAX) return result;
+    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+                     "every step, or set find_unused", reducer->rank, reducer->world_size,
+                     ddp__param_label(reducer->desc.params, (int)(first / reducer->world_size), label, sizeof label),
+                     (int)(first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+}
+
+/* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
+static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
+    int n = reducer->param_count, count = 0, drop = reducer->desc.static_graph;
+    ddp_result result;
+    for (int k = 0; k < n; k++) reducer->scratch[k] = 0;
+    for (int k = 0; k < reducer->ready_count; k++) {
+        reducer->walk[count++] = reducer->ready_order[k];
+        reducer->scratch[reducer->ready_order[k]] = 1;
+    }
+    for (int i = n - 1; i >= 0; i--)
+        if (!reducer->scratch[i] && !(drop && reducer->grads[i].unused)) reducer->walk[count++] = i;
+    for (int k = count; k < n; k++) reducer->walk[k] = -1;
+    if (reducer->world_size > 1) {
+        reducer->device->copy(reducer->exchange, reducer->walk, (size_t)n * sizeof(int));
+        result = ddp_broadcast(reducer->group, reducer->exchange, (size_t)n, DDP_I32, 0, NULL);
+        if (result != DDP_OK) return result;
+        reducer->device->copy(reducer->walk, reducer->exchange, (size_t)n * sizeof(int));
+    }
+    for (count = 0; count < n && reducer->walk[count] >= 0;) count++;
+    result = ddp__reducer_plan(reducer, count);
+    reducer->stats.rebuilt = result == DDP_OK;
+    return result;
+}
+
+/* Later uses of a tied parameter into the first, in definition order. */
+static void ddp__reducer_add_tied(ddp_reducer *reducer) {
+    for (int i = 0; i < reducer->param_count && reducer->has_tied; i++) {
+        ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
+        if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
+    }
+}
+
+static int ddp__reducer_first_missing(const ddp_reducer *reducer) {
+    for (int i = 0; i < reducer->param_count; i++)
+        if (!reducer->grads[i].ready && reducer->grads[i].expected) return i;
+    return -1;
+}
+
+static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, double begin) {
+    ddp_reducer_stats *stats = &reducer->stats;
+    stats->bytes_reduced = stats->bytes_copied = 0;
+    stats->comm_seconds = 0;
+    for (int i = 0; i < reducer->bucket_count; i++) {
+        stats->bytes_reduced += reducer->buckets[i].sent;
+        stats->bytes_copied += reducer->buckets[i].copied;
+        stats->comm_seconds += reducer->buckets[i].seconds;
+    }
+    stats->wait_seconds = ddp_now() - begin;
+    stats->total_comm_seconds += stats->comm_seconds;
+    stats->total_wait_seconds += stats->wait_seconds;
+    if (result == DDP_OK) stats->steps++;
+}
+
+DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
+    double begin;
+    int bitmap, missing;
+    ddp_result result = DDP_OK;
+    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
+    if (reducer->no_sync) return DDP_OK;
+    begin = ddp_now();
+    bitmap = reducer->desc.find_unused || (reducer->desc.static_graph && !reducer->first_done);
+    reducer->lenient = bitmap || reducer->shadow;
+    missing = reducer->lenient ? -1 : ddp__reducer_first_missing(reducer);
+    if (missing < 0 || reducer->world_size > 1) result = ddp__reducer_drain(reducer);
+    if (result == DDP_OK) result = ddp__reducer_agree_on_step(reducer, bitmap, missing);
+    if (result == DDP_OK) ddp__reducer_add_tied(reducer);
+    reducer->lenient = 0;
+    ddp__reducer_end_step(reducer, result, begin);
+    if (result == DDP_OK && !reducer->first_done) {
+        reducer->first_done = 1;
+        if (!reducer->desc.find_unused) result = ddp__reducer_rebuild(reducer);
+    }
+    ddp__buckets_reset(reducer);
+    return result;
+}
+
+DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
+    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
+    if (reducer->ready_count > 0)
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_no_sync: %d parameters of this step are ready already; call it between ddp_reducer_wait "
+                         "and the next backward", reducer->rank, reducer->world_size, reducer->ready_count);
+    reducer->no_sync = on != 0;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
+    ddp_exact_sum sum;
+    float length;
+    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
+    if (!(max_norm > 0))
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", reducer->rank,
+                         reducer->world_size, (double)max_norm);
+    ddp_exact_sum_clear(&sum);
+    for (int i = 0; i < reducer->param_count; i++) {
+        const ddp__grad *grad = &reducer->grads[i];
+        const ddp_tensor *tensor = &reducer->desc.params[i].grad;
+        size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
+        if (grad->first_use == i && grad->count) reducer->device->sum_squares(&sum, grad->data, rows, grad->count / rows, grad->dtype);
+    }
+    length = (float)sqrt(ddp_exact_sum_value(&sum));
+    if (norm) *norm = length;
+    if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
+    for (int i = 0; i < reducer->param_count; i++) {
+        const ddp__grad *grad = &reducer->grads[i];
+        if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, max_norm / length);
+    }
+    return DDP_OK;
+}
+
+DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
+    return reducer && param_index >= 0 && param_index < reducer->param_count ? reducer->grads[param_index].unused : 0;
+}
+
+DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
+    if (!reducer || !stats) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_get_stats: reducer or stats is NULL");
+    *stats = reducer->stats;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
+    if (!reducer) return;
+    for (int i = 0; i < reducer->bucket_count; i++)
+        if (reducer->buckets[i].issued) ddp_wait(reducer->group, &reducer->buckets[i].work);
+    for (int i = 0; i < reducer->param_count; i++)
+        if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
+    ddp__reducer_free(reducer);
+}
+
+//== micro-batches ============================================================================== >>impl-accumulator
+
+#define DDP__ACCUMULATE_BLOCK 4096 /* elements; a chain of additions stays in L1 */
+
+/* A binary counter of partial sums. After t micro-batches level buffers 0 .. popcount(t) - 1 hold sums of blocks of 2^k micro-batches, one
+   per set bit of t, the earliest and largest block first:
+
+       t = 6 = 110b     level[0] = ((g0+g1)+(g2+g3))     level[1] = (g4+g5)
+
+   The gradient that arrives as number t joins the last c of them, c = trailing ones of t, or all of them when it is the step's last. Earlier
+   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m. */
+struct ddp_accumulator {
+    ddp_group *group;
+    const ddp_device *device;
+    ddp_accumulator_desc desc;
+    unsigned char *announced;  /* per parameter, in this micro-batch */
+    size_t *first;             /* per parameter, byte offset in each level */
+    unsigned char *levels;
+    size_t level_bytes;
+    int micro_batch;           /* t */
+};
+
+static int ddp__bit_count(unsigned value) {
+    int count = 0;
+    for (; value; value &= value - 1) count++;
+    return count;
+}
+
+static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
+    char label[128];
+    if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: desc is NULL");
+    if (!d->params || d->param_count < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: params=%p param_count=%d; pass the array of trained parameters", (void *)d->params,
+                         d->param_count);
+    if (d->micro_batch_count < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d; set how many micro-batches make a step, at least 1",
+                         d->micro_batch_count);
+    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->param_count))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: params are not those of the reducer; pass the same array and count to both");
+    if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d, but the reducer divides for %d; give both the same",
+                         d->micro_batch_count, d->reducer->desc.micro_batch_count);
+    for (int i = 0; i < d->param_count; i++) {
+        ddp_tensor grad = ddp__param_grad(&d->params[i]);
+        int64_t count = ddp_tensor_count(&grad);
+        ddp__param_label(d->params, i, label, sizeof label);
+        if (count < 0 || !ddp_dtype_size(grad.dtype))
+            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: %s has no dtype or an impossible shape; fill in its ddp_tensor", label);
+        if (count > 0 && !grad.data)
+            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: %s: grad.data is NULL; create the reducer first, or point it at memory", label);
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
+    ddp_accumulator *accumulator;
+    int depth = 0;
+    void *levels = NULL;
+    ddp_result result;
+    if (out) *out = NULL;
+    if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
+    result = ddp__accumulator_check(desc);
+    if (result != DDP_OK) return result;
+    accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
+    if (!accumulator) return DDP_ERR_NO_MEMORY;
+    accumulator->group = group;
+    accumulator->device = ddp_group_device(group);
+    accumulator->desc = *desc;
+    accumulator->first = (size_t *)(accumulator + 1);
+    accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
+    for (int i = 0; i < desc->param_count; i++) {
+        ddp_tensor grad = ddp__param_grad(&desc->params[i]);
+        accumulator->first[i] = accumulator->level_bytes;
+        accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
+    }
+    while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
+    if (depth > 0 && accumulator->level_bytes > 0) {
+        result = accumulator->device->alloc(group, accumulator->level_bytes * (size_t)depth, &levels);
+        if (result != DDP_OK) {
+            ddp_group_mfree(group, accumulator);
+            return result;
+        }
+    }
+    accumulator->levels = (unsigned char *)levels;
+    *out = accumulator;
+    return DDP_OK;
+}
+
+/* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
+static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
+    const ddp_device *device = accumulator->device;
+    ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
+    size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
+    unsigned char *level = accumulator->levels + accumulator->first[param_index]; /* level k at level + k * level_bytes */
+    for (size_t done = 0; done < count; done += DDP__ACCUMULATE_BLOCK) {
+        size_t n = count - done < DDP__ACCUMULATE_BLOCK ? count - done : DDP__ACCUMULATE_BLOCK;
+        unsigned char *grad = (unsigned char *)tensor.data + done * size;
+        for (int k = depth - 1; k >= depth - joined; k--) {
+            unsigned char *left = level + (size_t)k * accumulator->level_bytes + done * size;
+            device->add(k == depth - joined && !last ? left : grad, left, grad, n, tensor.dtype);
+        }
+        if (joined == 0 && !last) device->copy(level + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
+    }
+}
+
+DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
+    int t, depth, last, joined = 0;
+    char label[128];
+    if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
+    if (param_index < 0 || param_index >= accumulator->desc.param_count)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
+                         accumulator->desc.param_count);
+    t = accumulator->micro_batch;
+    if (accumulator->announced[param_index])
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
+                         ddp__param_label(accumulator->desc.params, param_index, label, sizeof label), t);
+    accumulator->announced[param_index] = 1;
+    depth = ddp__bit_count((unsigned)t);
+    last = t + 1 == accumulator->desc.micro_batch_count;
+    while (!last && t >> joined & 1) joined++;
+    if (last) joined = depth;
+    if (joined > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last);
+    return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
+}
+
+DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
+    char label[128];
+    if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: accumulator is NULL");
+    for (int i = 0; i < accumulator->desc.param_count; i++)
+        if (!accumulator->announced[i])
+            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: %s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
+                             ddp__param_label(accumulator->desc.params, i, label, sizeof label), accumulator->micro_batch);
+    memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
+    accumulator->micro_batch++;
+    if (last) *last = accumulator->micro_batch == accumulator->desc.micro_batch_count;
+    if (accumulator->micro_batch == accumulator->desc.micro_batch_count) accumulator->micro_batch = 0;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
+    if (!accumulator) return;
+    if (accumulator->levels) accumulator->device->free(accumulator->group, accumulator->levels);
+    ddp_group_mfree(accumulator->group, accumulator);
+}
+
+//== uneven inputs ================================================================================== >>impl-join
+
+/* Before each step every rank learns who has a batch. A rank without one answers the step's buckets with zeros, so that they stay the
+   same calls on every rank (Join, PyTorch's context manager for uneven inputs). */
+struct ddp_join {
+    ddp_group *group;
+    ddp_join_desc desc;
+    int lowest;   /* lowest rank that was active in the last step; -1 before the first */
+    int stale;    /* some rank has missed optimizer steps */
+};
+
+DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
+    ddp_join *join;
+    if (out) *out = NULL;
+    if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
+    if (!desc || !desc->reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
+    if (desc->reducer->group != group)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
+    if (desc->mode != DDP_JOIN_SHADOW && desc->mode != DDP_JOIN_STOP)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
+    join = (ddp_join *)ddp__group_calloc(group, sizeof *join);
+    if (!join) return DDP_ERR_NO_MEMORY;
+    join->group = group;
+    join->desc = *desc;
+    join->lowest = -1;
+    *out = join;
+    return DDP_OK;
+}
+
+/* Counts the ranks that have a batch; *lowest is the first of them, or -1. */
+static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *active, int *lowest) {
+    ddp_reducer *reducer = join->desc.reducer;
+    unsigned char mine = have_batch != 0;
+    const unsigned char *all = (const unsigned char *)reducer->host;
+    ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
+    *active = 0;
+    *lowest = -1;
+    for (int r = reducer->world_size - 1; r >= 0 && result == DDP_OK; r--) {
+        if (!all[r]) continue;
+        *lowest = r;
+        ++*active;
+    }
+    return result;
+}
+
+/* The step of a rank without a batch. */
+static ddp_result ddp__join_shadow(ddp_join *join) {
+    ddp_result result;
+    join->desc.reducer->shadow = 1;
+    result = ddp_reducer_wait(join->desc.reducer);
+    join->desc.reducer->shadow = 0;
+    if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
+    return result;
+}
+
+/* Nobody has a batch: values that missed steps come from a rank that took the last one. */
+static ddp_result ddp__join_end(ddp_join *join) {
+    ddp_reducer *reducer = join->desc.reducer;
+    ddp_result result = DDP_OK;
+    if (join->stale && !join->desc.step_fn) result = ddp__reducer_broadcast(reducer, reducer->param_count, join->lowest);
+    join->lowest = -1;
+    join->stale = 0;
+    reducer->active = reducer->world_size;
+    return result;
+}
+
+DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
+    ddp_reducer *reducer;
+    int lowest = -1;
+    ddp_result result;
+    if (!join || !active) return ddp__fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
+    reducer = join->desc.reducer;
+    *active = 0;
+    if (reducer->ready_count > 0)
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait", reducer->rank,
+                         reducer->world_size);
+    for (;;) {
+        int count = 0;
+        result = ddp__join_ask(join, have_batch, &count, &lowest);
+        if (result != DDP_OK) return result;
+        if (join->desc.mode == DDP_JOIN_STOP) {
+            *active = count == reducer->world_size ? count : 0;
+            return DDP_OK;
+        }
+        if (count == 0) return ddp__join_end(join);
+        join->stale |= count < reducer->world_size;
+        join->lowest = lowest;
+        reducer->active = count;
+        if (have_batch) {
+            *active = count;
+            return DDP_OK;
+        }
+        result = ddp__join_shadow(join);
+        if (result != DDP_OK) return result;
+    }
+}
+
+DDPDEF void ddp_join_destroy(ddp_join *join) {
+    if (!join) return;
+    join->desc.reducer->active = join->desc.reducer->world_size;
+    ddp_group_mfree(join->group, join);
+}
+
+//== sampler ====================================================================== >>impl-sampler
+//
+// Three steps lead from the count of samples taken to a sample:
+//     index in this rank's dealing  --deal-->  entry of what is dealt  --place-->  position in the epoch's order  --order-->  sample
+// deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the
+// epoch; order is the identity, a Feistel network, or a window of PyTorch's randperm.
+
+#ifndef DDP__RANDPERM_INSIDE_OUT_FROM
+#define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
+#endif
+#define DDP__SAMPLER_WINDOW INT64_C(4000000)
+#define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
+#define DDP__SAMPLER_EMPTY UINT64_MAX
+#define DDP__MT_WORDS 624
+#define DDP__MT_SHIFT 397
+
+static int ddp__bit_length(uint64_t x) { int n = 0; while (x) { x >>= 1; n++; } return n; }
+
+/* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
+
+static void ddp__mt_seed(uint32_t *x, uint32_t seed) {
+    x[0] = seed;
+    for (uint32_t i = 1; i < DDP__MT_WORDS; i++) x[i] = UINT32_C(1812433253) * (x[i - 1] ^ x[i - 1] >> 30) + i;
+}
+
+static uint32_t ddp__mt_mix(uint32_t upper, uint32_t lower) {
+    uint32_t y = (upper & 0x80000000u) | (lower & 0x7fffffffu);
+    return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu);
+}
+
+/* One block on: x[k] becomes x[k + 624] = x[k + 397] ^ mix(x[k], x[k + 1]). */
+static void ddp__mt_forward(uint32_t *x) {
+    const int lag = DDP__MT_WORDS - DDP__MT_SHIFT;
+    for (int k = 0; k < lag; k++) x[k] = x[k + DDP__MT_SHIFT] ^ ddp__mt_mix(x[k], x[k + 1]);
+    for (int k = lag; k < DDP__MT_WORDS - 1; k++) x[k] = x[k - lag] ^ ddp__mt_mix(x[k], x[k + 1]);
+    x[DDP__MT_WORDS - 1] = x[DDP__MT_SHIFT - 1] ^ ddp__mt_mix(x[DDP__MT_WORDS - 1], x[0]);
+}
+
+/* mix shifts out the low bit but leaves it in the top one, so it can be undone. */
+static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
+
+/* One block back. y[k] = unmix(x[k + 624] ^ x[k + 397]) has the top bit of x[k] and the low 31 bits of x[k + 1]. From k = 227 on,
+   x[k + 397] is a word of the block we come from; below, one that has just been recovered. */
+static void ddp__mt_backward(uint32_t *x) {
+    const int lag = DDP__MT_WORDS - DDP__MT_SHIFT;
+    uint32_t y[DDP__MT_WORDS];
+    for (int k = lag; k < DDP__MT_WORDS; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k - lag]);
+    for (int k = lag + 1; k < DDP__MT_WORDS; k++) x[k] = (y[k] & 0x80000000u) | (y[k - 1] & 0x7fffffffu);
+    for (int k = 0; k < lag; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k + DDP__MT_SHIFT]);
+    for (int k = 1; k <= lag; k++) x[k] = (y[k] & 0x80000000u) | (y[k - 1] & 0x7fffffffu);
+    x[0] = (y[0] & 0x80000000u) | (ddp__mt_unmix(x[DDP__MT_WORDS - 1] ^ x[DDP__MT_SHIFT - 1]) & 0x7fffffffu);
+}
+
+static uint32_t ddp__mt_temper(uint32_t y) {
+    y ^= y >> 11;
+    y ^= y << 7 & 0x9d2c5680u;
+    y ^= y << 15 & 0xefc60000u;
+    return y ^ y >> 18;
+}
+
+/* Brings sampler->mt to a block of the epoch's draws. Windows follow each other, so this mostly moves on from the last. */
+static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
+    if (s->mt_block < 0 || s->mt_block > block) {
+        ddp__mt_seed(s->mt, (uint32_t)(s->desc.seed + s->epoch));
+        ddp__mt_forward(s->mt);
+        s->mt_block = 0;
+    }
+    for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
+}
+
+/* -- The samples of a window on their way back through the shuffle: where does each lie now? An open-addressed table of
+   location << slot_bits | slot, linear probing, deletion by shifting back. Every pass sizes it anew, at load 0.6. -- */
+
+typedef struct ddp__tokens {
+    uint64_t *table, *filter;         /* filter: bit location >> filter_shift is set if a token lies there, or did */
+    uint64_t capacity;
+    int filter_shift;
+    uint64_t settled;                 /* this bit of a location: no longer a location but the sample; fills its place, is never found */
+    int slot_bits;
+} ddp__tokens;
+
+static int64_t ddp__tokens_capacity(int64_t count) { return count + count / 3 * 2 + 8; }
+static int64_t ddp__tokens_filter_words(int64_t count) { return count / 4 + 1; }
+
+static inline uint64_t ddp__tokens_home(const ddp__tokens *t, uint64_t location) {
+    return ((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->capacity) >> 32;
+}
+
+/* 0 when no token lies at the location. Nearly all draws end here, in 2 bytes per token instead of the table's 13. */
+static inline uint64_t ddp__tokens_maybe(const ddp__tokens *t, uint64_t location) {
+    uint64_t bit = location >> t->filter_shift;
+    return t->filter[bit >> 6] >> (bit & 63) & 1;
+}
+
+static inline void ddp__tokens_expect(ddp__tokens *t, uint64_t location) {
+    uint64_t bit = location >> t->filter_shift;
+    t->filter[bit >> 6] |= UINT64_C(1) << (bit & 63);
+}
+
+/* The place of the token at a location; capacity when there is none. */
+static inline uint64_t ddp__tokens_find(const ddp__tokens *t, uint64_t location) {
+    uint64_t i = ddp__tokens_home(t, location);
+    for (;;) {
+        uint64_t entry = t->table[i];
+        if (entry >> t->slot_bits == location) return i;
+        if (entry == DDP__SAMPLER_EMPTY) return t->capacity;
+        if (++i == t->capacity) i = 0;
+    }
+}
+
+static void ddp__tokens_insert(ddp__tokens *t, uint64_t location, uint64_t slot) {
+    uint64_t i = ddp__tokens_home(t, location);
+    while (t->table[i] != DDP__SAMPLER_EMPTY) if (++i == t->capacity) i = 0;
+    t->table[i] = location << t->slot_bits | slot;
+    ddp__tokens_expect(t, location);
+}
+
+static void ddp__tokens_remove(ddp__tokens *t, uint64_t hole) {
+    uint64_t i = hole;
+    for (;;) {
+        uint64_t entry, home, from_home, from_hole;
+        if (++i == t->capacity) i = 0;
+        entry = t->table[i];
+        if (entry == DDP__SAMPLER_EMPTY) break;
+        if (entry >> t->slot_bits & t->settled) continue;
+        home = ddp__tokens_home(t, entry >> t->slot_bits);
+        from_home = i >= home ? i - home : i + t->capacity - home;
+        from_hole = i >= hole ? i - hole : i + t->capacity - hole;
+        if (from_home < from_hole) continue;
+        t->table[hole] = entry;
+        hole = i;
+    }
+    t->table[hole] = DDP__SAMPLER_EMPTY;
+}
+
+static inline void ddp__tokens_move(ddp__tokens *t, uint64_t place, uint64_t location) {
+    uint64_t slot = t->table[place] & ((UINT64_C(1) << t->slot_bits) - 1);
+    ddp__tokens_remove(t, place);
+    ddp__tokens_insert(t, location, slot);
+}
+
+/* Ends a pass: table[slot] = sample. Packs the entries, then sweeps over them, each swapping into its place the one it finds; not
+   along the cycles, where every load would wait for the one before. A sweep about halves what is out of place. */
+static void ddp__tokens_to_samples(ddp__tokens *t, uint64_t count) {
+    uint64_t slot_mask = (UINT64_C(1) << t->slot_bits) - 1, n = 0, *table = t->table;
+    int moved = 1;
+    for (uint64_t i = 0; i < t->capacity; i++) if (table[i] != DDP__SAMPLER_EMPTY) table[n++] = table[i];
+    while (moved) {
+        moved = 0;
+        for (uint64_t i = 0; i < count; i++) {
+            uint64_t entry = table[i], slot = entry & slot_mask;
+            if (i + 16 < count) __builtin_prefetch(&table[table[i + 16] & slot_mask], 1);
+            if (slot == i) continue;
+            table[i] = table[slot];
+            table[slot] = entry;
+            moved = 1;
+        }
+    }
+    for (uint64_t i = 0; i < count; i++) table[i] = table[i] >> t->slot_bits & (t->settled - 1);
+}
+
+/* -- Dealing: which positions of the order are this rank's -- */
+
+static uint64_t ddp__sampler_block(const ddp_sampler *s) { return (uint64_t)(s->desc.global_batch / s->desc.num_replicas); }
+
+/* Of the first `entries` dealt, how many are this rank's. */
+static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
+    uint64_t rank = (uint64_t)s->desc.rank, batch = (uint64_t)s->desc.global_batch, block, rest;
+    if (!batch) return entries > rank ? (int64_t)((entries - rank - 1) / (uint64_t)s->desc.num_replicas + 1) : 0;
+    block = ddp__sampler_block(s);
+    rest = entries % batch > rank * block ? entries % batch - rank * block : 0;
+    return (int64_t)(entries / batch * block + (rest < block ? rest : block));
+}
+
+static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
+    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank, block;
+    if (!s->desc.global_batch) return k * (uint64_t)s->desc.num_replicas + rank;
+    block = ddp__sampler_block(s);
+    return k / block * (uint64_t)s->desc.global_batch + rank * block + k % block;
+}
+
+/* Position of a dealt entry. After a load inside a global batch what is dealt first is the rest of each of its blocks:
+       order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...      gap_count 2, gap_used 4 (#), gap_block 8 */
+static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
+    uint64_t rest = s->gap_block - s->gap_used, in_gap = s->gap_count * rest;
+    if (entry >= s->left) return (entry - s->left) % (uint64_t)s->desc.dataset_size;
+    if (entry >= in_gap) return s->origin + s->gap_count * s->gap_used + entry;
+    return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
+}
+
+/* Starts a dealing at position origin of the epoch, of which gap_* say what else is used up. */
+static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap_count, uint64_t gap_used, uint64_t gap_block) {
+    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, tail;
+    uint64_t unit = s->desc.global_batch ? (uint64_t)s->desc.global_batch : (uint64_t)s->desc.num_replicas;
+    s->origin = origin;
+    s->gap_count = gap_count;
+    s->gap_used = gap_used;
+    s->gap_block = gap_block;
+    s->left = rest;
+    if (rest >= gap_count * gap_block) s->left -= gap_count * gap_used;
+    else {                                             /* the order ends inside the interrupted batch */
+        tail = rest % gap_block;
+        s->left = rest / gap_block * (gap_block - gap_used) + (tail > gap_used ? tail - gap_used : 0);
+    }
+    s->total = s->left;
+    if (s->desc.drop_last) s->total -= s->left % unit;
+    else if (!s->desc.no_pad && s->left % unit) s->total += unit - s->left % unit;
+    s->length = ddp__sampler_share(s, s->total);
+    s->first = 0;
+    s->cursor = 0;
+    s->ended = 0;
+    s->window_count = 0;
+}
+
+/* -- TORCH: windows of randperm -- */
+
+/* Draw j of randperm swaps entries j and j + z. Undone from the last position of the window down, a window's sample is first met
+   at draw j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the
+   window do not matter, so an epoch's first window takes few of them. A block of draws is first sifted, so that the loads of
+   filter and table overlap: a draw stays if it is one of the window's, or its target is in the filter or inside the block. */
+static void ddp__sampler_pass_swap(ddp_sampler *s, ddp__tokens *t, int64_t first, int64_t slot) {
+    uint64_t target[DDP__MT_WORDS], n = (uint64_t)s->desc.dataset_size;
+    uint64_t next = ddp__sampler_place(s, ddp__sampler_deal(s, first + --slot));   /* position of slot */
+    int64_t block = (int64_t)(next / DDP__MT_WORDS);
+    int top = (int)(next % DDP__MT_WORDS), stays[DDP__MT_WORDS];
+    uint32_t x[DDP__MT_WORDS];
+
+    ddp__sampler_mt_goto(s, block);
+    memcpy(x, s->mt, sizeof x);
+    for (; block >= 0; block--, top = DDP__MT_WORDS - 1) {
+        uint64_t base = (uint64_t)block * DDP__MT_WORDS;
+        int64_t mine = slot;
+        unsigned char is_mine[DDP__MT_WORDS] = {0};
+        int stay_count = 0;
+        for (int i = 0; i <= top; i++) {
+            uint64_t room = n - base - (uint64_t)i;
+            uint32_t draw = ddp__mt_temper(x[i]);
+            target[i] = base + (uint64_t)i + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
+            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+        }
+        for (uint64_t at = next; mine >= 0 && at >= base; ) {
+            is_mine[at - base] = 1;
+            ddp__tokens_expect(t, target[at - base]);
+            if (--mine >= 0) at = ddp__sampler_place(s, ddp__sampler_deal(s, first + mine));
+        }
+        for (int i = top; i >= 0; i--) {
+            stays[stay_count] = i;
+            stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
+        }
+        for (int c = 0; c < stay_count; c++) {
+            __builtin_prefetch(&t->table[ddp__tokens_home(t, target[stays[c]])]);
+            __builtin_prefetch(&t->table[ddp__tokens_home(t, base + (uint64_t)stays[c])]);
+        }
+        for (int c = 0; c < stay_count; c++) {
+            uint64_t to = target[stays[c]], place = ddp__tokens_find(t, to);
+            if (place != t->capacity) ddp__tokens_move(t, place, base + (uint64_t)stays[c]);
+            if (!is_mine[stays[c]]) continue;
+            ddp__tokens_insert(t, to, (uint64_t)slot);
+            if (--slot >= 0) next = ddp__sampler_place(s, ddp__sampler_deal(s, first + slot));
+        }
+        if (block) ddp__mt_backward(x);
+    }
+}
+
+/* Draw i of the inside-out rule moves entry z to i and puts sample i at z. Undone from the last draw of all down: what lies at z
+   is sample i; else what lies at i came from z. Each pass takes all N draws of 64 bits, two words each, high half first. */
+static void ddp__sampler_pass_inside_out(ddp_sampler *s, ddp__tokens *t, int64_t first, int64_t count) {
+    uint32_t x[DDP__MT_WORDS];
+    uint64_t target[DDP__MT_WORDS / 2], slot_mask = (UINT64_C(1) << t->slot_bits) - 1, place;
+    int64_t last = s->desc.dataset_size - 1, block = last / (DDP__MT_WORDS / 2);
+    int top = (int)(last % (DDP__MT_WORDS / 2));
+
+    for (int64_t slot = 0; slot < count; slot++)
+        ddp__tokens_insert(t, ddp__sampler_place(s, ddp__sampler_deal(s, first + slot)), (uint64_t)slot);
+    ddp__sampler_mt_goto(s, block);
+    memcpy(x, s->mt, sizeof x);
+    for (; block >= 0; block--, top = DDP__MT_WORDS / 2 - 1) {
+        uint64_t base = (uint64_t)block * (DDP__MT_WORDS / 2);
+        for (int i = 0; i <= top; i++) {
+            uint64_t draw = (uint64_t)ddp__mt_temper(x[2 * i]) << 32 | ddp__mt_temper(x[2 * i + 1]);
+            target[i] = draw % (base + (uint64_t)i + 1);
+            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+        }
+        for (int i = top; i >= 0; i--) {
+            uint64_t j = base + (uint64_t)i;
+            place = ddp__tokens_maybe(t, target[i]) ? ddp__tokens_find(t, target[i]) : t->capacity;
+            if (place != t->capacity) t->table[place] = (t->settled | j) << t->slot_bits | (t->table[place] & slot_mask);
+            place = ddp__tokens_maybe(t, j) ? ddp__tokens_find(t, j) : t->capacity;
+            if (place != t->capacity) ddp__tokens_move(t, place, target[i]);
+        }
+        if (block) ddp__mt_backward(x);
+    }
+}
+
+static int ddp__sampler_is_inside_out(const ddp_sampler *s) {
+    return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+}
+
+/* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
+   of the order, so its positions ascend. Each window is as long as all before it: few passes, and a quick first sample. */
+static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
+    uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
+    int64_t replicas = s->desc.num_replicas, count = s->desc.window, want;
+    ddp__tokens t;
+
+    if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
+    if (end > s->total) end = s->total;
+    if (!ddp__sampler_is_inside_out(s)) {
+        want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas);
+        if (count > want) count = want > 0 ? want : 1;
+    }
+    if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
+
+    t.table = s->table;
+    t.capacity = (uint64_t)ddp__tokens_capacity(count);
+    t.settled = UINT64_C(1) << ddp__bit_length(n);
+    t.slot_bits = 63 - ddp__bit_length(n);
+    t.filter = t.table + t.capacity;
+    t.filter_shift = 0;
+    while (n >> t.filter_shift >= (uint64_t)ddp__tokens_filter_words(count) * 64) t.filter_shift++;
+    memset(t.table, 0xff, (size_t)t.capacity * sizeof *t.table);
+    memset(t.filter, 0, (size_t)ddp__tokens_filter_words(count) * sizeof *t.filter);
+    if (ddp__sampler_is_inside_out(s)) ddp__sampler_pass_inside_out(s, &t, first, count);
+    else ddp__sampler_pass_swap(s, &t, first, count);
+    ddp__tokens_to_samples(&t, (uint64_t)count);
+    s->window_first = first;
+    s->window_count = count;
+}
+
+/* -- HASHED: a Feistel network over the smallest power of two that holds N (Black and Rogaway 2002: a result outside [0, N) is put
+   in again until it falls inside, which keeps it a bijection and takes two rounds at most on average) -- */
+
+static uint64_t ddp__sampler_mix64(uint64_t x) {       /* splitmix64's finisher (Steele et al. 2014) */
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* Few bits give a round little to mix, so a small N takes more rounds. */
+static void ddp__sampler_hash_setup(ddp_sampler *s) {
+    uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
+    int bits = ddp__bit_length((uint64_t)s->desc.dataset_size - 1);
+    if (bits < 2) bits = 2;
+    s->half_bits[0] = bits / 2;
+    s->half_bits[1] = bits - bits / 2;
+    s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
+    for (int i = 0; i < s->round_count; i++)
+        s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
+}
+
+static inline uint64_t ddp__sampler_round(uint64_t half, uint64_t key) {
+    uint64_t y = (half ^ key) * UINT64_C(0xd6e8feb86659fd93);
+    return y >> 32 ^ y >> 51;
+}
+
+static uint64_t ddp__sampler_hash(const ddp_sampler *s, uint64_t x) {
+    uint64_t mask0 = (UINT64_C(1) << s->half_bits[0]) - 1, mask1 = (UINT64_C(1) << s->half_bits[1]) - 1;
+    do {
+        uint64_t left = x >> s->half_bits[1], right = x & mask1;
+        for (int i = 0; i < s->round_count; i += 2) {
+            left ^= ddp__sampler_round(right, s->round_keys[i]) & mask0;
+            right ^= ddp__sampler_round(left, s->round_keys[i + 1]) & mask1;
+        }
+        x = left << s->half_bits[1] | right;
+    } while (x >= (uint64_t)s->desc.dataset_size);
+    return x;
+}
+
+/* -- Public -- */
+
+static int ddp__sampler_is_torch(const ddp_sampler_desc *d) { return !d->no_shuffle && d->shuffle != DDP_SHUFFLE_HASHED; }
+
+static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
+    long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
+    if (d->num_replicas == 0) d->num_replicas = 1;
+    if (n < 1) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld; set it to the number of samples, at least 1", n);
+    if (d->num_replicas < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: num_replicas=%d is negative", d->num_replicas);
+    if (d->rank < 0 || d->rank >= d->num_replicas)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank,
+                         d->num_replicas - 1, d->num_replicas);
+    if ((int)d->shuffle < 0 || (int)d->shuffle > (int)DDP_SHUFFLE_HASHED)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
+    if (batch < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is negative", batch);
+    if (batch % d->num_replicas)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is not divisible by num_replicas=%d", batch, d->num_replicas);
+    if (n > INT64_MAX - (batch ? batch : d->num_replicas - 1))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld is too large to pad to whole rounds of %lld", n,
+                         batch ? batch : (long long)d->num_replicas);
+    if (window < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: window=%lld is negative", window);
+    if (!d->alloc_fn != !d->free_fn)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
+    if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
+    return DDP_OK;
+}
+
+/* Table entries hold a location of bit_length(N) + 1 bits and a slot of the window in 64 bits. */
+static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
+    int64_t room_bits = 63 - ddp__bit_length((uint64_t)s->desc.dataset_size);
+    size_t table_bytes, size_bytes;
+    if (s->desc.window == 0) s->desc.window = room_bits < 22 ? (INT64_C(1) << room_bits) - 1 : DDP__SAMPLER_WINDOW;
+    if (s->desc.window > s->length) s->desc.window = s->length > 0 ? s->length : 1;
+    if (s->desc.window >> (room_bits < 31 ? room_bits : 31))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
+                         "use a smaller window or DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
+    table_bytes = (size_t)(ddp__tokens_capacity(s->desc.window) + ddp__tokens_filter_words(s->desc.window)) * sizeof *s->table;
+    size_bytes = table_bytes + DDP__MT_WORDS * sizeof *s->mt;
+    s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
+    if (!s->memory)
+        return ddp__fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)s->desc.window);
+    s->table = (uint64_t *)s->memory;
+    s->mt = (uint32_t *)(void *)((char *)s->memory + table_bytes);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc) {
+    ddp_result result;
+    if (!sampler) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: sampler is NULL");
+    memset(sampler, 0, sizeof *sampler);
+    if (!desc) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: desc is NULL");
+    sampler->desc = *desc;
+    result = ddp__sampler_desc_resolve(&sampler->desc);
+    if (result == DDP_OK) {
+        ddp_sampler_set_epoch(sampler, 0);
+        if (ddp__sampler_is_torch(&sampler->desc)) result = ddp__sampler_alloc(sampler);
+    }
+    if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
+    return result;
+}
+
+DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
+    if (!sampler || sampler->desc.dataset_size < 1) return;
+    sampler->epoch = epoch;
+    sampler->mt_block = -1;
+    ddp__sampler_deal_from(sampler, 0, 0, 0, 0);
+    if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(sampler);
+}
+
+DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) { return sampler ? sampler->length - sampler->first : 0; }
+
+DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
+    uint64_t entry;
+    int64_t index;
+    if (is_padding) *is_padding = 0;
+    if (!sampler) return -1;
+    if (sampler->cursor >= sampler->length) { sampler->ended = 1; return -1; }
+    index = sampler->cursor++;
+    if (is_padding || !ddp__sampler_is_torch(&sampler->desc)) {
+        entry = ddp__sampler_deal(sampler, index);
+        if (is_padding) *is_padding = entry >= sampler->left;
+        if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_place(sampler, entry);
+        if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED)
+            return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_place(sampler, entry));
+    }
+    if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) ddp__sampler_fill(sampler, index);
+    return (int64_t)sampler->table[index - sampler->window_first];
+}
+
+DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
+    if (!sampler || sampler->desc.dataset_size < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: sampler is NULL or was not initialised");
+    if (position < 0 || position > ddp_sampler_length(sampler))
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: position=%lld, allowed are 0 to %lld on rank %d", (long long)position,
+                         (long long)ddp_sampler_length(sampler), sampler->desc.rank);
+    sampler->cursor = sampler->first + position;
+    sampler->ended = 0;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
+    const ddp_sampler *s = sampler;
+    uint64_t used, in_block = 0, in_gap;
+    if (!s || !state || s->desc.dataset_size < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_save: sampler or state is NULL, or the sampler was not initialised");
+    used = (uint64_t)s->cursor * (uint64_t)s->desc.num_replicas;       /* entries used up by all ranks together */
+    if (s->desc.global_batch) {
+        in_block = (uint64_t)s->cursor % ddp__sampler_block(s);
+        used = ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
+    }
+    if (s->ended) { used = s->total; in_block = 0; }
+    if (used > s->left) used = s->left;
+    in_gap = s->gap_count * (s->gap_block - s->gap_used);
+    if (used < in_gap && used < s->left && used + in_block > 0)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_save: the epoch was loaded inside a global batch, of which %llu samples are still out; "
+                         "save after them", (unsigned long long)((in_gap < s->left ? in_gap : s->left) - used));
+    memset(state, 0, sizeof *state);
+    state->seed = s->desc.seed;
+    state->epoch = s->epoch;
+    state->dataset_size = s->desc.dataset_size;
+    state->shuffle = (int32_t)s->desc.shuffle;
+    state->no_shuffle = s->desc.no_shuffle != 0;
+    state->position = used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
+    state->block_offset = (int64_t)in_block;
+    state->num_replicas = s->desc.num_replicas;
+    state->global_batch = s->desc.global_batch;
+    if (used < in_gap && used < s->left) {                              /* nothing taken since the load: the same state again */
+        state->position = (int64_t)s->origin;
+        state->block_offset = (int64_t)s->gap_used;
+        state->num_replicas = (int64_t)s->gap_count;
+        state->global_batch = (int64_t)(s->gap_count * s->gap_block);
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_sampler_state *state) {
+    if (state->dataset_size != d->dataset_size)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=%lld, the sampler has %lld",
+                         (long long)state->dataset_size, (long long)d->dataset_size);
+    if (state->seed != d->seed)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=%llu, the sampler has %llu",
+                         (unsigned long long)state->seed, (unsigned long long)d->seed);
+    if (state->shuffle != (int32_t)d->shuffle)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of shuffle=%d, the sampler has %d", (int)state->shuffle, (int)d->shuffle);
+    if (!state->no_shuffle != !d->no_shuffle)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of no_shuffle=%d, the sampler has %d", (int)state->no_shuffle, d->no_shuffle);
+    if (state->position < 0 || state->position > state->dataset_size || state->num_replicas < 1 || state->global_batch < 0 ||
+        state->global_batch % state->num_replicas || state->block_offset < 0 ||
+        (state->block_offset > 0 && (state->block_offset >= state->global_batch / state->num_replicas || state->position == state->dataset_size)))
+        return ddp__fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place "
+                         "in an epoch of %lld samples", (long long)state->position, (long long)state->block_offset,
+                         (long long)state->num_replicas, (long long)state->global_batch, (long long)state->dataset_size);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
+    ddp_result result;
+    int same_blocks;
+    if (!sampler || !state || sampler->desc.dataset_size < 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: sampler or state is NULL, or the sampler was not initialised");
+    result = ddp__sampler_state_check(&sampler->desc, state);
+    if (result != DDP_OK) return result;
+    ddp_sampler_set_epoch(sampler, state->epoch);
+    same_blocks = state->num_replicas == sampler->desc.num_replicas && state->global_batch == sampler->desc.global_batch;
+    if (state->block_offset > 0 && !same_blocks)
+        ddp__sampler_deal_from(sampler, (uint64_t)state->position, (uint64_t)state->num_replicas, (uint64_t)state->block_offset,
+                               (uint64_t)(state->global_batch / state->num_replicas));
+    else {
+        ddp__sampler_deal_from(sampler, (uint64_t)state->position, 0, 0, 0);
+        sampler->first = sampler->cursor = state->block_offset;
+        if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
+    }
+    return DDP_OK;
+}
+
+DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
+    if (!sampler) return;
+    if (sampler->memory) sampler->desc.free_fn(sampler->memory, sampler->desc.user);
+    memset(sampler, 0, sizeof *sampler);
+}
+//== public collectives =================================================================================== >>impl-public
+
+/* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
+
+static ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *what) {
+    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name, what);
+}
+
+/* 1 when the two ranges share bytes; equal starts are the callers' in-place cases and are judged by them. */
+static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a_size && b_size && x < y + b_size && y < x + a_size;
+}
+
+static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call, size_t blocks) {
+    char text[160];
+    size_t element = ddp__dtype_size(call->dtype);
+    if (!element) {
+        snprintf(text, sizeof text, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+        return ddp__bad_call(group, call, text);
+    }
+    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) {
+        snprintf(text, sizeof text, "op=%d is not a ddp_op", (int)call->op);
+        return ddp__bad_call(group, call, text);
+    }
+    if (call->root < -1 || call->root >= group->world_size) {
+        snprintf(text, sizeof text, "%s=%d; ranks are 0 to %d", ddp__is_p2p(call->kind) ? "peer" : "root", call->root, group->world_size - 1);
+        return ddp__bad_call(group, call, text);
+    }
+    if (call->count > SIZE_MAX / 2 / element / blocks) {
+        snprintf(text, sizeof text, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
+        return ddp__bad_call(group, call, text);
+    }
+    return DDP_OK;
+}
+
+/* send_blocks and recv_blocks: sizes of the two buffers in blocks of count, 0 = not used on this rank; in_place: the one allowed pointer
+   relation, as an offset in blocks of recv in send (>= 0) or of send in recv (encoded as -1 - offset); INT64_MIN = none. */
+#define DDP__NOT_IN_PLACE INT64_MIN
+static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root,
+                                  size_t send_blocks, size_t recv_blocks, int64_t in_place, ddp_work *work) {
+    ddp_call call;
+    ddp_result result;
+    size_t block;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.op = op;
+    call.root = root;
+    call.send = send;
+    call.recv = recv;
+    call.count = count;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
+    result = ddp__check_call(group, &call, (size_t)group->world_size);
+    if (result != DDP_OK) return result;
+    block = count * ddp__dtype_size(dtype);
+    if (count && ((send_blocks && !send) || (recv_blocks && !recv)))
+        return ddp__bad_call(group, &call, send_blocks && !send ? "send is NULL" : "recv is NULL");
+    if (send_blocks && recv_blocks && ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
+        const unsigned char *s = (const unsigned char *)send, *r = (const unsigned char *)recv;
+        int allowed = in_place != DDP__NOT_IN_PLACE && (in_place >= 0 ? r == s + (size_t)in_place * block : s == r + (size_t)(-1 - in_place) * block);
+        if (!allowed) return ddp__bad_call(group, &call, in_place == DDP__NOT_IN_PLACE ? "send and recv overlap; this call is not done in place"
+                                                                                      : "send and recv overlap other than by its in-place rule");
+    }
+    if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
+    return ddp__submit(group, &call, work);
+}
+
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 1, 1, 0, work);
+}
+
+static ddp_result ddp__rooted(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
+    size_t world = group ? (size_t)group->world_size : 1;
+    int is_root = group && root == group->rank;
+    if (group && (root < 0 || root >= group->world_size))
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: root=%d; ranks are 0 to %d", group->rank, group->world_size, ddp__call_name(kind), group->name,
+                         root, group->world_size - 1);
+    switch (kind) {
+    case DDP_CALL_REDUCE: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? 1 : 0, 0, work);
+    case DDP_CALL_GATHER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? world : 0, -1 - root, work);
+    case DDP_CALL_SCATTER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, is_root ? world : 0, 1, root, work);
+    default: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 0, 1, 0, work);
+    }
+}
+
+DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
+    return ddp__rooted(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+}
+
+DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
+    return ddp__rooted(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
+    return ddp__rooted(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
+    return ddp__rooted(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+}
+
+DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 1, group ? (size_t)group->world_size : 1,
+                           group ? -1 - (int64_t)group->rank : 0, work);
+}
+
+DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
+    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, group ? (size_t)group->world_size : 1, 1,
+                           group ? group->rank : 0, work);
+}
+
+DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
+    size_t world = group ? (size_t)group->world_size : 1;
+    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, world, world, DDP__NOT_IN_PLACE, work);
+}
+
+DDPDEF ddp_result ddp_barrier(ddp_group *group) {
+    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, 0, DDP__NOT_IN_PLACE, NULL);
+}
+
+/* Fills packed offsets where none are given; 0 when the counts overflow. *end = one past the last element. */
+static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world_size, size_t element, size_t *packed, size_t *end) {
+    size_t at = 0;
+    *end = 0;
+    for (int r = 0; r < world_size; r++) {
+        packed[r] = offsets ? offsets[r] : at;
+        if (counts[r] > SIZE_MAX / 2 / element || packed[r] > SIZE_MAX / 2 / element || at > SIZE_MAX / 2 / element) return 0;
+        at += counts[r];
+        if (counts[r] && packed[r] + counts[r] > *end) *end = packed[r] + counts[r];
+    }
+    return *end <= SIZE_MAX / 2 / element;
+}
+
+DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
+                                   const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
+    size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end;
+    char text[160];
+    ddp_call call;
+    ddp_result result;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_ALL_GATHER_V;
+    call.dtype = dtype;
+    call.root = -1;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_gather_v: group is NULL");
+    result = ddp__check_call(group, &call, 1);
+    if (result != DDP_OK) return result;
+    if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
+    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, ddp__dtype_size(dtype), offsets, &end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
+    for (int r = 0; r < group->world_size; r++) total += recv_counts[r];
+    if (recv_counts[group->rank] != send_count) {
+        snprintf(text, sizeof text, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
+        return ddp__bad_call(group, &call, text);
+    }
+    if ((send_count && !send) || (total && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
+    call.send = send;
+    call.recv = recv;
+    call.count = total;
+    call.recv_counts = recv_counts;
+    call.recv_offsets = offsets;
+    return ddp__submit(group, &call, work);
+}
+
+DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
+                                   const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
+    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element;
+    ddp_call call;
+    ddp_result result;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_ALL_TO_ALL_V;
+    call.dtype = dtype;
+    call.root = -1;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_to_all_v: group is NULL");
+    result = ddp__check_call(group, &call, 1);
+    if (result != DDP_OK) return result;
+    element = ddp__dtype_size(dtype);
+    if (!send_counts || !recv_counts) return ddp__bad_call(group, &call, "send_counts or recv_counts is NULL");
+    if (!ddp__v_offsets(send_counts, send_offsets, group->world_size, element, from, &send_end) ||
+        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
+    if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
+    if (ddp__overlap(send, send_end * element, recv, recv_end * element)) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
+    call.send = send;
+    call.recv = recv;
+    call.send_counts = send_counts;
+    call.send_offsets = from;
+    call.recv_counts = recv_counts;
+    call.recv_offsets = to;
+    return ddp__submit(group, &call, work);
+}
+
+static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
+    ddp_call call;
+    ddp_result result;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.root = peer < 0 ? -2 : peer;
+    call.tag = tag;
+    call.send = send;
+    call.recv = recv;
+    call.count = count;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
+    result = ddp__check_call(group, &call, 1);
+    if (result != DDP_OK) return result;
+    if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
+    if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
+    if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
+    if (!group->backend->p2p_start) {
+        snprintf(ddp__error_text, sizeof ddp__error_text, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
+                 ddp__call_name(kind), group->name, group->backend->name);
+        return DDP_ERR_UNSUPPORTED;
+    }
+    return ddp__submit_p2p(group, &call, work);
+}
+
+DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
+    return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
+}
+
+DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
+    return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
+}
+
+#if defined(__cplusplus)
+}
+#endif
+
+#endif /* DDP_IMPLEMENTATION */
+
+/*
+    MIT License
+
+    Copyright (c) 2026 the ddp authors
+
+    Permission is hereby granted, free of charge, to any person obtaining a copy
+    of this software and associated documentation files (the "Software"), to deal
+    in the Software without restriction, including without limitation the rights
+    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is
+    furnished to do so, subject to the following conditions:
+
+    The above copyright notice and this permission notice shall be included in all
+    copies or substantial portions of the Software.
+
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+    SOFTWARE.
+*/
