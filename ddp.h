@@ -32,10 +32,11 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce  >>impl-half
-    >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local
-    >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group  >>impl-launch
-    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-public
+    >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
+    >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
+    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
+    >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
+    >>impl-public
 
 CONCEPTS
     Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
@@ -166,25 +167,6 @@ typedef struct ddp_work {
     uint64_t ticket;
 } ddp_work;
 
-/* The order of an epoch. */
-typedef enum ddp_shuffle {
-    DDP_SHUFFLE_TORCH = 0,        /* index for index what PyTorch 2.6 and newer gives for the same seed and epoch */
-    DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
-    DDP_SHUFFLE_HASHED            /* a keyed bijection: no memory, any position in constant time, up to 2^63 - 1 samples */
-} ddp_shuffle;
-
-/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. The same on every
-   rank that saves after the same number of samples. */
-typedef struct ddp_sampler_state {
-    uint64_t seed, epoch;
-    int64_t dataset_size;
-    int64_t position;             /* of the epoch's order, entries [0, position) are used up ... */
-    int64_t block_offset;         /* ... and, where this is not 0, so many of each rank's block of the next global batch */
-    int64_t num_replicas;         /* of the sampler that saved; with global_batch it tells the blocks */
-    int64_t global_batch;
-    int32_t shuffle, no_shuffle;
-} ddp_sampler_state;
-
 //== descs ================================================================================================ >>descs
 
 typedef struct ddp_group_desc {
@@ -278,44 +260,6 @@ typedef struct ddp_join_desc {
                                           NULL = values are broadcast at the end from the lowest rank that was active last */
     void *user;
 } ddp_join_desc;
-
-typedef struct ddp_sampler_desc {
-    int64_t dataset_size;         /* N, required, at least 1 */
-    int num_replicas;             /* W; 0 = 1 */
-    int rank;                     /* 0 to num_replicas - 1 */
-    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
-    int no_shuffle;               /* 1 = the order is 0, 1, 2 ... */
-    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global batch) */
-    int no_pad;                   /* 1 = leave the last round short: every sample exactly once, ranks' lengths may differ */
-    ddp_shuffle shuffle;
-    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W:
-                                     rank r takes the r-th contiguous block, global_batch/W long, of each global batch */
-    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000.
-                                     Never more than the rank's share of the epoch */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
-    void (*free_fn)(void *memory, void *user);        /* NULL = free */
-    void *user;
-} ddp_sampler_desc;
-
-/* The caller's own; made by ddp_sampler_init. The fields are private. One thread at a time. May be moved, not copied. */
-typedef struct ddp_sampler {
-    ddp_sampler_desc desc;        /* with every default resolved */
-    uint64_t epoch;
-    uint64_t origin;              /* entries of the order before this one were used up before a load */
-    uint64_t gap_count, gap_used, gap_block; /* a load inside a global batch: gap_count blocks, the first gap_used entries of each are used up */
-    uint64_t left;                /* entries of the order that are dealt, padding not counted */
-    uint64_t total;               /* entries dealt to all ranks together, with padding */
-    int64_t first, length;        /* samples of this rank in the dealing, and how many of them came before a load */
-    int64_t cursor;               /* index in the dealing of the sample that ddp_sampler_next gives next */
-    int ended;                    /* ddp_sampler_next has given -1 */
-    int half_bits[2], round_count;/* HASHED: the Feistel network */
-    uint64_t round_keys[32];
-    void *memory;                 /* TORCH: one allocation, table and mt */
-    uint64_t *table;              /* window_count samples; during a pass a hash table of them */
-    int64_t window_first, window_count;
-    uint32_t *mt;                 /* the generator's 624 words that give draws 624 * mt_block and on */
-    int64_t mt_block;             /* -1 = not seeded for this epoch */
-} ddp_sampler;
 
 //== api ==================================================================================================== >>api
 
@@ -505,7 +449,64 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
 
 DDPDEF void ddp_join_destroy(ddp_join *join);
 
-/* --- data --- */
+//== samplers ============================================================================================ >>sampler
+
+/* The order of an epoch. */
+typedef enum ddp_shuffle {
+    DDP_SHUFFLE_TORCH = 0,        /* index for index what PyTorch 2.6 and newer gives for the same seed and epoch */
+    DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
+    DDP_SHUFFLE_HASHED            /* a keyed bijection: no memory, any position in constant time, up to 2^63 - 1 samples */
+} ddp_shuffle;
+
+/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. The same on every
+   rank that saves after the same number of samples. */
+typedef struct ddp_sampler_state {
+    uint64_t seed, epoch;
+    int64_t dataset_size;
+    int64_t position;             /* of the epoch's order, entries [0, position) are used up ... */
+    int64_t block_offset;         /* ... and, where this is not 0, so many of each rank's block of the next global batch */
+    int64_t num_replicas;         /* of the sampler that saved; with global_batch it tells the blocks */
+    int64_t global_batch;
+    int32_t shuffle, no_shuffle;
+} ddp_sampler_state;
+
+typedef struct ddp_sampler_desc {
+    int64_t dataset_size;         /* N, required, at least 1 */
+    int num_replicas;             /* W; 0 = 1 */
+    int rank;                     /* 0 to num_replicas - 1 */
+    uint64_t seed;                /* the same on every rank; the TORCH orders use the low 32 bits of seed + epoch */
+    int no_shuffle;               /* 1 = the order is 0, 1, 2 ... */
+    int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global batch) */
+    int no_pad;                   /* 1 = leave the last round short: every sample exactly once, ranks' lengths may differ */
+    ddp_shuffle shuffle;
+    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W:
+                                     rank r takes the r-th contiguous block, global_batch/W long, of each global batch */
+    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000.
+                                     Never more than the rank's share of the epoch */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
+    void (*free_fn)(void *memory, void *user);        /* NULL = free */
+    void *user;
+} ddp_sampler_desc;
+
+/* The caller's own; made by ddp_sampler_init. The fields are private. One thread at a time. May be moved, not copied. */
+typedef struct ddp_sampler {
+    ddp_sampler_desc desc;        /* with every default resolved */
+    uint64_t epoch;
+    uint64_t origin;              /* entries of the order before this one were used up before a load */
+    uint64_t gap_count, gap_used, gap_block; /* a load inside a global batch: gap_count blocks, the first gap_used entries of each are used up */
+    uint64_t left;                /* entries of the order that are dealt, padding not counted */
+    uint64_t total;               /* entries dealt to all ranks together, with padding */
+    int64_t first, length;        /* samples of this rank in the dealing, and how many of them came before a load */
+    int64_t cursor;               /* index in the dealing of the sample that ddp_sampler_next gives next */
+    int ended;                    /* ddp_sampler_next has given -1 */
+    int half_bits[2], round_count;/* HASHED: the Feistel network */
+    uint64_t round_keys[32];
+    void *memory;                 /* TORCH: one allocation, table and mt */
+    uint64_t *table;              /* window_count samples; during a pass a hash table of them */
+    int64_t window_first, window_count;
+    uint32_t *mt;                 /* the generator's 624 words that give draws 624 * mt_block and on */
+    int64_t mt_block;             /* -1 = not seeded for this epoch */
+} ddp_sampler;
 
 /* Samplers: which samples of a dataset this rank takes in an epoch, and in what order. Local: no rank talks to another;
    each rank makes its own sampler with the same desc but for rank.
@@ -3402,11 +3403,29 @@ static void ddp__op_copy_arrays(const ddp_group *group, ddp__op *op) {
 
 static int ddp__is_runner(ddp_group *group) {
     int yes;
-    if (!group->thread_started) return 0;
     pthread_mutex_lock(&group->lock);
     yes = group->running && pthread_equal(group->runner, pthread_self());
     pthread_mutex_unlock(&group->lock);
     return yes;
+}
+
+/* When nothing is queued or under way, this thread carries out what comes next, until ddp__run_here_end. */
+static int ddp__run_here_begin(ddp_group *group) {
+    int idle;
+    pthread_mutex_lock(&group->lock);
+    idle = !group->head && !group->running;
+    if (idle) {
+        group->running = 1;
+        group->runner = pthread_self();
+    }
+    pthread_mutex_unlock(&group->lock);
+    return idle;
+}
+
+static void ddp__run_here_end(ddp_group *group) {
+    pthread_mutex_lock(&group->lock);
+    group->running = 0;
+    pthread_mutex_unlock(&group->lock);
 }
 
 static void ddp__enqueue_op(ddp_group *group, ddp__op *op) {
@@ -3459,18 +3478,11 @@ static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) 
     if (work) memset(work, 0, sizeof *work);
     if (!work) {
         if (!group->thread_started || ddp__is_runner(group)) return ddp__execute(group, call);
-        pthread_mutex_lock(&group->lock);
-        if (!group->head && !group->running) {
-            group->running = 1;
-            group->runner = pthread_self();
-            pthread_mutex_unlock(&group->lock);
+        if (ddp__run_here_begin(group)) {
             result = ddp__execute(group, call);
-            pthread_mutex_lock(&group->lock);
-            group->running = 0;
-            pthread_mutex_unlock(&group->lock);
+            ddp__run_here_end(group);
             return result;
         }
-        pthread_mutex_unlock(&group->lock);
     }
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
@@ -3496,6 +3508,11 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
     if (work) memset(work, 0, sizeof *work);
     if (!work && ddp__is_runner(group)) return fn(group, argument);
+    if (!work && ddp__run_here_begin(group)) {
+        result = fn(group, argument);
+        ddp__run_here_end(group);
+        return result;
+    }
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
     op->task = fn;

@@ -1,0 +1,141 @@
+#!/bin/sh
+# Measures ddp's collectives side by side with Open MPI, MPICH and Gloo, whichever are installed, and with memory itself.
+#
+#   sh bench/run.sh            everything, under 8 minutes
+#   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
+#   sh bench/run.sh --out DIR  results go to DIR instead of bench/results
+#   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
+#
+# Writes collectives.csv (one line per block), collectives.md (the tables) and all_reduce.svg. Debian and Ubuntu have the peers as
+# openmpi-bin libopenmpi-dev, mpich libmpich-dev, libgloo-dev; the plot needs gnuplot-nox. How it measures: bench/README.md and bench/bench.h.
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+out=$here/results
+quick=0 two= four=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --quick) quick=1 ;;
+        --two) two=${2:?--two needs seconds}; shift ;;
+        --four) four=${2:?--four needs seconds}; shift ;;
+        --out) out=${2:?--out needs a folder}; shift ;;
+        *) echo "bench: unknown argument $1 (--quick, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
+    esac
+    shift
+done
+
+build=$(mktemp -d) || exit 1
+jobs_started=
+leave() { for job in $jobs_started; do kill "$job" 2>/dev/null; done; wait; rm -rf "$build"; }
+trap leave EXIT
+trap 'exit 130' INT TERM
+mkdir -p "$out" || exit 1
+out=$(cd "$out" && pwd)
+
+# --- build; a peer that does not build or start is left out ---
+
+flags="-O3 -march=native -std=gnu11"
+${CC:-cc} $flags "$here/bench_collectives.c" -o "$build/ddp" -lpthread -lm || { echo "bench: bench_collectives.c does not compile" >&2; exit 1; }
+
+# Debian's names first; a plain mpicc counts when it is of the right library.
+find_mpi() { # library, what `mpirun --version` says
+    if command -v "mpicc.$1" >/dev/null && command -v "mpirun.$1" >/dev/null; then echo "mpicc.$1 mpirun.$1"; return; fi
+    if command -v mpicc >/dev/null && mpirun --version 2>&1 | grep -qi "$2"; then echo "mpicc mpirun"; fi
+}
+# Large temporary buffers of an MPI library are then kept instead of being returned to the kernel and faulted in again, which halves its time.
+keep_memory="env MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_TOP_PAD_=67108864"
+openmpi= mpich= gloo=
+pair=$(find_mpi openmpi "open mpi")
+if [ -n "$pair" ] && "${pair% *}" $flags "$here/peer_mpi.c" -o "$build/openmpi" 2>"$build/log"; then
+    openmpi="$keep_memory OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 ${pair#* } --bind-to none --mca pml ob1 --mca btl self,vader"
+    $openmpi --oversubscribe -n 2 "$build/openmpi" --plan start >"$build/log" 2>&1 || { tail -3 "$build/log"; openmpi=; }
+fi
+if [ $quick = 0 ]; then
+    pair=$(find_mpi mpich "hydra\|mpich")
+    if [ -n "$pair" ] && "${pair% *}" $flags "$here/peer_mpi.c" -o "$build/mpich" 2>"$build/log"; then
+        mpich="$keep_memory UCX_TLS=self,sm ${pair#* }"
+        $mpich -n 2 "$build/mpich" --plan start >"$build/log" 2>&1 || { tail -3 "$build/log"; mpich=; }
+    fi
+    ${CXX:-c++} -O3 -march=native "$here/peer_gloo.cc" -o "$build/gloo" -lgloo -lpthread 2>"$build/log" && gloo="$build/gloo"
+    [ -n "$mpich" ] || echo "bench: MPICH is not installed (mpich libmpich-dev) or does not start: left out"
+    [ -n "$gloo" ] || echo "bench: Gloo is not installed (libgloo-dev): left out"
+fi
+[ -n "$openmpi" ] || echo "bench: Open MPI is not installed (openmpi-bin libopenmpi-dev) or does not start: left out"
+
+# --- the programs of a run; the first walk over the list counts them, the second starts them ---
+
+csv=$out/collectives.csv
+echo "system,setting,op,memory,ranks,bytes,round,time_s,tag,ping_before_ns,ping_after_ns,median_us,p10_us,p90_us,count,preempted" >"$csv"
+
+program() { # system, setting, command ... (arguments of bench.h may follow the program)
+    system=$1 setting=$2
+    shift 2
+    if [ "$counting" = 1 ]; then slots=$((slots + 1)); return; fi
+    "$@" --system "$system" --setting "$setting" --slot "$slot" $common </dev/null &
+    jobs_started="$jobs_started $!"
+    slot=$((slot + 1))
+}
+
+tuned="--mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm"
+ring="$tuned 5 --mca coll_tuned_allreduce_algorithm_segmentsize 1048576"
+eager="$tuned 3 --mca btl_vader_eager_limit 65536"
+
+two_ranks() {
+    program ddp - "$build/ddp"
+    program memory - "$build/ddp"
+    if [ -n "$openmpi" ]; then
+        program openmpi stock $openmpi --oversubscribe --mca mpi_yield_when_idle 0 -n 2 "$build/openmpi"
+        program openmpi ring $openmpi --oversubscribe --mca mpi_yield_when_idle 0 $ring -n 2 "$build/openmpi" --ops all_reduce --from 262144
+        program openmpi eager $openmpi --oversubscribe --mca mpi_yield_when_idle 0 $eager -n 2 "$build/openmpi" --ops all_reduce,send_recv --to 65536
+        [ $quick = 1 ] || program openmpi sm $openmpi --oversubscribe --mca mpi_yield_when_idle 0 --mca coll_sm_priority 95 -n 2 "$build/openmpi" --ops barrier
+    fi
+    [ -z "$mpich" ] || program mpich stock $mpich -n 2 "$build/mpich"
+    if [ -n "$gloo" ]; then
+        program gloo halving "$gloo" --from 26214400 --to 26214400
+        program gloo ring "$gloo" --from 26214400 --to 26214400
+    fi
+}
+
+four_ranks() {
+    program ddp - "$build/ddp"
+    if [ -n "$openmpi" ]; then
+        program openmpi yield $openmpi --oversubscribe --mca mpi_yield_when_idle 1 -n 4 "$build/openmpi"
+        program openmpi ring $openmpi --oversubscribe --mca mpi_yield_when_idle 1 $ring -n 4 "$build/openmpi" --ops all_reduce --from 262144
+        program openmpi spin $openmpi --oversubscribe --mca mpi_yield_when_idle 0 -n 4 "$build/openmpi" --ops all_reduce --from 26214400
+    fi
+    [ -z "$mpich" ] || program mpich stock $mpich -n 4 "$build/mpich" --from 26214400
+}
+
+run() { # list, plan, ranks, seconds
+    echo "bench: $2, $3 ranks, about $4 s ..."
+    share=$build/share.$3
+    slots=0 slot=0 jobs_started=
+    counting=1
+    "$1"
+    counting=0
+    common="--share $share --out $csv --plan $2 --ranks $3 --slots $slots --seconds $4"
+    "$1"
+    failed=0
+    for job in $jobs_started; do wait "$job" || failed=1; done
+    jobs_started=
+    [ $failed = 0 ] || { echo "bench: a program failed; no tables are made" >&2; exit 1; }
+}
+
+if [ $quick = 1 ]; then
+    run two_ranks quick 2 "${two:-55}"
+else
+    [ "$two" = 0 ] || run two_ranks full 2 "${two:-320}"
+    [ "$four" = 0 ] || run four_ranks four 4 "${four:-60}"
+fi
+
+# --- tables and plot ---
+
+if command -v python3 >/dev/null; then
+    python3 "$here/merge.py" "$out" || exit 1
+    if command -v gnuplot >/dev/null; then
+        if (cd "$out" && gnuplot "$here/plot.gp") 2>"$build/log"; then echo "bench: wrote $out/all_reduce.svg"; else cat "$build/log"; fi
+    else
+        echo "bench: gnuplot is not installed (gnuplot-nox): no plot"
+    fi
+else
+    echo "bench: python3 is not installed: no tables; the blocks are in $csv"
+fi

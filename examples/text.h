@@ -1,0 +1,175 @@
+/*  text.h - files and folders as one run of bytes, for examples that train on text.
+
+    text_load appends every file in the order given; a folder counts as its files, in the order of their paths' bytes, so
+    that every machine gets the same text. Inside a folder, dot-files, folders named build, links and binary files
+    are left out. With no path at all, the text is that of the repository that this file belongs to. */
+#ifndef DDP_EXAMPLE_TEXT_H
+#define DDP_EXAMPLE_TEXT_H
+
+#include "../ddp.h"
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef struct text_buffer {
+    uint8_t *bytes;
+    int64_t count, capacity;
+} text_buffer;
+typedef struct text_paths {
+    char **path;
+    int count, capacity;
+} text_paths;
+
+static ddp_result text__list_add(text_paths *list, const char *folder, const char *name) {
+    size_t size_bytes = strlen(folder) + strlen(name) + 2;
+    char *path = (char *)malloc(size_bytes);
+    if (list->count == list->capacity) {
+        int capacity = list->capacity * 2 + 64;
+        char **grown = (char **)realloc(list->path, (size_t)capacity * sizeof *grown);
+        if (grown) { list->path = grown; list->capacity = capacity; }
+    }
+    if (!path || list->count == list->capacity) { free(path); return ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d files", list->count); }
+    snprintf(path, size_bytes, "%s%s%s", folder, *folder ? "/" : "", name);
+    list->path[list->count++] = path;
+    return DDP_OK;
+}
+
+static void text__list_free(text_paths *list) {
+    for (int i = 0; i < list->count; i++) free(list->path[i]);
+    free(list->path);
+    memset(list, 0, sizeof *list);
+}
+
+static int text__compare(const void *left, const void *right) { return strcmp(*(char *const *)left, *(char *const *)right); }
+
+static int text__ends_with(const char *name, const char *ending) {
+    size_t length = strlen(name), tail = strlen(ending);
+    return length >= tail && !strcmp(name + length - tail, ending);
+}
+
+/* Files below folder that may be text. Links are not followed, so there are no circles. headers_only: *.h, *.cuh and README.md of
+   the folder itself. */
+static ddp_result text__list_folder(text_paths *list, const char *folder, int headers_only) {
+    DIR *directory = opendir(folder);
+    struct dirent *entry;
+    ddp_result result = DDP_OK;
+    if (!directory) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", folder, strerror(errno));
+    while (result == DDP_OK && (entry = readdir(directory)) != NULL) {
+        const char *name = entry->d_name;
+        struct stat info;
+        char *inside;
+        int known;
+        if (name[0] == '.' || !strcmp(name, "loss.svg")) continue;
+        if (headers_only && !text__ends_with(name, ".h") && !text__ends_with(name, ".cuh") && strcmp(name, "README.md")) continue;
+        result = text__list_add(list, folder, name);
+        if (result != DDP_OK) break;
+        known = lstat(list->path[list->count - 1], &info) == 0;
+        if (known && S_ISREG(info.st_mode)) continue;
+        inside = list->path[--list->count]; /* not a file: a folder gives its place to what is in it */
+        if (known && !headers_only && S_ISDIR(info.st_mode) && strcmp(name, "build")) result = text__list_folder(list, inside, 0);
+        free(inside);
+    }
+    closedir(directory);
+    return result;
+}
+
+/* Appends a file. skip_binary: one with a zero byte in it adds nothing. */
+static ddp_result text_add_file(text_buffer *t, const char *path, int skip_binary) {
+    int64_t start = t->count;
+    size_t got = 1;
+    FILE *file = fopen(path, "rb");
+    if (!file) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path, strerror(errno));
+    while (got > 0) {
+        if (t->capacity - t->count < 65536) {
+            int64_t capacity = t->capacity * 2 + (1 << 20);
+            uint8_t *grown = (uint8_t *)realloc(t->bytes, (size_t)capacity);
+            if (!grown) { fclose(file); return ddp_fail(DDP_ERR_NO_MEMORY, "%s: the text does not fit in memory; give fewer files", path); }
+            t->bytes = grown;
+            t->capacity = capacity;
+        }
+        got = fread(t->bytes + t->count, 1, 65536, file);
+        if (skip_binary && memchr(t->bytes + t->count, 0, got)) { t->count = start; break; }
+        t->count += (int64_t)got;
+    }
+    if (ferror(file)) { fclose(file); return ddp_fail(DDP_ERR_SYSTEM, "%s could not be read; give files that can", path); }
+    fclose(file);
+    return DDP_OK;
+}
+
+/* Appends what a folder holds, in the order of the paths' bytes, so that every machine gets the same text. */
+static ddp_result text_add_folder(text_buffer *t, const char *folder, int headers_only) {
+    text_paths list;
+    ddp_result result;
+    memset(&list, 0, sizeof list);
+    result = text__list_folder(&list, folder, headers_only);
+    if (list.count) qsort(list.path, (size_t)list.count, sizeof *list.path, text__compare);
+    for (int i = 0; result == DDP_OK && i < list.count; i++) result = text_add_file(t, list.path[i], 1);
+    text__list_free(&list);
+    return result;
+}
+
+static int text__is_repository(const char *folder) {
+    char path[4096 + 32];
+    struct stat info;
+    snprintf(path, sizeof path, "%s/examples/train_gpt.c", folder);
+    if (stat(path, &info) != 0) return 0;
+    snprintf(path, sizeof path, "%s/ddp.h", folder);
+    return stat(path, &info) == 0;
+}
+
+/* This repository: here, around the executable, or around the source it was compiled from. */
+static int text__find_repository(char *folder, size_t size_bytes) {
+    ssize_t length;
+    char *slash;
+    snprintf(folder, size_bytes, ".");
+    if (text__is_repository(folder)) return 1;
+    length = readlink("/proc/self/exe", folder, size_bytes - 1);
+    folder[length > 0 ? length : 0] = 0;
+    while ((slash = strrchr(folder, '/')) != NULL) {
+        *slash = 0;
+        if (text__is_repository(folder)) return 1;
+    }
+    snprintf(folder, size_bytes, "%s", __FILE__);
+    slash = strrchr(folder, '/');
+    snprintf(slash ? slash : folder, 8, "%s", slash ? "/.." : "..");
+    return text__is_repository(folder);
+}
+
+static ddp_result text_load(text_buffer *t, const char **paths, int path_count) {
+    char folder[4096];
+    ddp_result result = DDP_OK;
+    if (path_count == 0) {
+        if (!text__find_repository(folder, sizeof folder - 16)) return ddp_fail(DDP_ERR_INVALID, "there is no text here; give files or folders to train on");
+        result = text_add_folder(t, folder, 1);
+        strcat(folder, "/examples");
+        return result == DDP_OK ? text_add_folder(t, folder, 0) : result;
+    }
+    for (int i = 0; result == DDP_OK && i < path_count; i++) {
+        struct stat info;
+        int64_t before = t->count;
+        if (stat(paths[i], &info) != 0) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that exist", paths[i], strerror(errno));
+        result = S_ISDIR(info.st_mode) ? text_add_folder(t, paths[i], 0) : text_add_file(t, paths[i], 0);
+        if (result == DDP_OK && t->count == before)
+            return ddp_fail(DDP_ERR_INVALID, "%s holds no text; give files or folders with some", paths[i]);
+    }
+    return result;
+}
+
+/* Nats per byte that a model reaches which knows how often each byte comes, and nothing else. */
+static double text_unigram_entropy(const text_buffer *t) {
+    int64_t count[256] = {0};
+    double sum = 0;
+    for (int64_t i = 0; i < t->count; i++) count[t->bytes[i]]++;
+    for (int i = 0; i < 256; i++)
+        if (count[i]) sum -= (double)count[i] / (double)t->count * log((double)count[i] / (double)t->count);
+    return sum;
+}
+
+#endif /* DDP_EXAMPLE_TEXT_H */
+
+/* MIT License: see LICENSE. */

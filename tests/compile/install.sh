@@ -1,0 +1,79 @@
+#!/bin/sh
+# Installs a build tree into a fresh prefix and builds one small consumer in each way that README.md names.
+#   install.sh ROOT BUILD WORK       $CC, $CXX, $CMAKE, $PKG_CONFIG name the tools
+set -eu
+root=$1 build=$2 work=$3
+cmake=${CMAKE:-cmake} cc=${CC:-cc} cxx=${CXX:-} pkg_config=${PKG_CONFIG:-}
+rm -rf "$work"
+mkdir -p "$work/found" "$work/added"
+cd "$work"
+version=$(sed -n 's/^#define DDP_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' "$root/ddp.h" | paste -sd. -)
+echo "version $version"
+
+"$cmake" --install "$build" --prefix "$work/first"
+mv first prefix # an installed tree can be moved
+for header in "$root"/ddp.h "$root"/ddp_*.h "$root"/ddp_*.cuh; do
+    [ ! -f "$header" ] || cmp "$header" "prefix/include/${header##*/}"
+done
+
+cat >consumer.c <<'END'
+#define DDP_IMPLEMENTATION
+#include <ddp.h>
+#include <string.h>
+int main(void) { return strcmp(ddp_result_name(DDP_OK), "DDP_OK") != 0; }
+END
+
+# find_package, from C and from a project without C.
+cat >found/CMakeLists.txt <<'END'
+cmake_minimum_required(VERSION 3.16)
+project(consumer LANGUAGES ${CONSUMER_LANGUAGE})
+find_package(ddp ${DDP_WANTED} CONFIG REQUIRED)
+add_executable(consumer ${CONSUMER_SOURCE})
+target_link_libraries(consumer PRIVATE ddp::ddp)
+END
+cp consumer.c found/consumer.c
+cp consumer.c found/consumer.cpp
+configure() { # directory, build directory, then options
+    source=$1 binary=$2
+    shift 2
+    "$cmake" -G Ninja -S "$source" -B "$binary" -DCMAKE_C_COMPILER="$cc" -DCMAKE_PREFIX_PATH="$work/prefix" --no-warn-unused-cli "$@"
+}
+configure found found/c -DDDP_WANTED="$version" -DCONSUMER_LANGUAGE=C -DCONSUMER_SOURCE=consumer.c
+"$cmake" --build found/c
+found/c/consumer
+if configure found found/none -DDDP_WANTED=99.0 -DCONSUMER_LANGUAGE=C -DCONSUMER_SOURCE=consumer.c >refused.log 2>&1; then
+    echo "find_package(ddp 99.0) found version $version"
+    exit 1
+fi
+
+# add_subdirectory: brings no tests, no examples and no language that the parent does not have.
+cat >added/CMakeLists.txt <<'END'
+cmake_minimum_required(VERSION 3.16)
+project(consumer LANGUAGES ${CONSUMER_LANGUAGE})
+add_subdirectory("${DDP_ROOT}" ddp)
+add_executable(consumer ${CONSUMER_SOURCE})
+target_link_libraries(consumer PRIVATE ddp::ddp)
+if(TARGET train_gpt OR BUILD_TESTING)
+    message(FATAL_ERROR "a subproject builds examples or tests")
+endif()
+END
+cp consumer.c added/consumer.c
+cp consumer.c added/consumer.cpp
+configure added added/c -DDDP_ROOT="$root" -DCONSUMER_LANGUAGE=C -DCONSUMER_SOURCE=consumer.c
+"$cmake" --build added/c
+added/c/consumer
+if [ -n "$cxx" ]; then
+    configure found found/cxx -DDDP_WANTED="${version%.*}" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
+    configure added added/cxx -DDDP_ROOT="$root" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
+    "$cmake" --build found/cxx && found/cxx/consumer
+    "$cmake" --build added/cxx && added/cxx/consumer
+fi
+
+if [ -n "$pkg_config" ]; then
+    PKG_CONFIG_PATH=$work/prefix/share/pkgconfig
+    export PKG_CONFIG_PATH
+    [ "$("$pkg_config" --modversion ddp)" = "$version" ]
+    "$cc" consumer.c $("$pkg_config" --cflags --libs ddp) -o consumer
+    ./consumer
+fi
+echo "installed, found, added and linked"

@@ -1,0 +1,206 @@
+#!/bin/sh
+# How the headers may be included, compiled and linked: one case per call.
+#   matrix.sh ROOT WORK CASE        the cases are the functions below whose names start with case_; `matrix.sh list` prints them
+# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers; a case that needs one that is empty ends with status 77 (skipped).
+set -u
+
+if [ "${1:-}" = list ]; then
+    sed -n 's/^case_\([a-z0-9_]*\)().*/\1/p' "$0"
+    exit 0
+fi
+root=$1 work=$2/$3 case=$3
+CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-}
+warnings='-Wall -Wextra -pedantic -Werror'
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work" || exit 1
+
+headers=
+siblings=
+for header in ddp.h ddp_fsdp.h ddp_pipeline.h ddp_tensor.h; do
+    if [ -f "$root/$header" ]; then headers="$headers $header"; fi
+done
+for header in $headers; do
+    if [ "$header" != ddp.h ]; then siblings="$siblings $header"; fi
+done
+
+fail() { echo "$case: $*"; exit 1; }
+need() { if [ -z "$1" ]; then echo "$case: skipped, no $2"; exit 77; fi; }
+build() { echo "+ $*"; "$@" || fail "failed: $*"; }   # must succeed
+refuse() { # must fail; its messages go to refused.log
+    echo "+ $* (must fail)"
+    if "$@" >refused.log 2>&1; then fail "was accepted, and must not be: $*"; fi
+}
+
+# Source files. Each include line is for every header that exists, or those given.
+include() { for h in ${1:-$headers}; do echo "#include \"$h\""; done; }
+implementation() { # [extra line]
+    printf '%s\n' "${1:-}" '#define DDP_IMPLEMENTATION'
+    include
+}
+main_program() { # uses the library from outside of the implementation
+    include
+    cat <<'END'
+#include <stdio.h>
+#include <string.h>
+int ddp_test_other(void);
+int main(void) {
+    if (strcmp(ddp_result_name(DDP_OK), "DDP_OK") != 0 || ddp_last_error() == 0) return 1;
+    return ddp_test_other();
+}
+END
+}
+other_unit() { # a second file that includes the headers
+    include
+    echo '#ifdef __cplusplus'
+    echo 'extern "C"'
+    echo '#endif'
+    echo 'int ddp_test_other(void);'
+    echo 'int ddp_test_other(void) { return ddp_result_name(DDP_ERR_INVALID)[0] != (char)68; }'
+}
+# libc headers come first, and without _GNU_SOURCE: features cannot be added any more when ours is read.
+libc_first='#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>'
+
+#== declarations alone =======================================================================================
+
+case_declarations() { # strict ISO C and C++, each header first in its file, twice
+    for h in $headers; do
+        { include "$h"; include "$h"; echo 'typedef int ddp_test_not_empty;'; } >unit.c
+        for compiler in $CC $CLANG; do
+            build $compiler -std=c11 $warnings -I"$root" -fsyntax-only unit.c
+            build $compiler -std=gnu2x $warnings -I"$root" -fsyntax-only unit.c
+        done
+        for compiler in $CXX $CLANGXX; do
+            build $compiler -x c++ -std=c++17 $warnings -I"$root" -fsyntax-only unit.c
+            build $compiler -x c++ -std=c++20 $warnings -I"$root" -fsyntax-only unit.c
+        done
+    done
+}
+
+#== the implementation, by compiler and language =============================================================
+
+implement() { # command...
+    implementation >unit.c
+    build "$@" $warnings -O2 -I"$root" -c unit.c -o unit.o
+}
+case_c11_gcc() { implement $CC -std=gnu11; }
+case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11; }
+case_cxx17_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++17; }
+case_cxx17_clang() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17; }
+case_cxx20_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++20; }
+case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -O2 -I"$root" -c unit.c -o unit.o; }
+case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
+case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
+case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
+
+case_libc_first_gcc() {
+    implementation "$libc_first" >unit.c
+    build $CC -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+}
+case_libc_first_clang() {
+    need "$CLANG" clang
+    implementation "$libc_first" >unit.c
+    build $CLANG -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+}
+
+case_nvcc() {
+    need "$NVCC" nvcc
+    implementation >unit.cu
+    build $NVCC -x cu -std=c++17 -O2 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
+}
+
+case_fast_math() { # refused with a sentence, unless asked for
+    implementation >unit.c
+    for compiler in $CC $CLANG; do
+        refuse $compiler -std=gnu11 -ffast-math -I"$root" -c unit.c -o unit.o
+        grep -q 'error.*DDP_ALLOW_FAST_MATH' refused.log || fail "$compiler does not name DDP_ALLOW_FAST_MATH: $(cat refused.log)"
+        build $compiler -std=gnu11 -O1 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -c unit.c -o unit.o
+    done
+}
+
+#== linking ==================================================================================================
+
+case_two_units() { # one implementation, used from another file
+    implementation >a.c; main_program >b.c; other_unit >c.c
+    build $CC -std=gnu11 $warnings -I"$root" a.c b.c c.c -o program -lpthread -lm
+    build ./program
+}
+
+case_two_implementations() { # must not link
+    implementation >a.c; { implementation; main_program; } >b.c; other_unit >c.c
+    refuse $CC -std=gnu11 -I"$root" a.c b.c c.c -o program -lpthread -lm
+    grep -q 'multiple definition' refused.log || fail "not for a duplicate symbol: $(cat refused.log)"
+}
+
+case_static() { # a private copy per file, and nothing exported
+    implementation '#define DDP_STATIC' >a.c; cp a.c c.c
+    main_program >>a.c; other_unit >>c.c
+    build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
+    build $CC -std=gnu11 $warnings -I"$root" -c c.c -o c.o
+    build $CC a.o c.o -o program -lpthread -lm
+    build ./program
+    if nm -g --defined-only c.o | grep -v ' ddp_test_other$' | grep ' '; then fail "DDP_STATIC exports symbols"; fi
+    for compiler in $CXX $CLANGXX; do build $compiler -x c++ -std=c++17 $warnings -I"$root" -c a.c -o a.o; done
+}
+
+case_cxx_calls_c() { # implemented in C, used from C++, and the other way round
+    need "$CXX" g++
+    implementation >a.c; other_unit >>a.c
+    { echo 'extern "C" int ddp_test_other(void);'; main_program | grep -v '^int ddp_test_other'; } >b.cpp
+    build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
+    build $CXX -std=c++17 $warnings -I"$root" b.cpp a.o -o program -lpthread -lm
+    build ./program
+    main_program >b.c
+    build $CXX -x c++ -std=c++17 -I"$root" -c a.c -o a.o
+    build $CC -std=gnu11 $warnings -I"$root" -c b.c -o b.o
+    build $CXX a.o b.o -o program -lpthread -lm
+    build ./program
+}
+
+case_siblings_alone() { # each sibling implemented in a file of its own, next to ddp.h in another
+    { echo '#define DDP_IMPLEMENTATION'; include ddp.h; } >core.c
+    build $CC -std=gnu11 $warnings -I"$root" -c core.c -o core.o
+    objects=core.o
+    for h in $siblings; do
+        stem=${h%.h}
+        macro=$(echo "$stem" | tr '[:lower:]' '[:upper:]')_IMPLEMENTATION
+        { echo "#define $macro"; include "$h"; } >"$stem.c"
+        build $CC -std=gnu11 $warnings -I"$root" -c "$stem.c" -o "$stem.o"
+        objects="$objects $stem.o"
+    done
+    main_program >b.c; other_unit >c.c
+    build $CC -std=gnu11 $warnings -I"$root" b.c c.c $objects -o program -lpthread -lm
+    build ./program
+}
+
+case_symbols() { # what the implementation exports is public: ddp_ and never ddp__
+    implementation >unit.c
+    build $CC -std=gnu11 -I"$root" -c unit.c -o unit.o
+    if nm -g --defined-only unit.o | awk '{ print $3 }' | grep -Ev '^ddp_[a-z]'; then fail "the symbols above are exported"; fi
+    # Nothing of the library may end the program or print: the compiler sees what a text search cannot, such as macros.
+    if nm -u unit.o | grep -E ' (abort|exit|__assert_fail|printf|puts|putchar|perror|stdout|stderr)(@.*)?$'; then
+        fail "the symbols above are used"
+    fi
+}
+
+type "case_$case" >/dev/null 2>&1 || fail "no such case; there are: $(sh "$0" list | tr '\n' ' ')"
+"case_$case"

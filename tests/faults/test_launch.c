@@ -1,0 +1,383 @@
+/*  test_launch.c - ddp_launch as a guest in somebody's program: signals, other children, descriptors, buffered output,
+    cores, restarts, idle ranks, and what is left when its own process is killed. */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+#include <fcntl.h>
+
+static ddp_result barriers_main(ddp_group *world, void *user) {
+    for (int i = 0; i < *(int *)user; i++) RANKS_OK(world, ddp_barrier(world));
+    return DDP_OK;
+}
+
+static ddp_result launch_barriers(int w) {
+    int rounds = 3;
+    return launch(RANKS_PROCESSES, w, 20000, barriers_main, &rounds);
+}
+
+//== a good guest ===========================================================================
+
+static void test_many_launches(void) {
+    faults_begin("60 launches leave nothing behind");
+    for (int i = 0; i < 60; i++) EXPECT(launch_barriers(2 + i % 3) == DDP_OK, "%s", ddp_last_error());
+    for (int i = 0; i < 20; i++) {
+        int rounds = 3;
+        EXPECT(launch(RANKS_THREADS, 2 + i % 3, 20000, barriers_main, &rounds) == DDP_OK, "%s", ddp_last_error());
+    }
+}
+
+static void on_signal(int number) { (void)number; }
+
+static void test_signal_handlers_come_back(void) {
+    static const int signals[] = {SIGINT, SIGTERM, SIGCHLD, SIGHUP, SIGPIPE, SIGUSR1};
+    struct sigaction mine, now;
+    sigset_t before, after;
+    faults_begin("signal handlers and mask are as before");
+    memset(&mine, 0, sizeof mine);
+    mine.sa_handler = on_signal;
+    for (int i = 0; i < 6; i++) sigaction(signals[i], &mine, NULL);
+    sigprocmask(SIG_BLOCK, NULL, &before);
+    EXPECT(launch_barriers(2) == DDP_OK, "%s", ddp_last_error());
+    sigprocmask(SIG_BLOCK, NULL, &after);
+    EXPECT(memcmp(&before, &after, 8) == 0, "the signal mask changed");
+    for (int i = 0; i < 6; i++) {
+        sigaction(signals[i], NULL, &now);
+        EXPECT(now.sa_handler == on_signal, "signal %d has another handler", signals[i]);
+        signal(signals[i], SIG_DFL);
+    }
+}
+
+static void test_other_children_are_left_alone(void) {
+    int status = 0;
+    pid_t early, late;
+    faults_begin("the caller's own children are not reaped");
+    early = fork();
+    if (early == 0) _exit(7);
+    late = fork();
+    if (late == 0) { ranks_sleep_us(1000000); _exit(8); }
+    ranks_sleep_us(20000);
+    {
+        int rounds = 3;
+        EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000, barriers_main, &rounds) == DDP_OK, "%s", ddp_last_error());
+    }
+    EXPECT(waitpid(early, &status, 0) == early && WEXITSTATUS(status) == 7, "the caller's child was reaped by somebody else");
+    EXPECT(waitpid(late, &status, 0) == late && WEXITSTATUS(status) == 8, "the caller's child was reaped or killed by somebody else");
+}
+
+static void test_ignored_sigchld(void) {
+    faults_begin("SIGCHLD ignored by the caller"); /* the kernel reaps for it, so wait() has nothing to say */
+    signal(SIGCHLD, SIG_IGN);
+    EXPECT(launch_barriers(2) == DDP_OK, "%s", ddp_last_error());
+    signal(SIGCHLD, SIG_DFL);
+}
+
+static ddp_result print_main(ddp_group *world, void *user) {
+    (void)user;
+    printf("rank %d\n", ddp_rank(world)); /* stays in the buffer until the rank flushes */
+    return DDP_OK;
+}
+
+static void test_buffered_output(void) {
+    int out[2], saved = dup(1);
+    char text[4096];
+    size_t length = 0;
+    ssize_t got;
+    faults_begin("buffered output appears once");
+    fflush(stdout);
+    if (pipe(out) != 0) return;
+    dup2(out[1], 1);
+    setvbuf(stdout, NULL, _IOFBF, 4096);
+    printf("before\n");
+    {
+        ddp_result result = ranks_run(RANKS_PROCESSES, 3, 20000, print_main, NULL);
+        printf("after\n");
+        fflush(stdout);
+        dup2(saved, 1);
+        close(saved), close(out[1]);
+        EXPECT(result == DDP_OK, "%s", ddp_last_error());
+    }
+    while (length < sizeof text - 1 && (got = read(out[0], text + length, sizeof text - 1 - length)) > 0) length += (size_t)got;
+    text[length] = 0;
+    close(out[0]);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    EXPECT(length == 7 + 3 * 7 + 6 && strncmp(text, "before\n", 7) == 0 && strstr(text, "rank 0\n") && strstr(text, "rank 1\n") &&
+               strstr(text, "rank 2\n") && strstr(text, "after\n"), "output is '%s'", text);
+}
+
+//== cores ==================================================================================
+
+static int core_count(void) {
+    FILE *file = fopen("/proc/self/status", "r");
+    char line[4096];
+    int bits = 0;
+    while (file && fgets(line, sizeof line, file))
+        for (char *c = line + 13; strncmp(line, "Cpus_allowed:", 13) == 0 && *c; c++) {
+            char digit[2] = {*c, 0};
+            bits += __builtin_popcount((unsigned)strtoul(digit, NULL, 16));
+        }
+    if (file) fclose(file);
+    return bits;
+}
+
+typedef struct cores { int seen[RANKS_MAX]; char omp[RANKS_MAX][16], blas[RANKS_MAX][16]; } cores;
+
+static ddp_result cores_main(ddp_group *world, void *user) {
+    cores *c = (cores *)user;
+    int rank = ddp_rank(world);
+    const char *omp = getenv("OMP_NUM_THREADS"), *blas = getenv("OPENBLAS_NUM_THREADS");
+    c->seen[rank] = core_count();
+    snprintf(c->omp[rank], sizeof c->omp[rank], "%s", omp ? omp : "unset");
+    snprintf(c->blas[rank], sizeof c->blas[rank], "%s", blas ? blas : "unset");
+    __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    return DDP_OK;
+}
+
+static void test_cores(void) {
+    cores *c = (cores *)ranks_shared(sizeof *c);
+    int all = core_count(), share = all / 2 ? all / 2 : 1;
+    char want[16];
+    ddp_launch_desc desc = DDP_ZERO;
+    unsetenv("OMP_NUM_THREADS");
+    unsetenv("OPENBLAS_NUM_THREADS");
+    faults_begin("each rank gets its share of cores");
+    EXPECT(launch(RANKS_PROCESSES, 2, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
+    snprintf(want, sizeof want, "%d", share);
+    for (int r = 0; r < 2; r++) {
+        EXPECT(c->seen[r] >= 1 && c->seen[r] <= (all + 1) / 2, "rank %d of 2 may use %d of %d cores", r, c->seen[r], all);
+        EXPECT(strcmp(c->omp[r], want) == 0 && strcmp(c->blas[r], want) == 0, "rank %d: OMP_NUM_THREADS %s, OPENBLAS_NUM_THREADS %s, wanted %s", r,
+               c->omp[r], c->blas[r], want);
+    }
+    EXPECT(core_count() == all && !getenv("OMP_NUM_THREADS") && !getenv("RANK"), "the caller's own cores or environment changed");
+    EXPECT(launch(RANKS_PROCESSES, 2 * all + 1, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
+    for (int r = 0; r < 2 * all + 1; r++) EXPECT(c->seen[r] >= 1 && strcmp(c->omp[r], "1") == 0, "rank %d: %d cores, %s threads", r, c->seen[r], c->omp[r]);
+
+    faults_begin("what the user set stays");
+    setenv("OMP_NUM_THREADS", "5", 1);
+    EXPECT(launch(RANKS_PROCESSES, 2, 20000, cores_main, c) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(strcmp(c->omp[1], "5") == 0, "OMP_NUM_THREADS %s", c->omp[1]);
+    unsetenv("OMP_NUM_THREADS");
+
+    faults_begin("no_affinity");
+    desc.world_size = 2;
+    desc.no_affinity = 1;
+    EXPECT(ddp_launch(&desc, cores_main, c) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(c->seen[0] == all && strcmp(c->omp[0], "unset") == 0, "%d cores, %s threads", c->seen[0], c->omp[0]);
+
+    faults_begin("world_size 0 is one rank per core");
+    memset(&desc, 0, sizeof desc);
+    EXPECT(ddp_launch(&desc, cores_main, c) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(stage_shared->counter == all, "%d ranks for %d cores", stage_shared->counter, all);
+    munmap(c, sizeof *c);
+}
+
+//== idle ranks =============================================================================
+
+/* All but rank 0 wait for a second; a wait must sleep. */
+static ddp_result idle_main(ddp_group *world, void *user) {
+    int what = *(int *)user;
+    float x = 0;
+    struct rusage before, after;
+    double used;
+    ddp_work work = DDP_ZERO;
+    RANKS_OK(world, ddp_barrier(world));
+    getrusage(RUSAGE_SELF, &before);
+    if (ddp_rank(world) == 0) ranks_sleep_us(1000000);
+    if (what == 0) RANKS_OK(world, ddp_barrier(world));
+    if (what == 1) {
+        RANKS_OK(world, ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, &work));
+        RANKS_OK(world, ddp_wait(world, &work));
+    }
+    if (what == 2) {
+        if (ddp_rank(world) == 0)
+            for (int r = 1; r < ddp_world_size(world); r++) RANKS_OK(world, ddp_send(world, &x, 1, DDP_F32, r, 0, NULL));
+        else RANKS_OK(world, ddp_recv(world, &x, 1, DDP_F32, 0, 0, NULL));
+    }
+    getrusage(RUSAGE_SELF, &after);
+    used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec - before.ru_stime.tv_sec) +
+           1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec - before.ru_stime.tv_usec);
+    stage_shared->numbers[ddp_rank(world)] = (int)(used * 1e6);
+    return DDP_OK;
+}
+
+static void test_idle_ranks_sleep(void) {
+    static const char *const names[] = {"16 ranks, 15 wait 1 s in a barrier", "16 ranks, 15 wait 1 s for asynchronous work", "16 ranks, 15 wait 1 s for a message"};
+    for (int what = 0; what < 3; what++) {
+        int most = 0;
+        faults_begin(names[what]);
+        EXPECT(launch(RANKS_PROCESSES, 16, 20000, idle_main, &what) == DDP_OK, "%s", ddp_last_error());
+        for (int r = 1; r < 16; r++) most = stage_shared->numbers[r] > most ? stage_shared->numbers[r] : most;
+        printf("%s: the busiest used %.1f ms of CPU\n", names[what], most * 1e-3);
+        EXPECT(most < 200000 * DDP_TEST_SLOWDOWN, "a waiting rank used %.3f s of CPU", most * 1e-6);
+    }
+}
+
+//== failures ===============================================================================
+
+static ddp_result restart_main(ddp_group *world, void *user) {
+    int fail_attempts = *(int *)user, attempt;
+    if (ddp_rank(world) == 0) __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    RANKS_OK(world, ddp_barrier(world));
+    attempt = __atomic_load_n(&stage_shared->counter, __ATOMIC_SEQ_CST);
+    if (attempt > fail_attempts) return DDP_OK;
+    if (ddp_rank(world) == 1 && attempt % 2) kill(getpid(), SIGKILL);
+    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_CORRUPT, "attempt %d failed", attempt);
+    return ddp_barrier(world);
+}
+
+static void test_restarts(void) {
+    static const struct { int failures, restarts; ddp_result want; int attempts; } table[] = {
+        {0, 3, DDP_OK, 1}, {1, 1, DDP_OK, 2}, {3, 3, DDP_OK, 4}, {2, 1, DDP_ERR_CORRUPT, 2}, {1, 0, DDP_ERR_PEER_LOST, 1}, {9, 2, DDP_ERR_PEER_LOST, 3},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        ddp_launch_desc desc = DDP_ZERO;
+        leftovers before = leftovers_now();
+        int failures = table[i].failures;
+        ddp_result result;
+        faults_begin("max_restarts");
+        desc.world_size = 3;
+        desc.max_restarts = table[i].restarts;
+        desc.group.timeout_ms = 5000 * DDP_TEST_SLOWDOWN;
+        result = ddp_launch(&desc, restart_main, &failures);
+        EXPECT(result == table[i].want, "%d failures, %d restarts: %s '%s'", failures, table[i].restarts, ddp_result_name(result), ddp_last_error());
+        EXPECT(stage_shared->counter == table[i].attempts, "%d failures, %d restarts: %d attempts, wanted %d", failures, table[i].restarts,
+               stage_shared->counter, table[i].attempts);
+        expect_nothing_left(before);
+    }
+}
+
+/* Survivors that never look are given timeout_ms and then killed. */
+static ddp_result deaf_main(ddp_group *world, void *user) {
+    (void)user;
+    seen_by(world)->pid = getpid();
+    RANKS_OK(world, ddp_barrier(world));
+    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_CORRUPT, "rank 1 gives up");
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    for (;;) pause();
+}
+
+static void test_deaf_survivors(void) {
+    ddp_result result;
+    faults_begin("survivors that never return");
+    result = launch(RANKS_PROCESSES, 3, 500, deaf_main, NULL);
+    EXPECT(result == DDP_ERR_CORRUPT && says(ddp_last_error(), "rank 1 gives up"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+    EXPECT(launch_seconds > 0.4 && launch_seconds < 4 * DDP_TEST_SLOWDOWN, "took %.2f s", launch_seconds);
+    for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid, 1), "rank %d is still there", r);
+}
+
+/* An error text from the failing rank reaches the caller whole, also when it is long. */
+static ddp_result long_text_main(ddp_group *world, void *user) {
+    char text[150];
+    (void)user;
+    memset(text, 'y', sizeof text - 1);
+    text[sizeof text - 1] = 0;
+    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_ENGINE, "<%s>", text);
+    return DDP_OK;
+}
+
+static void test_error_text(void) {
+    ddp_result result;
+    faults_begin("the failing rank's line reaches the caller");
+    result = launch(RANKS_PROCESSES, 2, 5000, long_text_main, NULL);
+    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+    result = launch(RANKS_THREADS, 2, 5000, long_text_main, NULL);
+    EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
+}
+
+//== signals to the launching process =======================================================
+
+/* Rank 0 is outside the library, the others are inside. */
+static ddp_result signalled_main(ddp_group *world, void *user) {
+    (void)user;
+    seen_by(world)->pid = getpid();
+    RANKS_OK(world, ddp_barrier(world));
+    __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    if (ddp_rank(world) == 0) for (;;) pause();
+    return ddp_barrier(world);
+}
+
+static void count_signal(int number) { __atomic_add_fetch(&stage_shared->numbers[number], 1, __ATOMIC_SEQ_CST); }
+
+/* Every rank has its own handler and leaves when it is called: a clean stop, such as saving a checkpoint. */
+static volatile sig_atomic_t told;
+static void tell(int number) { (void)number; told = 1; }
+static ddp_result handler_main(ddp_group *world, void *user) {
+    (void)user;
+    signal(SIGINT, tell);
+    signal(SIGTERM, tell);
+    seen_by(world)->pid = getpid();
+    RANKS_OK(world, ddp_barrier(world));
+    __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    while (!told) ranks_sleep_us(1000);
+    __atomic_add_fetch(&stage_shared->finished, 1, __ATOMIC_SEQ_CST);
+    return ddp_barrier(world);
+}
+
+/* A launching process of its own that gets a signal while its ranks work. Its exit status tells whether the launch returned. */
+static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, int own_handler) {
+    enum { W = 3, RETURNED = 40 };
+    int status = 0;
+    double start, until = ranks_now() + 10 * DDP_TEST_SLOWDOWN;
+    pid_t launcher;
+    faults_begin(scenario);
+    fflush(NULL);
+    launcher = fork();
+    if (launcher == 0) {
+        ddp_launch_desc desc = DDP_ZERO;
+        ddp_result result;
+        setpgid(0, 0);
+        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+        if (own_handler) signal(number, count_signal);
+        desc.world_size = W;
+        desc.group.timeout_ms = 5000 * DDP_TEST_SLOWDOWN;
+        result = ddp_launch(&desc, fn, NULL);
+        snprintf(stage_shared->rank[0].text, sizeof stage_shared->rank[0].text, "%s", result == DDP_OK ? "" : ddp_last_error());
+        stage_shared->rank[0].first = result;
+        _exit(RETURNED + (result == DDP_OK));
+    }
+    while (__atomic_load_n(&stage_shared->counter, __ATOMIC_SEQ_CST) < W && ranks_now() < until) ranks_sleep_us(1000);
+    ranks_sleep_us(20000);
+    start = ranks_now();
+    kill(launcher, number);
+    EXPECT(waitpid(launcher, &status, 0) == launcher, "waitpid");
+    launch_seconds = ranks_now() - start;
+    for (int r = 0; r < W; r++) EXPECT(gone(stage_shared->rank[r].pid, 2 * DDP_TEST_SLOWDOWN), "rank %d outlived its parent", r);
+    if (number == SIGKILL) return;
+    if (fn == handler_main) {
+        EXPECT(stage_shared->finished == W, "%d of %d ranks got the signal", stage_shared->finished, W);
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED + 1, "status %x: %s '%s'", status, ddp_result_name(stage_shared->rank[0].first),
+               stage_shared->rank[0].text);
+    } else {
+        EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED, "launch did not return: status %x", status);
+        EXPECT(stage_shared->rank[0].first == DDP_ERR_PEER_LOST, "launch gave %s '%s'", ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
+    }
+    EXPECT(launch_seconds < 7 * DDP_TEST_SLOWDOWN, "took %.2f s", launch_seconds);
+}
+
+static void test_signals(void) {
+    signal_a_launcher("SIGINT to the launcher", SIGINT, signalled_main, 0);
+    signal_a_launcher("SIGTERM to the launcher", SIGTERM, signalled_main, 0);
+    signal_a_launcher("SIGINT, ranks have handlers", SIGINT, handler_main, 0);
+    signal_a_launcher("SIGTERM, ranks have handlers", SIGTERM, handler_main, 0);
+    signal_a_launcher("SIGINT, the launcher has a handler", SIGINT, handler_main, 1);
+    signal_a_launcher("kill -9 of the launcher", SIGKILL, signalled_main, 0);
+    signal_a_launcher("kill -9 of the launcher, ranks have handlers", SIGKILL, handler_main, 0);
+}
+
+int main(void) {
+    faults_start(150);
+    test_many_launches();
+    test_signal_handlers_come_back();
+    test_other_children_are_left_alone();
+    test_ignored_sigchld();
+    test_buffered_output();
+    test_cores();
+    test_idle_ranks_sleep();
+    test_restarts();
+    test_deaf_survivors();
+    test_error_text();
+    test_signals();
+    return faults_end();
+}

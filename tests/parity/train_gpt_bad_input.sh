@@ -1,0 +1,92 @@
+#!/bin/sh
+# Whatever is wrong with the input: exit status 1, one sentence on stderr that says what to change, and no file is made or changed.
+# usage: train_gpt_bad_input.sh path/of/train_gpt
+set -u
+program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
+work=$(mktemp -d) || exit 1
+trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+cd "$work" || exit 1
+failures=0
+
+seq 1 400 > text
+seq 1 401 > other
+: > empty
+printf 'too short' > short
+mkdir folder nothing
+tiny="--layers 1 --heads 2 --channels 16 --context 16 --batch 8 --micro-batch 2 --steps 2"
+# shellcheck disable=SC2086
+timeout "$limit" "$program" $tiny --ranks 2 --checkpoint good.ckpt text > good.out 2>&1 || { cat good.out; exit 1; }
+size=$(wc -c < good.ckpt)
+head -c $((size / 2)) good.ckpt > half.ckpt
+head -c 20 good.ckpt > stub.ckpt
+{ head -c $((size / 2)) good.ckpt; printf 'damage'; tail -c +$((size / 2 + 7)) good.ckpt; } > damaged.ckpt
+[ "$(wc -c < damaged.ckpt)" -eq "$size" ] || { echo "FAILED: damaged.ckpt has another size" >&2; exit 1; }
+echo 'drawn before' > loss.svg
+rm good.out
+
+state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
+before=$(state)
+
+# wrong EXPECTED FLAGS...: the sentence must contain EXPECTED.
+wrong() {
+    expected=$1
+    shift
+    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
+    status=$?
+    problem=
+    [ $status -eq 1 ] || problem="status $status"
+    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || problem="$problem, not one line"
+    case $output in "train_gpt: "*"$expected"*) ;; *) problem="$problem, no '$expected'" ;; esac
+    [ "$(state)" = "$before" ] || problem="$problem, files changed"
+    [ -z "$problem" ] && return
+    failures=$((failures + 1))
+    echo "FAILED: $*: $problem: $output" >&2
+}
+
+# shellcheck disable=SC2086
+for ranks in 1 2; do
+    small="$tiny --ranks $ranks"
+    wrong "No such file" $small missing
+    wrong "holds no text" $small empty
+    wrong "holds no text" $small nothing
+    wrong "holds no text" $small text empty
+    wrong "give more text or use a shorter --context" $small short
+    wrong "use --batch" $small --batch 7 text
+    wrong "use --channels 14" $small --channels 15 text
+    wrong "--channels 2" $small --channels 1 text
+    wrong "cannot be written" $small --checkpoint missing/new.ckpt text
+    wrong "cannot be written" $small --checkpoint folder text
+    wrong "was trained with --layers 1, not 2" $small --layers 2 --resume good.ckpt text
+    wrong "was trained with --channels 16, not 32" $small --channels 32 --resume good.ckpt --checkpoint good.ckpt text
+    wrong "was trained with --batch 8, not 16" $small --batch 16 --resume good.ckpt text
+    wrong "other text" $small --resume good.ckpt other
+    wrong "use --steps 2 or more" $small --steps 1 --resume good.ckpt text
+    wrong "cut short" $small --resume half.ckpt --checkpoint half.ckpt text
+    wrong "cut short" $small --resume stub.ckpt text
+    wrong "damaged" $small --resume damaged.ckpt --checkpoint damaged.ckpt text
+    wrong "no checkpoint" $small --resume text text
+    wrong "no checkpoint" $small --resume folder text
+    wrong "no checkpoint" $small --resume empty text
+    wrong "No such file" $small --resume missing.ckpt text
+done
+wrong "use --batch 8" --ranks 4 --micro-batch 2 --batch 6 --context 16 text
+wrong "use --batch 8" --ranks 2 --micro-batch 2 --batch 12 --context 16 text # 3 micro-batches each: no tree of pairs
+wrong "there is no flag --epochs" --epochs 3 text
+wrong "there is no flag -h" -h
+wrong "--steps needs a value" text --steps
+wrong "--help takes no value" --help=1
+for value in 0 -1 two 1.5 99999999999999999999 '' ' '; do wrong "give a whole number from 1 to" --steps "$value" text; done
+for value in 0 -1 x nan inf 11; do wrong "give a number from" --lr "$value" text; done
+wrong "give a whole number from 1 to 64" --ranks 65 text
+wrong "--checkpoint needs" --checkpoint '' text
+
+# loss.svg cannot be replaced: found before training, not after it.
+rm loss.svg
+mkdir loss.svg
+before=$(state)
+# shellcheck disable=SC2086
+wrong "loss.svg cannot be written" $tiny --checkpoint good.ckpt text
+
+[ $failures -eq 0 ] || exit 1
+echo "train_gpt: every wrong input is one sentence and changes nothing"

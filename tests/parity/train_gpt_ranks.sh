@@ -1,0 +1,43 @@
+#!/bin/sh
+# The same global batch and micro-batch print the same losses and end with the same weights, bit for bit, on 1, 2, 3 and 4 ranks,
+# as processes and as threads.   usage: train_gpt_ranks.sh path/of/train_gpt
+set -u
+program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+cd "$work" || exit 1
+fail() { echo "FAILED: $*" >&2; exit 1; }
+
+seq 1 3000 > text
+tiny="--layers 2 --heads 2 --channels 32 --context 32 --micro-batch 2 --steps 8 text"
+
+# train NAME FLAGS...: NAME.out is what was printed, NAME.same the part that must not depend on the ranks.
+train() {
+    name=$1
+    shift
+    # shellcheck disable=SC2086
+    timeout "$limit" "$program" $tiny "$@" > "$name.out" 2> "$name.err" || fail "$name: status $?: $(cat "$name.err")"
+    sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' "$name.out" > "$name.same"
+    tail -n 1 "$name.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$name: the last line is no hash: $(tail -n 1 "$name.out")"
+    [ "$(grep -c 'gradient norm' "$name.same")" -eq 8 ] || fail "$name: not every step printed its loss"
+    [ -s loss.svg ] || fail "$name: no loss.svg"
+}
+
+# same LEFT RIGHT
+same() { cmp -s "$1.same" "$2.same" || { diff "$1.same" "$2.same" >&2; fail "$1 and $2 differ"; }; }
+
+train one --batch 16 --ranks 1
+for ranks in 1 2 4; do
+    train "processes$ranks" --batch 16 --ranks $ranks
+    same one "processes$ranks"
+    train "threads$ranks" --batch 16 --ranks $ranks --threads-as-ranks
+    same one "threads$ranks"
+done
+
+train odd1 --batch 24 --ranks 1
+train odd3 --batch 24 --ranks 3
+same odd1 odd3
+train seed --batch 16 --ranks 2 --seed 2
+cmp -s one.same seed.same && fail "another seed gave the same run"
+echo "train_gpt: the same bits on 1, 2, 3 and 4 ranks: $(tail -n 1 one.out)"

@@ -1,0 +1,64 @@
+#!/bin/sh
+# A run resumed from a checkpoint of its middle ends with the bits of the run that was never interrupted, on any number of ranks;
+# and a kill leaves a checkpoint that a run goes on from.   usage: train_gpt_resume.sh path/of/train_gpt
+set -u
+program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+cd "$work" || exit 1
+fail() { echo "FAILED: $*" >&2; exit 1; }
+
+# wait_for FILE PID: until FILE is there, while PID runs.
+wait_for() {
+    tries=0
+    while [ ! -e "$1" ]; do
+        kill -0 "$2" 2> /dev/null || [ -e "$1" ] || fail "the run ended without $1: $(cat run.err)"
+        tries=$((tries + 1))
+        [ $tries -lt $((limit * 50)) ] || fail "no $1 after $limit s"
+        sleep 0.02
+    done
+}
+hash_of() { grep '^weights hash' "$1"; }
+
+# A short text: the run goes through several epochs, so that the middle is not in the first.
+seq 1 300 > text
+run="--layers 1 --heads 2 --channels 16 --context 16 --batch 16 --micro-batch 2 --steps 400 --seed 7 --lr 0.01 text"
+
+# The whole run; a copy of the checkpoint is taken as soon as there is one. A rename replaces it, so a copy is always whole.
+# shellcheck disable=SC2086
+timeout "$limit" "$program" $run --ranks 2 --checkpoint whole.ckpt > whole.out 2> run.err &
+pid=$!
+wait_for whole.ckpt $pid
+cp whole.ckpt middle.ckpt
+wait $pid || fail "the whole run: $(cat run.err)"
+hash=$(hash_of whole.out)
+cmp -s middle.ckpt whole.ckpt && fail "the copy is of the end, not of the middle"
+
+for ranks in 1 2 4; do
+    # What flags leave out comes from the checkpoint.
+    timeout "$limit" "$program" --ranks $ranks --resume middle.ckpt --checkpoint again.ckpt text > again.out 2> again.err || fail "$(cat again.err)"
+    grep -q 'goes on from step' again.out || fail "the run on $ranks ranks did not say where it goes on"
+    [ "$(hash_of again.out)" = "$hash" ] || fail "resumed on $ranks ranks: $(hash_of again.out), uninterrupted $hash"
+    cmp -s again.ckpt whole.ckpt || [ $ranks -ne 2 ] || fail "the last checkpoints differ"
+done
+# shellcheck disable=SC2086
+timeout "$limit" "$program" $run --ranks 2 --threads-as-ranks --resume middle.ckpt > again.out 2> again.err || fail "$(cat again.err)"
+[ "$(hash_of again.out)" = "$hash" ] || fail "resumed on threads: $(hash_of again.out), uninterrupted $hash"
+
+# A checkpoint of the end goes on for no step, or for more steps.
+timeout "$limit" "$program" --ranks 2 --resume whole.ckpt text > end.out 2> end.err || fail "$(cat end.err)"
+[ "$(hash_of end.out)" = "$hash" ] || fail "resumed at the end: $(hash_of end.out), uninterrupted $hash"
+timeout "$limit" "$program" --ranks 2 --resume whole.ckpt --steps 410 text > more.out 2> more.err || fail "$(cat more.err)"
+[ "$(hash_of more.out)" != "$hash" ] || fail "ten more steps changed nothing"
+
+# Killed while it runs, without a chance to tidy up, and resumed.
+# shellcheck disable=SC2086
+"$program" $run --ranks 1 --checkpoint killed.ckpt > killed.out 2> run.err &
+pid=$!
+wait_for killed.ckpt $pid
+kill -9 $pid
+wait $pid 2> /dev/null
+timeout "$limit" "$program" --ranks 2 --resume killed.ckpt --checkpoint killed.ckpt text > again.out 2> again.err || fail "after the kill: $(cat again.err)"
+[ "$(hash_of again.out)" = "$hash" ] || fail "resumed after a kill: $(hash_of again.out), uninterrupted $hash"
+echo "train_gpt: resumed on 1, 2 and 4 ranks and after a kill as if never interrupted: $hash"

@@ -1,0 +1,516 @@
+/*  test_collectives.c - every collective gives every rank exactly what the promises say.
+
+    test_collectives processes|threads|env [W ...]
+
+    One launch per W runs: the cross of kind x dtype x op x count x memory x place x blocking/async; sizes around the
+    places where an implementation may change its method; and a long random sequence with random delays, in which up to
+    three asynchronous calls are in flight. Everything is compared bit for bit with the reference of ranks.h, and memory that a
+    call must leave alone with a copy. Under mpirun or torchrun, mode env does the same without launching. */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+
+#define SLOTS 3      /* asynchronous cases in flight */
+#define GUARD 64     /* bytes around every buffer that must stay as they are */
+#define CANARY 0xa5
+
+enum { SEND, RECV };
+enum { MEMORY_PRIVATE, MEMORY_GROUP, MEMORY_MIXED, MEMORY_MODES };
+enum { PLACE_OUT, PLACE_IN, PLACE_MIXED /* odd ranks in place */, PLACES };
+
+static const char *const kind_names[] = {"all_reduce", "reduce",  "broadcast",    "all_gather",   "reduce_scatter", "all_to_all",
+                                         "gather",     "scatter", "all_gather_v", "all_to_all_v", "barrier"};
+static const char *const op_names[] = {"sum", "avg", "min", "max", "prod"};
+
+/* All ranks make the same list of these. */
+typedef struct ccase {
+    ddp_call_kind kind;
+    ddp_dtype dtype;
+    ddp_op op;
+    size_t count;
+    int root, memory, place, async, specials;
+    int shift;      /* elements between an aligned address and the buffers */
+    int gaps;       /* _v: blocks in reverse order with holes; 0 = offsets NULL */
+    uint64_t seed;
+    long number;
+} ccase;
+
+typedef struct slot {
+    unsigned char *arena[2][2]; /* [MEMORY_PRIVATE or _GROUP][SEND or RECV] */
+    size_t capacity;
+    unsigned char *shadow;      /* what the send buffer held */
+    unsigned char *expect;
+    int busy;
+    ccase c;
+    ddp_work work;
+    unsigned char *send, *recv; /* of this rank */
+    size_t send_extent, recv_extent, inner; /* elements; in place: where the smaller buffer starts in the larger */
+    int in_place, send_outer;   /* in place: the send buffer is the larger one */
+} slot;
+
+typedef struct rig {
+    ddp_group *group;
+    int rank, world_size;
+    slot slots[SLOTS + 1];      /* the last one is for large cases */
+    uint64_t zero_signs;        /* see ranks_compare */
+    long ran;
+} rig;
+
+typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL under env */ } plan;
+
+//== what a case means ======================================================================
+
+static int is_reduction(ddp_call_kind kind) {
+    return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
+}
+
+static int has_root(ddp_call_kind kind) {
+    return kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST || kind == DDP_CALL_GATHER || kind == DDP_CALL_SCATTER;
+}
+
+static int can_be_in_place(ddp_call_kind kind) {
+    return kind != DDP_CALL_BROADCAST && kind != DDP_CALL_ALL_TO_ALL && kind != DDP_CALL_ALL_TO_ALL_V && kind != DDP_CALL_BARRIER;
+}
+
+/* Elements that rank from sends to rank to in the _v calls; all_gather_v has to == -1. */
+static size_t part_count(const ccase *c, int from, int to) {
+    uint64_t h = ranks_mix(c->seed ^ ranks_mix((uint64_t)from * 100 + (uint64_t)(to + 1)));
+    return h % 4 == 0 ? 0 : (size_t)(h >> 8) % (c->count + 1);
+}
+
+static size_t hole(const ccase *c, int block) { return c->gaps ? (size_t)(ranks_mix(c->seed + 77u + (uint64_t)block) % 4) : 0; }
+
+/* Offsets of blocks with these counts, and the extent of all. */
+static size_t lay_out(const ccase *c, int world_size, const size_t *counts, size_t *offsets) {
+    size_t at = 0;
+    for (int i = 0; i < world_size; i++) {
+        int block = c->gaps ? world_size - 1 - i : i;
+        at += hole(c, block);
+        offsets[block] = at;
+        at += counts[block];
+    }
+    return at;
+}
+
+static void v_layout(const ccase *c, int rank, int world_size, size_t *send_counts, size_t *send_offsets, size_t *recv_counts,
+                     size_t *recv_offsets, size_t *send_extent, size_t *recv_extent) {
+    for (int r = 0; r < world_size; r++) {
+        send_counts[r] = part_count(c, rank, r);
+        recv_counts[r] = c->kind == DDP_CALL_ALL_GATHER_V ? part_count(c, r, -1) : part_count(c, r, rank);
+    }
+    *recv_extent = lay_out(c, world_size, recv_counts, recv_offsets);
+    *send_extent = c->kind == DDP_CALL_ALL_GATHER_V ? recv_counts[rank] : lay_out(c, world_size, send_counts, send_offsets);
+}
+
+static void extents(const rig *g, const ccase *c, size_t *send, size_t *recv) {
+    size_t w = (size_t)g->world_size, a[DDP_MAX_LOCAL_RANKS], b[DDP_MAX_LOCAL_RANKS], d[DDP_MAX_LOCAL_RANKS], e[DDP_MAX_LOCAL_RANKS];
+    int is_root = g->rank == c->root;
+    *send = *recv = c->count;
+    switch (c->kind) {
+    case DDP_CALL_REDUCE: *recv = is_root ? c->count : 0; break;
+    case DDP_CALL_BROADCAST: *send = 0; break;
+    case DDP_CALL_ALL_GATHER: *recv = w * c->count; break;
+    case DDP_CALL_GATHER: *recv = is_root ? w * c->count : 0; break;
+    case DDP_CALL_REDUCE_SCATTER: *send = w * c->count; break;
+    case DDP_CALL_SCATTER: *send = is_root ? w * c->count : 0; break;
+    case DDP_CALL_ALL_TO_ALL: *send = *recv = w * c->count; break;
+    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: v_layout(c, g->rank, g->world_size, a, b, d, e, send, recv); break;
+    case DDP_CALL_BARRIER: *send = *recv = 0; break;
+    default: break;
+    }
+}
+
+/* Writes what this rank's recv buffer must hold over what it held before. */
+static void reference(const rig *g, const ccase *c, unsigned char *out) {
+    ranks_data data;
+    size_t size = ranks_dtype_size(c->dtype), n = c->count;
+    data.dtype = c->dtype;
+    data.seed = c->seed;
+    data.specials = c->specials;
+    switch (c->kind) {
+    case DDP_CALL_REDUCE:
+        if (g->rank != c->root) break; /* fall through */
+    case DDP_CALL_ALL_REDUCE:
+        for (size_t i = 0; i < n; i++) ranks_store(out, i, size, ranks_reduced(&data, c->op, g->world_size, i));
+        break;
+    case DDP_CALL_REDUCE_SCATTER:
+        for (size_t i = 0; i < n; i++)
+            ranks_store(out, i, size, ranks_reduced(&data, c->op, g->world_size, (size_t)g->rank * n + i));
+        break;
+    case DDP_CALL_BROADCAST: ranks_fill(out, &data, c->root, 0, n); break;
+    case DDP_CALL_SCATTER: ranks_fill(out, &data, c->root, (size_t)g->rank * n, n); break;
+    case DDP_CALL_GATHER:
+        if (g->rank != c->root) break; /* fall through */
+    case DDP_CALL_ALL_GATHER:
+        for (int r = 0; r < g->world_size; r++) ranks_fill(out + (size_t)r * n * size, &data, r, 0, n);
+        break;
+    case DDP_CALL_ALL_TO_ALL:
+        for (int r = 0; r < g->world_size; r++) ranks_fill(out + (size_t)r * n * size, &data, r, (size_t)g->rank * n, n);
+        break;
+    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+        size_t theirs[DDP_MAX_LOCAL_RANKS], at[DDP_MAX_LOCAL_RANKS];
+        v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
+        for (int r = 0; r < g->world_size; r++) {
+            at[g->rank] = 0;
+            if (c->kind == DDP_CALL_ALL_TO_ALL_V) {
+                for (int to = 0; to < g->world_size; to++) theirs[to] = part_count(c, r, to);
+                lay_out(c, g->world_size, theirs, at);
+            }
+            ranks_fill(out + ro[r] * size, &data, r, at[g->rank], rc[r]);
+        }
+        break;
+    }
+    default: break;
+    }
+}
+
+//== one case ===============================================================================
+
+static void describe(const ccase *c, char *text, size_t size_bytes) {
+    snprintf(text, size_bytes, "case %ld: %s %s %s count=%zu root=%d memory=%d place=%d async=%d specials=%d shift=%d gaps=%d", c->number,
+             kind_names[c->kind], ddp_dtype_name(c->dtype), is_reduction(c->kind) ? op_names[c->op] : "-", c->count, c->root, c->memory,
+             c->place, c->async, c->specials, c->shift, c->gaps);
+}
+
+/* Which memory this rank uses for one side; ranks differ when mixed. */
+static int memory_of(const rig *g, const ccase *c, int side) {
+    if (c->memory != MEMORY_MIXED) return c->memory;
+    return (int)(ranks_mix(c->seed + (uint64_t)(g->rank * 2 + side)) & 1);
+}
+
+static void prepare(rig *g, slot *s, const ccase *c) {
+    size_t size = ranks_dtype_size(c->dtype), skip = (size_t)c->shift * size + GUARD, in_place_rank = (size_t)g->rank;
+    ranks_data data;
+    unsigned char *outer;
+    data.dtype = c->dtype;
+    data.seed = c->seed;
+    data.specials = c->specials;
+    s->c = *c;
+    s->in_place = can_be_in_place(c->kind) && (c->place == PLACE_IN || (c->place == PLACE_MIXED && g->rank % 2));
+    if (has_root(c->kind) && g->rank != c->root) s->in_place = 0;
+    extents(g, c, &s->send_extent, &s->recv_extent);
+    s->send_outer = c->kind == DDP_CALL_REDUCE_SCATTER || c->kind == DDP_CALL_SCATTER;
+    s->inner = 0;
+    if (s->send_outer || c->kind == DDP_CALL_ALL_GATHER || c->kind == DDP_CALL_GATHER) s->inner = in_place_rank * c->count;
+    if (c->kind == DDP_CALL_ALL_GATHER_V) {
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+        v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
+        s->inner = ro[g->rank];
+    }
+    s->send = s->arena[memory_of(g, c, SEND)][SEND] + skip;
+    s->recv = s->arena[memory_of(g, c, RECV)][RECV] + skip;
+    outer = s->recv;
+    memset(s->recv - GUARD, CANARY, s->recv_extent * size + 2 * GUARD);
+    if (s->in_place) {
+        if (s->send_outer) {
+            s->send = outer;
+            s->recv = outer + s->inner * size;
+            memset(outer - GUARD, CANARY, s->send_extent * size + 2 * GUARD);
+        } else {
+            s->send = outer + s->inner * size;
+        }
+    } else {
+        memset(s->send - GUARD, CANARY, s->send_extent * size + 2 * GUARD);
+    }
+    ranks_fill(s->send, &data, g->rank, 0, s->send_extent);
+    if (c->kind == DDP_CALL_BROADCAST && g->rank == c->root) ranks_fill(s->recv, &data, g->rank, 0, c->count);
+    /* expect: the whole recv buffer with guards, or in place the larger of the two; shadow: the send buffer with guards */
+    if (s->in_place && s->send_outer) {
+        memcpy(s->expect, s->send - GUARD, s->send_extent * size + 2 * GUARD);
+        reference(g, c, s->expect + GUARD + s->inner * size);
+    } else {
+        memcpy(s->expect, s->recv - GUARD, s->recv_extent * size + 2 * GUARD);
+        reference(g, c, s->expect + GUARD);
+    }
+    if (!s->in_place) memcpy(s->shadow, s->send - GUARD, s->send_extent * size + 2 * GUARD);
+}
+
+static ddp_result issue(rig *g, slot *s) {
+    const ccase *c = &s->c;
+    ddp_work *work = c->async ? &s->work : NULL;
+    int odd = (int)(c->seed & 1), is_root = g->rank == c->root;
+    void *recv = s->recv_extent == 0 && odd ? NULL : s->recv;       /* where there is nothing, NULL is as good as a pointer */
+    const void *send = s->send_extent == 0 && odd ? NULL : s->send;
+    switch (c->kind) {
+    case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(g->group, send, recv, c->count, c->dtype, c->op, work);
+    case DDP_CALL_REDUCE: return ddp_reduce(g->group, send, is_root || !odd ? recv : NULL, c->count, c->dtype, c->op, c->root, work);
+    case DDP_CALL_BROADCAST: return ddp_broadcast(g->group, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_ALL_GATHER: return ddp_all_gather(g->group, send, recv, c->count, c->dtype, work);
+    case DDP_CALL_REDUCE_SCATTER: return ddp_reduce_scatter(g->group, send, recv, c->count, c->dtype, c->op, work);
+    case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(g->group, send, recv, c->count, c->dtype, work);
+    case DDP_CALL_GATHER: return ddp_gather(g->group, send, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_SCATTER: return ddp_scatter(g->group, send, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
+        /* the arrays are ours only until the call returns, also when it is asynchronous */
+        size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
+        ddp_result result;
+        v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
+        if (c->kind == DDP_CALL_ALL_GATHER_V)
+            result = ddp_all_gather_v(g->group, send, se, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
+        else
+            result = ddp_all_to_all_v(g->group, send, sc, c->gaps ? so : NULL, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
+        memset(sc, 0xff, sizeof sc), memset(so, 0xff, sizeof so), memset(rc, 0xff, sizeof rc), memset(ro, 0xff, sizeof ro);
+        return result;
+    }
+    default: return ddp_barrier(g->group);
+    }
+}
+
+/* Ends the case in a slot, if there is one, and compares. */
+static ddp_result finish(rig *g, slot *s) {
+    const ccase *c = &s->c;
+    size_t size = ranks_dtype_size(c->dtype), extent = s->in_place && s->send_outer ? s->send_extent : s->recv_extent;
+    const unsigned char *have = s->in_place && s->send_outer ? s->send : s->recv;
+    char text[256];
+    uint64_t own = 0; /* only all_reduce gives all ranks the same elements */
+    long at;
+    if (!s->busy) return DDP_OK;
+    s->busy = 0;
+    describe(c, text, sizeof text);
+    if (c->async && c->kind != DDP_CALL_BARRIER) {
+        if (c->seed & 2) {
+            int done = 0;
+            while (!done) RANKS_CHECK(g->group, ddp_test(g->group, &s->work, &done) == DDP_OK, "%s: ddp_test: %s", text, ddp_last_error());
+        }
+        RANKS_CHECK(g->group, ddp_wait(g->group, &s->work) == DDP_OK, "%s: %s", text, ddp_last_error());
+        RANKS_CHECK(g->group, ddp_wait(g->group, &s->work) == DDP_OK, "%s: waiting for nothing: %s", text, ddp_last_error());
+    }
+    at = ranks_compare(have, s->expect + GUARD, extent, c->dtype, is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
+                       c->kind == DDP_CALL_ALL_REDUCE ? &g->zero_signs : &own);
+    RANKS_CHECK(g->group, at < 0, "%s: element %ld of %zu is %llx, wanted %llx (in_place=%d)", text, at, extent,
+                (unsigned long long)ranks_load(have, (size_t)at, size),
+                (unsigned long long)ranks_load(s->expect + GUARD, (size_t)at, size), s->in_place);
+    RANKS_CHECK(g->group, memcmp(have - GUARD, s->expect, GUARD) == 0, "%s: bytes before recv were changed", text);
+    RANKS_CHECK(g->group, memcmp(have + extent * size, s->expect + GUARD + extent * size, GUARD) == 0, "%s: bytes after recv were changed", text);
+    if (!s->in_place)
+        RANKS_CHECK(g->group, memcmp(s->send - GUARD, s->shadow, s->send_extent * size + 2 * GUARD) == 0, "%s: send was changed", text);
+    g->ran++;
+    return DDP_OK;
+}
+
+static size_t bytes_needed(const rig *g, const ccase *c) {
+    int gathers = c->kind >= DDP_CALL_ALL_GATHER && c->kind != DDP_CALL_BARRIER;
+    return ((gathers ? (size_t)g->world_size : 1) * (c->count + 4) + 4) * ranks_dtype_size(c->dtype) + 2 * GUARD;
+}
+
+/* Runs a case in the given slot, ending what was there; asynchronous ones stay in flight. */
+static ddp_result run_case(rig *g, slot *s, const ccase *c) {
+    ddp_result result = finish(g, s);
+    char text[256];
+    if (result != DDP_OK) return result;
+    RANKS_CHECK(g->group, bytes_needed(g, c) <= s->capacity, "the test's own slot is too small for case %ld", c->number);
+    prepare(g, s, c);
+    describe(c, text, sizeof text);
+    RANKS_CHECK(g->group, issue(g, s) == DDP_OK, "%s: %s", text, ddp_last_error());
+    s->busy = 1;
+    return c->async ? DDP_OK : finish(g, s);
+}
+
+static ddp_result drain(rig *g) {
+    for (int i = SLOTS; i >= 0; i--) { /* not in the order issued */
+        ddp_result result = finish(g, &g->slots[i]);
+        if (result != DDP_OK) return result;
+    }
+    return DDP_OK;
+}
+
+//== lists of cases =========================================================================
+
+/* Fills in what the caller left to chance. */
+static void vary(ccase *c, int world_size, long number) {
+    uint64_t h = ranks_mix((uint64_t)number * 1000 + (uint64_t)world_size);
+    c->number = number;
+    c->seed = ranks_mix(h + 1);
+    c->root = has_root(c->kind) ? (int)(h % (uint64_t)world_size) : 0;
+    c->specials = (h >> 8) % 4 == 0;
+    c->shift = (h >> 16) % 2 ? 0 : (int)((h >> 20) % 4);
+    c->gaps = (int)(h >> 28 & 1);
+}
+
+/* The cross of everything at small counts; every stride-th of it. */
+static ddp_result run_cross(rig *g, long stride) {
+    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097};
+    long number = 0;
+    for (int kind = DDP_CALL_ALL_REDUCE; kind <= DDP_CALL_BARRIER; kind++)
+        for (int dtype = DDP_F32; dtype <= DDP_U64; dtype++)
+            for (int op = DDP_OP_SUM; op <= (is_reduction((ddp_call_kind)kind) ? DDP_OP_PROD : DDP_OP_SUM); op++)
+                for (size_t n = 0; n < sizeof counts / sizeof *counts; n++)
+                    for (int memory = 0; memory < MEMORY_MODES; memory++)
+                        for (int place = 0; place < (can_be_in_place((ddp_call_kind)kind) ? PLACES : 1); place++)
+                            for (int async = 0; async < 2; async++) {
+                                ccase c;
+                                ddp_result result;
+                                if (++number % stride) continue;
+                                c.kind = (ddp_call_kind)kind;
+                                c.dtype = (ddp_dtype)dtype;
+                                c.op = (ddp_op)op;
+                                c.count = counts[n];
+                                c.memory = memory;
+                                c.place = place;
+                                c.async = async && kind != DDP_CALL_BARRIER;
+                                vary(&c, g->world_size, number);
+                                while (c.count > 64 && bytes_needed(g, &c) > g->slots[0].capacity) c.count /= 2;
+                                result = run_case(g, &g->slots[number / stride % SLOTS], &c);
+                                if (result != DDP_OK) return result;
+                            }
+    return drain(g);
+}
+
+/* Sizes just under, at and over round numbers of bytes, per block and in all. */
+static ddp_result run_thresholds(rig *g, int most) {
+    static const size_t sizes[] = {4096, 16384, 65536, 262144, 1048576, 3145728};
+    long number = 1000000;
+    int ran = 0;
+    for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++)
+        for (int kind = DDP_CALL_ALL_REDUCE; kind < DDP_CALL_BARRIER; kind++)
+            for (int delta = -1; delta <= 3; delta += delta < 1 ? 1 : 2)
+                for (int whole = 0; whole < 2; whole++) {
+                    ccase c;
+                    ddp_result result;
+                    uint64_t h = ranks_mix((uint64_t)++number);
+                    if (ran >= most && h % 16) continue;
+                    ran++;
+                    c.kind = (ddp_call_kind)kind;
+                    c.dtype = (ddp_dtype)(DDP_F32 + h % 9);
+                    c.op = (ddp_op)((h >> 8) % 5);
+                    c.memory = (int)((h >> 16) % MEMORY_MODES);
+                    c.place = (int)((h >> 24) % PLACES);
+                    c.async = (int)(h >> 32 & 1);
+                    c.count = sizes[n] / ranks_dtype_size(c.dtype) / (whole ? (size_t)g->world_size : 1) + (size_t)(delta + 1) - 1;
+                    vary(&c, g->world_size, number);
+                    if (bytes_needed(g, &c) > g->slots[SLOTS].capacity) continue;
+                    result = run_case(g, &g->slots[SLOTS], &c);
+                    if (result != DDP_OK) return result;
+                }
+    return drain(g);
+}
+
+/* Random cases in random order, as a program makes them: many in flight, some ranks late. */
+static ddp_result run_random(rig *g, long cases, uint64_t seed) {
+    for (long i = 0; i < cases; i++) {
+        uint64_t h = ranks_mix(seed + (uint64_t)i);
+        ccase c;
+        ddp_result result;
+        c.kind = (ddp_call_kind)(h % (DDP_CALL_BARRIER + 1));
+        c.dtype = (ddp_dtype)(DDP_F32 + (h >> 8) % 9);
+        c.op = (ddp_op)((h >> 16) % 5);
+        c.memory = (int)((h >> 24) % MEMORY_MODES);
+        c.place = (int)((h >> 28) % PLACES);
+        c.async = (h >> 36) % 3 && c.kind != DDP_CALL_BARRIER;
+        c.count = (size_t)((h >> 40) % 64) * (size_t)((h >> 48) % 4 ? 1 : 61);
+        vary(&c, g->world_size, 2000000 + i);
+        c.seed = ranks_mix(h);
+        while (bytes_needed(g, &c) > g->slots[0].capacity) c.count /= 2;
+        if (ranks_mix(h + (uint64_t)g->rank * 99u) % 32 == 0) ranks_sleep_us((long)(h >> 20 & 255));
+        result = run_case(g, &g->slots[(h >> 56) % SLOTS], &c);
+        if (result != DDP_OK) return result;
+    }
+    return drain(g);
+}
+
+/* No rank leaves a barrier before the last has entered. */
+static ddp_result run_barriers(rig *g, int *entered, int rounds) {
+    for (int i = 0; i < rounds && entered; i++) {
+        int in;
+        if (ranks_mix((uint64_t)(i * 100 + g->rank)) % 8 == 0) ranks_sleep_us(50);
+        __atomic_add_fetch(entered, 1, __ATOMIC_SEQ_CST);
+        RANKS_OK(g->group, ddp_barrier(g->group));
+        in = __atomic_load_n(entered, __ATOMIC_SEQ_CST);
+        RANKS_CHECK(g->group, in >= (i + 1) * g->world_size, "barrier %d let a rank through after %d of %d entries", i, in, (i + 1) * g->world_size);
+    }
+    return DDP_OK;
+}
+
+//== one launch =============================================================================
+
+static ddp_result make_slot(rig *g, slot *s, size_t capacity) {
+    memset(s, 0, sizeof *s);
+    s->capacity = capacity;
+    for (int side = SEND; side <= RECV; side++) {
+        void *memory;
+        RANKS_OK(g->group, ddp_group_alloc(g->group, capacity, &memory));
+        s->arena[MEMORY_GROUP][side] = (unsigned char *)memory;
+        s->arena[MEMORY_PRIVATE][side] = (unsigned char *)aligned_alloc(64, (capacity + 63) / 64 * 64);
+    }
+    s->shadow = (unsigned char *)malloc(capacity);
+    s->expect = (unsigned char *)malloc(capacity);
+    return DDP_OK;
+}
+
+static ddp_result free_slot(rig *g, slot *s) {
+    for (int side = SEND; side <= RECV; side++) {
+        RANKS_OK(g->group, ddp_group_free(g->group, s->arena[MEMORY_GROUP][side]));
+        free(s->arena[MEMORY_PRIVATE][side]);
+    }
+    free(s->shadow);
+    free(s->expect);
+    return DDP_OK;
+}
+
+static ddp_result run_all(rig *g, const plan *p) {
+    int w = g->world_size;
+    long stride = w <= 4 ? 1 : w <= 7 ? 7 : w <= 8 ? 23 : w <= 16 ? 61 : w <= 33 ? 307 : 997;
+    ddp_result result;
+    if (DDP_TEST_SLOWDOWN > 1) stride = stride * 13 - 2;
+    result = run_cross(g, stride);
+    if (result == DDP_OK) result = run_thresholds(g, DDP_TEST_SLOWDOWN > 1 || w > 8 ? 16 : 1000);
+    if (result == DDP_OK) result = run_random(g, (w <= 8 ? 2000 : w <= 16 ? 500 : 100) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
+    if (result == DDP_OK) result = run_barriers(g, p->entered, (w <= 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
+    return result;
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    const plan *p = (const plan *)user;
+    rig *g = (rig *)calloc(1, sizeof *g);
+    size_t small, large;
+    double start = ranks_now();
+    ddp_result result;
+    uint64_t mine, all[DDP_MAX_LOCAL_RANKS];
+    g->group = world;
+    g->rank = ddp_rank(world);
+    g->world_size = ddp_world_size(world);
+    small = g->world_size <= 8 ? (size_t)g->world_size * 4200 * 8 + 4096 : 65536;
+    large = (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20;
+    for (int i = 0; i <= SLOTS; i++) {
+        result = make_slot(g, &g->slots[i], i < SLOTS ? small : large);
+        if (result != DDP_OK) return result;
+    }
+    result = run_all(g, p);
+    if (result != DDP_OK) return result;
+    mine = g->zero_signs;
+    RANKS_OK(world, ddp_all_gather(world, &mine, all, 1, DDP_U64, NULL));
+    for (int r = 0; r < g->world_size; r++)
+        RANKS_CHECK(world, all[r] == all[0], "ranks %d and 0 chose different signs of zero in MIN or MAX", r);
+    for (int i = 0; i <= SLOTS; i++) {
+        result = free_slot(g, &g->slots[i]);
+        if (result != DDP_OK) return result;
+    }
+    if (g->rank == 0) printf("ok: %s W=%d: %ld cases in %.1f s\n", ranks_mode_name(p->mode), g->world_size, g->ran, ranks_now() - start);
+    fflush(stdout);
+    free(g);
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int defaults[] = {1, 2, 3, 4, 7};
+    plan p;
+    int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
+    if (argc < 2 || ranks_mode_parse(argv[1], &p.mode) != 0) {
+        fprintf(stderr, "usage: test_collectives processes|threads|env [W ...]\n");
+        return 2;
+    }
+    watchdog_start(300);
+    p.entered = (int *)ranks_shared(4096);
+    if (p.mode == RANKS_ENV) p.entered = NULL, count = 1;
+    for (int i = 0; i < count; i++) {
+        int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
+        ddp_result result;
+        if (p.entered) *p.entered = 0;
+        result = ranks_run(p.mode, w, 60000 * DDP_TEST_SLOWDOWN, rank_main, &p);
+        if (result == DDP_OK) continue;
+        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(p.mode), w, ddp_result_name(result), ddp_last_error());
+        failures++;
+    }
+    return failures != 0;
+}

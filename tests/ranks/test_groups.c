@@ -1,0 +1,382 @@
+/*  test_groups.c - splitting, group memory, asynchronous work, batches of tasks, status and abort.
+
+    test_groups processes|threads|env [W ...] */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+
+/* Sum of member numbers over a group, and that everybody agrees on it. */
+static ddp_result sum_is(ddp_group *g, int64_t mine, int64_t want, const char *what) {
+    int64_t sum = -1;
+    RANKS_OK(g, ddp_all_reduce(g, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
+    RANKS_CHECK(g, sum == want, "%s: sum %lld, wanted %lld", what, (long long)sum, (long long)want);
+    return DDP_OK;
+}
+
+#define SUM_IS(g, mine, want, what)                                                                                          \
+    do {                                                                                                                     \
+        ddp_result sum_result = sum_is((g), (mine), (want), (what));                                                         \
+        if (sum_result != DDP_OK) return sum_result;                                                                         \
+    } while (0)
+
+/* Every rank reports its world rank; the group must list them in this order. */
+static ddp_result members_are(ddp_group *g, int world_rank, const int *want, int count, const char *what) {
+    int have[DDP_MAX_LOCAL_RANKS];
+    RANKS_CHECK(g, ddp_world_size(g) == count, "%s: size %d, wanted %d", what, ddp_world_size(g), count);
+    RANKS_CHECK(g, ddp_rank(g) < count && want[ddp_rank(g)] == world_rank, "%s: world rank %d has rank %d", what, world_rank, ddp_rank(g));
+    RANKS_CHECK(g, ddp_local_rank(g) == ddp_rank(g) && ddp_local_world_size(g) == count, "%s: local rank %d/%d", what, ddp_local_rank(g),
+                ddp_local_world_size(g));
+    RANKS_OK(g, ddp_all_gather(g, &world_rank, have, 1, DDP_I32, NULL));
+    for (int i = 0; i < count; i++) RANKS_CHECK(g, have[i] == want[i], "%s: rank %d is world rank %d, wanted %d", what, i, have[i], want[i]);
+    return DDP_OK;
+}
+
+static ddp_result splits(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    /* colour and key of a rank, by method */
+    static const char *const names[] = {"parity", "one each", "all, keys reversed", "equal keys", "some in none", "blocks, odd keys", "key INT_MIN"};
+    for (int method = 0; method < 7; method++) {
+        int color[DDP_MAX_LOCAL_RANKS] = {0}, key[DDP_MAX_LOCAL_RANKS] = {0}, want[DDP_MAX_LOCAL_RANKS], count = 0;
+        ddp_group *child = NULL;
+        ddp_result result = DDP_OK;
+        for (int r = 0; r < w; r++) {
+            switch (method) {
+            case 0: color[r] = r % 2, key[r] = 0; break;
+            case 1: color[r] = 1000000 * r, key[r] = r; break;
+            case 2: color[r] = 5, key[r] = -r; break;
+            case 3: color[r] = 0, key[r] = 42; break;
+            case 4: color[r] = r % 3 == 1 ? -1 - r : 0, key[r] = r; break;
+            case 5: color[r] = r / 2, key[r] = r % 2 ? -1 : 1; break;
+            default: color[r] = 2147483647, key[r] = r == w - 1 ? -2147483647 - 1 : 2147483647; break;
+            }
+        }
+        for (int r = 0; r < w; r++) { /* insertion by (key, rank) */
+            int at;
+            if (color[r] != color[rank]) continue;
+            for (at = count++; at > 0 && key[want[at - 1]] > key[r]; at--) want[at] = want[at - 1];
+            want[at] = r;
+        }
+        RANKS_OK(world, ddp_group_split(world, color[rank], key[rank], &child));
+        RANKS_CHECK(world, (child == NULL) == (color[rank] < 0), "%s: a negative colour, and only that, gives no group", names[method]);
+        if (child) result = members_are(child, rank, want, count, names[method]);
+        if (result != DDP_OK) return result;
+        SUM_IS(world, 1, w, "parent after split");
+        ddp_group_destroy(child);
+    }
+    return DDP_OK;
+}
+
+/* Split of a split of a split, calls on all levels interleaved, each group's memory used by its descendants. */
+static ddp_result nested(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world), depth = 1;
+    ddp_group *levels[8];
+    void *memory[8];
+    levels[0] = world;
+    RANKS_OK(world, ddp_group_alloc(world, 4096, &memory[0]));
+    while (depth < 8 && ddp_world_size(levels[depth - 1]) > 1) { /* halves: [0, n/2) and the rest */
+        ddp_group *up = levels[depth - 1];
+        RANKS_OK(up, ddp_group_split(up, ddp_rank(up) >= ddp_world_size(up) / 2, 0, &levels[depth]));
+        RANKS_OK(levels[depth], ddp_group_alloc(levels[depth], 4096, &memory[depth]));
+        depth++;
+    }
+    for (int round = 0; round < 50; round++)
+        for (int i = 0; i < depth; i++) {
+            int level = round % 2 ? i : depth - 1 - i;
+            int64_t *cell = (int64_t *)memory[level / 2] + level; /* memory of an ancestor, or its own */
+            *cell = rank + round;
+            RANKS_OK(levels[level], ddp_all_reduce(levels[level], cell, cell, 1, DDP_I64, DDP_OP_MAX, NULL));
+            if (level == 0) RANKS_CHECK(world, *cell == w - 1 + round, "round %d: max over the world is %lld", round, (long long)*cell);
+            RANKS_CHECK(world, *cell >= rank + round && *cell < w + round, "round %d level %d: max is %lld", round, level, (long long)*cell);
+        }
+    while (depth-- > 0) {
+        if (depth % 2) RANKS_OK(levels[depth], ddp_group_free(levels[depth], memory[depth])); /* the others are left to destroy */
+        if (depth == 0) RANKS_OK(levels[0], ddp_group_free(levels[0], memory[0]));
+        if (depth > 0) ddp_group_destroy(levels[depth]);
+    }
+    return DDP_OK;
+}
+
+/* Calls on different groups may be in flight together, whatever the order in which ranks wait. */
+static ddp_result many_groups_at_once(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    enum { COUNT = 20000 };
+    float *data[3];
+    ddp_group *groups[3];
+    ddp_work works[3];
+    memset(works, 0, sizeof works);
+    groups[0] = world;
+    RANKS_OK(world, ddp_group_split(world, rank % 2, 0, &groups[1]));
+    RANKS_OK(world, ddp_group_split(world, 0, -rank, &groups[2]));
+    for (int i = 0; i < 3; i++) data[i] = (float *)malloc(COUNT * sizeof(float));
+    for (int round = 0; round < 20; round++) {
+        int order[3] = {round % 3, (round + 1) % 3, (round + 2) % 3};
+        for (int i = 0; i < 3; i++)
+            for (int k = 0; k < COUNT; k++) data[i][k] = (float)(rank + 1);
+        for (int i = 0; i < 3; i++) /* odd and even ranks issue in opposite order across groups: legal, each group has its own order */
+            RANKS_OK(world, ddp_all_reduce(groups[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]], data[order[rank % 2 ? i : 2 - i]],
+                                           COUNT, DDP_F32, DDP_OP_SUM, &works[order[rank % 2 ? i : 2 - i]]));
+        for (int i = 0; i < 3; i++) RANKS_OK(world, ddp_wait(groups[order[i]], &works[order[i]]));
+        for (int i = 0; i < 3; i++) {
+            int want = 0;
+            for (int r = 0; r < w; r++) want += i == 1 && r % 2 != rank % 2 ? 0 : r + 1;
+            for (int k = 0; k < COUNT; k += 997)
+                RANKS_CHECK(world, data[i][k] == (float)want, "round %d group %d: %g, wanted %d", round, i, (double)data[i][k], want);
+        }
+    }
+    for (int i = 0; i < 3; i++) free(data[i]);
+    ddp_group_destroy(groups[2]);
+    ddp_group_destroy(groups[1]);
+    return DDP_OK;
+}
+
+static int count_lines(const char *path) {
+    FILE *file = fopen(path, "r");
+    int lines = 0, c;
+    while (file && (c = getc(file)) != EOF) lines += c == '\n';
+    if (file) fclose(file);
+    return lines;
+}
+
+static ddp_result memory(ddp_group *world) {
+    static const size_t sizes[] = {1, 63, 64, 65, 4096, 100000, 1048577, (size_t)9 << 20};
+    int rank = ddp_rank(world), w = ddp_world_size(world), lines[2] = {0, 0};
+    void *out = &out;
+    RANKS_CHECK(world, ddp_group_alloc(world, 0, &out) == DDP_ERR_INVALID && out == NULL, "zero bytes give %p", out);
+    RANKS_CHECK(world, ddp_group_alloc(world, 1, NULL) == DDP_ERR_INVALID, "out is NULL");
+    RANKS_OK(world, ddp_group_free(world, NULL));
+    for (int round = 0; round < 60; round++) { /* dirty memory comes back zeroed, and mappings do not pile up */
+        void *blocks[8];
+        for (int i = 0; i < 8; i++) {
+            unsigned char *b;
+            RANKS_OK(world, ddp_group_alloc(world, sizes[(i + round) % 8], &blocks[i]));
+            b = (unsigned char *)blocks[i];
+            RANKS_CHECK(world, (uintptr_t)b % 64 == 0, "alignment of %p", blocks[i]);
+            for (size_t k = 0; k < sizes[(i + round) % 8]; k += 1 + (k > 4096) * 509)
+                RANKS_CHECK(world, b[k] == 0, "round %d: byte %zu of %zu is %d", round, k, sizes[(i + round) % 8], b[k]);
+            b[sizes[(i + round) % 8] - 1] = 0;
+            memset(b, 0xdd, sizes[(i + round) % 8] < 200000 ? sizes[(i + round) % 8] : 200000);
+        }
+        for (int i = 0; i < 8; i++) RANKS_OK(world, ddp_group_free(world, blocks[(i * 3 + round) % 8]));
+        if (round == 9) lines[0] = count_lines("/proc/self/maps");
+        if (round == 59) lines[1] = count_lines("/proc/self/maps");
+    }
+    RANKS_CHECK(world, lines[1] <= lines[0] + 8 * w, "/proc/self/maps grew from %d to %d lines", lines[0], lines[1]);
+    { /* blocks do not overlap between ranks or with each other, and count as group memory at an offset */
+        float *a, *b;
+        void *pa, *pb;
+        RANKS_OK(world, ddp_group_alloc(world, 70000 * sizeof(float), &pa));
+        RANKS_OK(world, ddp_group_alloc(world, 70000 * sizeof(float), &pb));
+        a = (float *)pa + 3;
+        b = (float *)pb + 5;
+        for (int i = 0; i < 69000; i++) a[i] = (float)(rank + i), b[i] = -1;
+        RANKS_OK(world, ddp_all_reduce(world, a, b, 69000, DDP_F32, DDP_OP_MAX, NULL));
+        for (int i = 0; i < 69000; i++)
+            RANKS_CHECK(world, a[i] == (float)(rank + i) && b[i] == (float)(w - 1 + i), "element %d: %g %g", i, (double)a[i], (double)b[i]);
+        RANKS_CHECK(world, ddp_group_free(world, a) == DDP_ERR_INVALID, "a pointer into the middle was freed");
+        RANKS_OK(world, ddp_group_free(world, pb));
+        RANKS_OK(world, ddp_group_free(world, pa));
+    }
+    RANKS_CHECK(world, ddp_group_free(world, &rank) == DDP_ERR_INVALID, "a pointer from elsewhere was freed");
+    RANKS_OK(world, ddp_group_status(world));
+    return DDP_OK;
+}
+
+/* Far too much is an error on every rank and the group goes on. */
+static ddp_result too_much_memory(ddp_group *world) {
+    static const size_t sizes[] = {SIZE_MAX, SIZE_MAX - 100, SIZE_MAX / 64, (size_t)1 << 55};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        void *out = &out;
+        ddp_result result = ddp_group_alloc(world, sizes[i], &out);
+        RANKS_CHECK(world, (result == DDP_ERR_NO_MEMORY || result == DDP_ERR_INVALID) && out == NULL, "%zu bytes: %s", sizes[i], ddp_result_name(result));
+    }
+    SUM_IS(world, 1, ddp_world_size(world), "after failed allocations");
+    return DDP_OK;
+}
+
+static ddp_result split_churn(ddp_group *world, int rounds) {
+    int rank = ddp_rank(world), w = ddp_world_size(world), lines[2] = {0, 0};
+    for (int round = 0; round < rounds; round++) {
+        ddp_group *child;
+        RANKS_OK(world, ddp_group_split(world, (rank + round) % 2, rank, &child));
+        if (round % 50 == 0) SUM_IS(child, 1, (w + ((rank + round) % 2 == round % 2)) / 2, "churned group");
+        ddp_group_destroy(child);
+        if (round == rounds / 2 || round == rounds - 1) lines[round == rounds - 1] = count_lines("/proc/self/maps");
+    }
+    RANKS_CHECK(world, lines[1] <= lines[0] + 4 * w, "/proc/self/maps grew from %d to %d lines", lines[0], lines[1]);
+    return DDP_OK;
+}
+
+//== asynchronous work ======================================================================
+
+static ddp_result async_order(ddp_group *world) {
+    enum { MANY = 500 };
+    int w = ddp_world_size(world), rank = ddp_rank(world);
+    int64_t *cells = (int64_t *)calloc(MANY + 1, sizeof *cells);
+    ddp_work *works = (ddp_work *)calloc(MANY, sizeof *works), none = DDP_ZERO, copy;
+    int done = 0;
+    RANKS_OK(world, ddp_wait(world, &none));
+    RANKS_OK(world, ddp_test(world, &none, &done));
+    RANKS_CHECK(world, done == 1, "a test for nothing says %d", done);
+    /* Each call reads what the one before wrote: issue order is execution order. */
+    cells[0] = 1;
+    for (int i = 0; i < MANY; i++) RANKS_OK(world, ddp_all_reduce(world, &cells[i], &cells[i + 1], 1, DDP_I64, i % 16 ? DDP_OP_MAX : DDP_OP_SUM, &works[i]));
+    { /* a blocking call is issued after them, so it sees all of them done */
+        int64_t want = 1;
+        for (int i = 0; i < MANY; i++) want = i % 16 ? want : (int64_t)((uint64_t)want * (uint64_t)w);
+        RANKS_OK(world, ddp_barrier(world));
+        RANKS_CHECK(world, cells[MANY] == want, "the last of %d dependent calls gave %lld, wanted %lld", MANY, (long long)cells[MANY], (long long)want);
+    }
+    for (int i = 0; i < MANY; i++) {
+        RANKS_OK(world, ddp_test(world, &works[i], &done));
+        RANKS_CHECK(world, done == 1, "call %d is not done after a later barrier", i);
+        copy = works[i];
+        RANKS_OK(world, ddp_wait(world, i % 2 ? &copy : &works[i]));
+        RANKS_CHECK(world, i % 2 || works[i].op == NULL, "*work still stands for something after its wait");
+        if (i % 2) memset(&works[i], 0, sizeof works[i]);
+    }
+    /* Not done while a peer is missing; ddp_test does not block. */
+    if (w > 1) {
+        int64_t one = 1, sum = 0;
+        double start = ranks_now();
+        if (rank == 0) {
+            RANKS_OK(world, ddp_recv(world, &sum, 1, DDP_I64, 1, 0, NULL)); /* rank 1 has tested by then */
+            RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &works[0]));
+        } else {
+            RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &works[0]));
+            RANKS_OK(world, ddp_test(world, &works[0], &done));
+            RANKS_CHECK(world, rank != 1 || done == 0, "done before rank 0 has issued it");
+            RANKS_CHECK(world, ranks_now() - start < 20 * DDP_TEST_SLOWDOWN, "ddp_test blocked");
+            if (rank == 1) RANKS_OK(world, ddp_send(world, &one, 1, DDP_I64, 0, 0, NULL));
+        }
+        RANKS_OK(world, ddp_wait(world, &works[0]));
+        RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
+    }
+    free(cells), free(works);
+    return DDP_OK;
+}
+
+static ddp_result task(ddp_group *group, void *argument) { /* three dependent blocking calls inside one task */
+    int64_t *cell = (int64_t *)argument;
+    ddp_result result = ddp_all_reduce(group, cell, cell, 1, DDP_I64, DDP_OP_SUM, NULL);
+    if (result == DDP_OK) result = ddp_broadcast(group, cell, 1, DDP_I64, 0, NULL);
+    if (result == DDP_OK) result = ddp_barrier(group);
+    return result;
+}
+
+static ddp_result failing_task(ddp_group *group, void *argument) {
+    (void)group, (void)argument;
+    return ddp_fail(DDP_ERR_CORRUPT, "this task always fails");
+}
+
+static ddp_result tasks(ddp_group *world) {
+    int w = ddp_world_size(world);
+    int64_t cells[20], after = 1;
+    ddp_work works[20], last = DDP_ZERO;
+    memset(works, 0, sizeof works);
+    for (int i = 0; i < 20; i++) {
+        cells[i] = i;
+        RANKS_OK(world, ddp_group_enqueue(world, task, &cells[i], &works[i]));
+    }
+    RANKS_OK(world, ddp_all_reduce(world, &after, &after, 1, DDP_I64, DDP_OP_SUM, &last));
+    for (int i = 19; i >= 0; i--) {
+        RANKS_OK(world, ddp_wait(world, &works[i]));
+        RANKS_CHECK(world, cells[i] == (int64_t)i * w, "task %d gave %lld", i, (long long)cells[i]);
+    }
+    RANKS_OK(world, ddp_wait(world, &last));
+    RANKS_CHECK(world, after == w, "the call after the tasks gave %lld", (long long)after);
+    /* A task's own failure is the result of its wait, text and all. */
+    RANKS_OK(world, ddp_group_enqueue(world, failing_task, NULL, &last));
+    RANKS_CHECK(world, ddp_wait(world, &last) == DDP_ERR_CORRUPT, "a failing task");
+    RANKS_CHECK(world, strstr(ddp_last_error(), "this task always fails"), "its text is '%s'", ddp_last_error());
+    return DDP_OK;
+}
+
+/* Destroying a group right after its last call, on ranks that arrive at different times, loses nothing. */
+static ddp_result destroy_right_away(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    for (int round = 0; round < 50; round++) {
+        ddp_group *child;
+        int64_t one = 1, sum = 0;
+        RANKS_OK(world, ddp_group_split(world, 0, -rank, &child));
+        if (ranks_mix((uint64_t)(round * 64 + rank)) % 4 == 0) ranks_sleep_us(200);
+        RANKS_OK(child, ddp_all_reduce(child, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
+        RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
+        ddp_group_destroy(child);
+    }
+    return DDP_OK;
+}
+
+/* Aborting a child: its pending and later calls fail on every member and name who did it; the parent goes on. */
+static ddp_result abort_child(ddp_group *world) {
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    ddp_group *child;
+    ddp_result first, second;
+    char text[256];
+    RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
+    RANKS_OK(child, ddp_group_status(child));
+    if (rank == w - 1) {
+        ranks_sleep_us(20000);
+        RANKS_OK(child, ddp_group_abort(child));
+    }
+    first = ddp_barrier(child);
+    snprintf(text, sizeof text, "rank %d", w - 1);
+    RANKS_CHECK(world, first != DDP_OK && strstr(ddp_last_error(), text), "first call after an abort: %s '%s'", ddp_result_name(first), ddp_last_error());
+    RANKS_CHECK(world, ddp_group_status(child) == first || rank == w - 1, "status is another code than the first failure: %s",
+                ddp_result_name(ddp_group_status(child)));
+    second = ddp_barrier(child);
+    RANKS_CHECK(world, second == DDP_ERR_POISONED && strstr(ddp_last_error(), text), "second: %s '%s'", ddp_result_name(second), ddp_last_error());
+    ddp_group_destroy(child);
+    RANKS_OK(world, ddp_group_status(world));
+    SUM_IS(world, 1, w, "parent of an aborted group");
+    return DDP_OK;
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    double start = ranks_now();
+    int w = ddp_world_size(world);
+    RANKS_CHECK(world, ddp_rank(world) >= 0 && ddp_rank(world) < w && ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
+                "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
+#define RUN(test)                                                                                                            \
+    do {                                                                                                                     \
+        ddp_result run_result = (test);                                                                                      \
+        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
+        if (run_result != DDP_OK) {                                                                                          \
+            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), w, #test, ddp_last_error());                     \
+            return run_result;                                                                                               \
+        }                                                                                                                    \
+    } while (0)
+    RUN(splits(world));
+    RUN(nested(world));
+    RUN(many_groups_at_once(world));
+    RUN(memory(world));
+    RUN(too_much_memory(world));
+    RUN(split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / DDP_TEST_SLOWDOWN + 2));
+    RUN(async_order(world));
+    RUN(tasks(world));
+    RUN(destroy_right_away(world));
+    RUN(abort_child(world));
+#undef RUN
+    if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
+    fflush(stdout);
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int defaults[] = {1, 2, 3, 4, 7};
+    ranks_mode mode;
+    int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
+    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) {
+        fprintf(stderr, "usage: test_groups processes|threads|env [W ...]\n");
+        return 2;
+    }
+    watchdog_start(180);
+    if (mode == RANKS_ENV) count = 1;
+    for (int i = 0; i < count; i++) {
+        int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
+        ddp_result result = ranks_run(mode, w, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode);
+        if (result == DDP_OK) continue;
+        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(mode), w, ddp_result_name(result), ddp_last_error());
+        failures++;
+    }
+    return failures != 0;
+}

@@ -1,0 +1,787 @@
+/*  test_reducer_ranks.c - the reducer, the accumulator and the join over several ranks: every average bit for bit against
+    the reference tree, whatever the layout, buckets or order of readiness; and every way for ranks to disagree.
+
+    test_reducer_ranks [processes|threads] */
+#define DDP_IMPLEMENTATION
+#include "ddp.h"
+#include "../support/ranks.h"
+
+enum { PARAMS = 12, ELEMENTS_MAX = 30000 };
+
+static ranks_mode run_mode;
+
+//== a model with test gradients ============================================================
+
+typedef enum layout { PLACED, FORWARD, BACKWARD, SCATTERED, PER_RANK, LAYOUTS } layout; /* where gradients lie */
+
+typedef struct model {
+    ddp_group *group;
+    ddp_param params[PARAMS];
+    char names[PARAMS][16];
+    int count;
+    unsigned char *values, *grads;
+    size_t value_bytes;
+} model;
+
+static size_t param_elements(const ddp_param *param) { return (size_t)ddp_tensor_count(&param->value); }
+
+static void model_open(model *m, ddp_group *group, int count) {
+    memset(m, 0, sizeof *m);
+    m->group = group;
+    m->count = count;
+    m->values = (unsigned char *)calloc(PARAMS * ELEMENTS_MAX, 8);
+    m->grads = (unsigned char *)calloc(PARAMS * (ELEMENTS_MAX + 64), 8);
+    for (int i = 0; i < count; i++) {
+        static const int64_t rows[PARAMS] = {3, 17, 1, 100, 64, 5, 150, 2, 31, 1, 77, 8}, columns[PARAMS] = {5, 1, 1, 200, 16, 3, 200, 7, 33, 1, 13, 250};
+        ddp_tensor *value = &m->params[i].value;
+        snprintf(m->names[i], sizeof m->names[i], "p%d", i);
+        m->params[i].name = m->names[i];
+        value->dtype = DDP_F32;
+        value->ndim = 2;
+        value->shape[0] = rows[i];
+        value->shape[1] = columns[i];
+        value->data = m->values + m->value_bytes;
+        m->value_bytes += param_elements(&m->params[i]) * 8;
+    }
+}
+
+static void model_close(model *m) {
+    free(m->values);
+    free(m->grads);
+}
+
+static void model_mixed_dtypes(model *m) {
+    static const ddp_dtype dtypes[4] = {DDP_F32, DDP_BF16, DDP_F64, DDP_F16};
+    for (int i = 0; i < m->count; i++) m->params[i].value.dtype = dtypes[i * 7 / 3 % 4];
+}
+
+static void model_lay_out(model *m, layout how) {
+    size_t at = 0;
+    int rank = ddp_rank(m->group);
+    if (how == PER_RANK) how = rank == 0 ? FORWARD : rank == 1 ? BACKWARD : SCATTERED;
+    for (int k = 0; k < m->count; k++) {
+        ddp_param *param = &m->params[how == BACKWARD ? m->count - 1 - k : k];
+        size_t size = ddp_dtype_size(param->value.dtype);
+        param->grad.data = NULL;
+        if (how == PLACED) continue;
+        at = (at + size - 1) / size * size;
+        param->grad.data = m->grads + at;
+        at += param_elements(param) * size;
+        if (how == SCATTERED) at += 24;
+    }
+}
+
+static ddp_reducer_desc model_desc(model *m) {
+    ddp_reducer_desc desc = DDP_ZERO;
+    desc.params = m->params;
+    desc.param_count = m->count;
+    return desc;
+}
+
+static ranks_data param_data(const model *m, int param, int step) {
+    ranks_data data;
+    data.dtype = m->params[param].grad.dtype ? m->params[param].grad.dtype : m->params[param].value.dtype;
+    data.seed = (uint64_t)(param * 1000003 + step * 7 + 1);
+    data.specials = 0;
+    return data;
+}
+
+static void fill_param(model *m, int param, int step) {
+    ranks_data data = param_data(m, param, step);
+    ranks_fill(m->params[param].grad.data, &data, ddp_rank(m->group), 0, param_elements(&m->params[param]));
+}
+
+static uint32_t random_next(uint32_t *state) { return (*state = *state * 1664525u + 1013904223u) >> 8; }
+
+/* Every rank its own order. */
+static void shuffle(int *order, int count, uint32_t seed) {
+    for (int i = 0; i < count; i++) order[i] = count - 1 - i;
+    for (int i = 0; i < count && seed; i++) {
+        int j = i + (int)(random_next(&seed) % (uint32_t)(count - i)), swap = order[i];
+        order[i] = order[j];
+        order[j] = swap;
+    }
+}
+
+/* The tree over ranks first .. first + n - 1, then one division. */
+static uint64_t reference(const ranks_data *data, int ranks, uint64_t divisor, size_t index) {
+    ranks_number n = ranks_tree(data, DDP_OP_SUM, 0, ranks, index);
+    if (data->dtype == DDP_F64) n.d /= (double)divisor;
+    else n.f /= (float)divisor;
+    return ranks_narrow(data->dtype, n);
+}
+
+static ddp_result check_param(model *m, int param, int step, uint64_t divisor) {
+    ranks_data data = param_data(m, param, step);
+    size_t size = ranks_dtype_size(data.dtype);
+    for (size_t k = 0; k < param_elements(&m->params[param]); k++) {
+        uint64_t have = ranks_load(m->params[param].grad.data, k, size), want = reference(&data, ddp_world_size(m->group), divisor, k);
+        RANKS_CHECK(m->group, have == want, "parameter %d (%s) element %zu step %d: have %llx, want %llx", param, ddp_dtype_name(data.dtype), k, step,
+                    (unsigned long long)have, (unsigned long long)want);
+    }
+    return DDP_OK;
+}
+
+/* One step in a rank's own order of readiness, checked. */
+static ddp_result checked_step(model *m, ddp_reducer *reducer, int step, uint32_t seed, uint64_t divisor) {
+    int order[PARAMS];
+    shuffle(order, m->count, seed);
+    for (int k = 0; k < m->count; k++) {
+        fill_param(m, order[k], step);
+        RANKS_OK(m->group, ddp_reducer_ready(reducer, order[k]));
+    }
+    RANKS_OK(m->group, ddp_reducer_wait(reducer));
+    for (int i = 0; i < m->count; i++) {
+        ddp_result result = check_param(m, i, step, divisor);
+        if (result != DDP_OK) return result;
+    }
+    return DDP_OK;
+}
+
+#define PASS(call) do { ddp_result pass_result = (call); if (pass_result != DDP_OK) return pass_result; } while (0)
+
+//== averages ===============================================================================
+
+static ddp_result sum_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
+    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_SUM, NULL);
+    (void)user;
+    if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+    return result;
+}
+
+static ddp_result averages(ddp_group *group, void *user) {
+    static const size_t limits[3][2] = {{0, 0}, {1, 1}, {3000, 90000}};
+    (void)user;
+    for (int how = 0; how < LAYOUTS; how++)
+        for (int round = 0; round < 6; round++) {
+            model m;
+            ddp_reducer *reducer;
+            ddp_reducer_desc desc;
+            ddp_reducer_stats stats = DDP_ZERO;
+            int hooked = round == 5; /* a hook that adds 16-bit gradients would round twice: f32 only */
+            model_open(&m, group, PARAMS);
+            if (round % 2 == 0) model_mixed_dtypes(&m);
+            model_lay_out(&m, (layout)how);
+            desc = model_desc(&m);
+            desc.first_bucket_bytes = limits[round % 3][0];
+            desc.bucket_cap_bytes = limits[round % 3][1];
+            desc.micro_batch_count = round == 4 ? 3 : 0;
+            if (hooked) desc.hook = sum_hook;
+            RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+            for (int step = 0; step < 3; step++)
+                PASS(checked_step(&m, reducer, step, (uint32_t)(round * 100 + ddp_rank(group) * 10 + step), (uint64_t)ddp_world_size(group) * (round == 4 ? 3 : 1)));
+            RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
+            RANKS_CHECK(group, stats.steps == 3 && stats.rebuilt == 1, "steps=%d rebuilt=%d", (int)stats.steps, stats.rebuilt);
+            RANKS_CHECK(group, ddp_world_size(group) == 1 || stats.bytes_reduced >= stats.gradient_bytes, "%zu of %zu", stats.bytes_reduced, stats.gradient_bytes);
+            RANKS_CHECK(group, how != PLACED || round != 0 || stats.bytes_copied == 0, "one range per bucket was copied: %zu bytes", stats.bytes_copied);
+            ddp_reducer_destroy(reducer);
+            model_close(&m);
+        }
+    return DDP_OK;
+}
+
+/* Casts once, adds in f32, divides, rounds once. */
+static ddp_result sixteen_bit_communication(ddp_group *group, void *user) {
+    int w = ddp_world_size(group);
+    (void)user;
+    for (int which = 0; which < 2; which++) {
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        ddp_reducer_stats stats = DDP_ZERO;
+        model_open(&m, group, 6);
+        model_lay_out(&m, which ? FORWARD : PLACED);
+        desc = model_desc(&m);
+        desc.comm_dtype = which ? DDP_F16 : DDP_BF16;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        for (int i = 5; i >= 0; i--) {
+            fill_param(&m, i, 9);
+            RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        }
+        RANKS_OK(group, ddp_reducer_wait(reducer));
+        for (int i = 0; i < 6 && w > 1; i++)
+            for (size_t k = 0; k < param_elements(&m.params[i]); k++) {
+                ranks_data data = param_data(&m, i, 9);
+                float parts[4] = {0, 0, 0, 0}, sum, have = ((const float *)m.params[i].grad.data)[k];
+                for (int r = 0; r < w; r++) {
+                    float value = ranks_widen(DDP_F32, ranks_bits(&data, r, k)).f;
+                    parts[r] = which ? ranks_f16_to_f32(ranks_f32_to_f16(value)) : ranks_bf16_to_f32(ranks_f32_to_bf16(value));
+                }
+                sum = parts[0] + parts[1];
+                if (w == 3) sum += parts[2];
+                if (w == 4) sum += parts[2] + parts[3];
+                sum /= (float)w;
+                sum = which ? ranks_f16_to_f32(ranks_f32_to_f16(sum)) : ranks_bf16_to_f32(ranks_f32_to_bf16(sum));
+                RANKS_CHECK(group, have == sum, "parameter %d element %zu: have %a, want %a", i, k, (double)have, (double)sum);
+            }
+        RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
+        RANKS_CHECK(group, w == 1 || stats.bytes_reduced == stats.gradient_bytes / 2, "%zu", stats.bytes_reduced);
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+static ddp_result values_and_buffers_come_from_rank_0(ddp_group *group, void *user) {
+    (void)user;
+    for (int skip = 0; skip < 2; skip++) {
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        ddp_tensor buffers[3] = {DDP_ZERO, DDP_ZERO, DDP_ZERO};
+        int64_t counter[2];
+        unsigned char *bytes = (unsigned char *)malloc(40000), first = (unsigned char)(skip ? ddp_rank(group) + 1 : 1);
+        model_open(&m, group, PARAMS);
+        m.params[9].value.data = m.params[2].value.data; /* a second use */
+        memset(m.values, ddp_rank(group) + 1, PARAMS * ELEMENTS_MAX * 8);
+        memset(bytes, ddp_rank(group) + 1, 40000);
+        counter[0] = counter[1] = ddp_rank(group) + 1;
+        buffers[0].data = counter; buffers[0].dtype = DDP_I64; buffers[0].ndim = 1; buffers[0].shape[0] = 2;
+        buffers[1].data = bytes; buffers[1].dtype = DDP_U8; buffers[1].ndim = 2; buffers[1].shape[0] = 400; buffers[1].shape[1] = 100;
+        buffers[2].dtype = DDP_F32; buffers[2].ndim = 1; /* empty */
+        desc = model_desc(&m);
+        desc.buffers = buffers;
+        desc.buffer_count = 3;
+        desc.skip_initial_broadcast = skip;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        for (int i = 0; i < PARAMS; i++)
+            for (size_t k = 0; k < param_elements(&m.params[i]) * 4; k++)
+                RANKS_CHECK(group, ((unsigned char *)m.params[i].value.data)[k] == first, "parameter %d byte %zu", i, k);
+        RANKS_CHECK(group, counter[0] == (skip ? ddp_rank(group) + 1 : 1) && counter[1] == counter[0], "%d", (int)counter[0]);
+        RANKS_CHECK(group, bytes[0] == first && bytes[39999] == first, "%d", bytes[0]);
+        ddp_reducer_destroy(reducer);
+        free(bytes);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+//== order and use ==========================================================================
+
+typedef struct seen { int count; size_t elements[PARAMS]; } seen;
+
+static ddp_result record_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
+    seen *s = (seen *)user;
+    (void)group;
+    if (bucket->index == 0) s->count = 0;
+    s->elements[s->count++] = bucket->count;
+    return DDP_OK;
+}
+
+/* One parameter per bucket: what the hook sees is the order of the buckets. */
+static ddp_result buckets_follow_rank_0(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    seen s;
+    int order[PARAMS], of_rank_0[PARAMS];
+    (void)user;
+    model_open(&m, group, PARAMS);
+    desc = model_desc(&m);
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc.hook = record_hook;
+    desc.hook_user = &s;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    shuffle(of_rank_0, PARAMS, 100);
+    for (int step = 0; step < 3; step++) {
+        shuffle(order, PARAMS, (uint32_t)(100 + ddp_rank(group) + 10 * step));
+        for (int i = 0; i < PARAMS; i++) RANKS_OK(group, ddp_reducer_ready(reducer, order[i]));
+        RANKS_OK(group, ddp_reducer_wait(reducer));
+        RANKS_CHECK(group, s.count == PARAMS, "%d buckets", s.count);
+        for (int i = 0; i < PARAMS; i++) {
+            size_t want = param_elements(&m.params[step == 0 ? PARAMS - 1 - i : of_rank_0[i]]);
+            RANKS_CHECK(group, s.elements[i] == want, "step %d bucket %d: %zu elements, want %zu", step, i, s.elements[i], want);
+        }
+    }
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+static ddp_result unused_is_zero_here_and_reported_when_nobody_used_it(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    (void)user;
+    for (int fixed = 0; fixed < 2; fixed++) { /* find_unused, then static_graph */
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        model_open(&m, group, 5);
+        desc = model_desc(&m);
+        desc.first_bucket_bytes = desc.bucket_cap_bytes = 100;
+        if (fixed) desc.static_graph = 1;
+        else desc.find_unused = 1;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        for (int step = 0; step < 4; step++) {
+            int nobody = fixed ? 2 : step, somebody = fixed ? 3 : (step + 1) % 5; /* somebody: only the last rank uses it */
+            for (int i = 0; i < 5; i++) {
+                float *grad = (float *)m.params[i].grad.data;
+                if (i == nobody || (i == somebody && rank != w - 1)) continue;
+                for (size_t k = 0; k < param_elements(&m.params[i]); k++) grad[k] = (float)(rank + 1 + i);
+                RANKS_OK(group, ddp_reducer_ready(reducer, i));
+            }
+            RANKS_OK(group, ddp_reducer_wait(reducer));
+            for (int i = 0; i < 5; i++) {
+                float want = i == nobody ? 0 : i == somebody ? (float)(w + i) : (float)(w * (w + 1) / 2 + w * i);
+                const float *grad = (const float *)m.params[i].grad.data;
+                RANKS_CHECK(group, grad[0] == want / (float)w, "step %d parameter %d: have %g, want %g", step, i, (double)grad[0], (double)(want / (float)w));
+                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, i) == (i == nobody), "step %d parameter %d", step, i);
+            }
+        }
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+static ddp_result no_sync_then_sync(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    (void)user;
+    model_open(&m, group, 4);
+    desc = model_desc(&m);
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    for (int step = 0; step < 3; step++) {
+        RANKS_OK(group, ddp_reducer_no_sync(reducer, 1));
+        ((float *)m.params[3].grad.data)[0] = (float)(ddp_rank(group) + 10);
+        RANKS_OK(group, ddp_reducer_ready(reducer, 3));
+        RANKS_OK(group, ddp_reducer_wait(reducer));
+        RANKS_CHECK(group, ((float *)m.params[3].grad.data)[0] == (float)(ddp_rank(group) + 10), "changed");
+        RANKS_OK(group, ddp_reducer_no_sync(reducer, 0));
+        PASS(checked_step(&m, reducer, step, 0, (uint64_t)ddp_world_size(group)));
+    }
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    int w = ddp_world_size(group);
+    (void)user;
+    model_open(&m, group, 6);
+    for (int i = 2; i < 6; i += 3) { /* 2 and 5 are uses of 0, all of one shape */
+        m.params[i].value = m.params[0].value;
+    }
+    desc = model_desc(&m);
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    for (int step = 0; step < 2; step++) {
+        for (int i = 5; i >= 0; i--) {
+            fill_param(&m, i, step);
+            RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        }
+        RANKS_OK(group, ddp_reducer_wait(reducer));
+        for (size_t k = 0; k < param_elements(&m.params[0]); k++) {
+            float want = 0;
+            for (int i = 0; i < 6; i++) {
+                ranks_data data = param_data(&m, i, step);
+                float part = ranks_widen(DDP_F32, reference(&data, w, (uint64_t)w, k)).f;
+                if (i == 0) want = part;
+                else if (i == 2 || i == 5) want += part;
+            }
+            RANKS_CHECK(group, ((float *)m.params[0].grad.data)[k] == want, "element %zu", k);
+        }
+        PASS(check_param(&m, 1, step, (uint64_t)w));
+        PASS(check_param(&m, 4, step, (uint64_t)w));
+    }
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+//== disagreements ==========================================================================
+
+#define EXPECT_ERROR(group, call, code, ...)                                                                              \
+    do {                                                                                                                  \
+        const char *expect_words[] = {__VA_ARGS__};                                                                       \
+        ddp_result expect_result = (call);                                                                                \
+        RANKS_CHECK(group, expect_result == (code), "%s: %s", ddp_result_name(expect_result), ddp_last_error());          \
+        for (size_t expect_i = 0; expect_i < sizeof expect_words / sizeof expect_words[0]; expect_i++)                    \
+            RANKS_CHECK(group, strstr(ddp_last_error(), expect_words[expect_i]), "'%s' is not in: %s", expect_words[expect_i], ddp_last_error()); \
+    } while (0)
+
+static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    char culprit[64];
+    (void)user;
+    snprintf(culprit, sizeof culprit, "never became ready on rank %d", w - 1);
+    model_open(&m, group, 6);
+    desc = model_desc(&m);
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 100;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    for (int round = 0; round < 3; round++) {
+        double begin;
+        for (int i = 5; i >= 0; i--)
+            if (rank != w - 1 || i != 2 * round) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        begin = ranks_now();
+        EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, round == 0 ? "'p0'" : round == 1 ? "'p2'" : "'p4'", culprit);
+        RANKS_CHECK(group, ranks_now() - begin < 5.0 * DDP_TEST_SLOWDOWN, "%g s", ranks_now() - begin);
+        if (round == 1) PASS(checked_step(&m, reducer, round, 0, (uint64_t)w)); /* the group is whole */
+    }
+    /* A wait without any ready is the same mistake; twice ready is this rank's own and harms nobody. */
+    if (rank != w - 1)
+        for (int i = 0; i < 6; i++) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+    EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, "parameter 0 'p0'", culprit);
+    for (int i = 0; i < 6; i++) {
+        fill_param(&m, i, 50);
+        RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        if (rank == 0) EXPECT_ERROR(group, ddp_reducer_ready(reducer, i), DDP_ERR_INVALID, "is ready twice", m.names[i]);
+    }
+    RANKS_OK(group, ddp_reducer_wait(reducer));
+    for (int i = 0; i < 6; i++) PASS(check_param(&m, i, 50, (uint64_t)w));
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+typedef enum difference {
+    NAME, LATE_NAME, VALUE_DTYPE, GRAD_DTYPE, SHAPE, NDIM, ORDER, FEWER, MORE, TIED, GIVEN, CAP, FIRST, MICRO, UNUSED_FLAG, STATIC_FLAG, COMM, HOOK, SKIP,
+    BUFFER_SHAPE, BUFFER_COUNT, BAD_ARGUMENT, BAD_OUT, BAD_DESC, DIFFERENCES
+} difference;
+
+static const struct { const char *words[3]; ddp_result code; } differences[DIFFERENCES] = {
+    {{"parameter 0 differs", "'p0'", "'other'"}, DDP_ERR_MISMATCH},
+    {{"parameter 9 differs", "'p9'", "'other'"}, DDP_ERR_MISMATCH},
+    {{"parameter 3 differs", "f32 [100,200]", "f64 [100,200]"}, DDP_ERR_MISMATCH},
+    {{"parameter 3 differs", "gradient f32", "gradient bf16"}, DDP_ERR_MISMATCH},
+    {{"parameter 3 differs", "f32 [100,200]", "f32 [200,100]"}, DDP_ERR_MISMATCH},
+    {{"parameter 3 differs", "f32 [100,200]", "f32 [100,200,1]"}, DDP_ERR_MISMATCH},
+    {{"parameter 4 differs", "'p4' f32 [64,16]", "'p5' f32 [5,3]"}, DDP_ERR_MISMATCH},
+    {{"parameter 9 differs", "no such parameter", "'p9'"}, DDP_ERR_MISMATCH},
+    {{"parameter 10 differs", "no such parameter", "'p10'"}, DDP_ERR_MISMATCH},
+    {{"parameter 9 differs", "tied to parameter 2", "'p9'"}, DDP_ERR_MISMATCH},
+    {{"parameter 6 differs", "NULL", "given"}, DDP_ERR_MISMATCH},
+    {{"bucket_cap_bytes differs", "26214400", "1000"}, DDP_ERR_MISMATCH},
+    {{"first_bucket_bytes differs", "1048576", "1000"}, DDP_ERR_MISMATCH},
+    {{"micro_batch_count differs", "1 on", "2 on"}, DDP_ERR_MISMATCH},
+    {{"find_unused differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
+    {{"static_graph differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
+    {{"comm_dtype differs", "0 on", "on rank"}, DDP_ERR_MISMATCH},
+    {{"hook differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
+    {{"skip_initial_broadcast differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
+    {{"buffer 1 differs", "f32 [4]", "f32 [5]"}, DDP_ERR_MISMATCH},
+    {{"buffer 1 differs", "f32 [4]", "no such buffer"}, DDP_ERR_MISMATCH},
+    {{"parameter 3 'p3'", "value.data is NULL", "point it at"}, DDP_ERR_INVALID},
+    {{"out is NULL", "out is NULL", "out is NULL"}, DDP_ERR_INVALID},
+    {{"desc is NULL", "desc is NULL", "desc is NULL"}, DDP_ERR_INVALID},
+};
+
+/* What the odd rank does differently. */
+static void make_different(model *m, ddp_reducer_desc *desc, difference which) {
+    ddp_param swap;
+    switch (which) {
+    case NAME: m->params[0].name = "other"; break;
+    case LATE_NAME: m->params[9].name = "other"; break;
+    case VALUE_DTYPE: m->params[3].value.dtype = DDP_F64; m->params[3].grad.dtype = DDP_F32; break;
+    case GRAD_DTYPE: m->params[3].grad.dtype = DDP_BF16; break;
+    case SHAPE: m->params[3].value.shape[0] = 200; m->params[3].value.shape[1] = 100; break;
+    case NDIM: m->params[3].value.ndim = 3; m->params[3].value.shape[2] = 1; break;
+    case ORDER: swap = m->params[4]; m->params[4] = m->params[5]; m->params[5] = swap; break;
+    case FEWER: desc->param_count = 9; break;
+    case MORE: desc->param_count = 11; break;
+    case TIED: m->params[9].value.data = m->params[2].value.data; break;
+    case GIVEN: m->params[6].grad.data = m->grads; break;
+    case CAP: desc->bucket_cap_bytes = 1000; break;
+    case FIRST: desc->first_bucket_bytes = 1000; break;
+    case MICRO: desc->micro_batch_count = 2; break;
+    case UNUSED_FLAG: desc->find_unused = 1; break;
+    case STATIC_FLAG: desc->static_graph = 1; break;
+    case COMM: desc->comm_dtype = DDP_BF16; break;
+    case HOOK: desc->hook = sum_hook; break;
+    case SKIP: desc->skip_initial_broadcast = 1; break;
+    case BUFFER_COUNT: desc->buffer_count = 1; break;
+    case BAD_ARGUMENT: m->params[3].value.data = NULL; break;
+    default: break;
+    }
+}
+
+static ddp_result every_difference_is_named_on_every_rank(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    (void)user;
+    if (w == 1) return DDP_OK;
+    for (int which = 0; which < DIFFERENCES; which++)
+        for (int odd = 0; odd < w; odd += w - 1) {
+            model m, untouched;
+            ddp_reducer *reducer = NULL;
+            ddp_reducer_desc desc;
+            ddp_tensor buffers[2] = {DDP_ZERO, DDP_ZERO};
+            float buffer_data[8] = {0};
+            char name[32];
+            model_open(&m, group, PARAMS);
+            m.count = 10;
+            for (int i = 0; i < 2; i++) {
+                buffers[i].data = buffer_data;
+                buffers[i].dtype = DDP_F32;
+                buffers[i].ndim = 1;
+                buffers[i].shape[0] = i == 1 && which == BUFFER_SHAPE && rank == odd ? 5 : 4;
+            }
+            desc = model_desc(&m);
+            desc.buffers = buffers;
+            desc.buffer_count = 2;
+            untouched = m;
+            if (rank == odd) make_different(&m, &desc, (difference)which);
+            snprintf(name, sizeof name, "rank %d", odd);
+            EXPECT_ERROR(group, ddp_reducer_create(which == BAD_OUT && rank == odd ? NULL : &reducer, group, which == BAD_DESC && rank == odd ? NULL : &desc),
+                         differences[which].code, differences[which].words[0], differences[which].words[1], differences[which].words[2],
+                         differences[which].code == DDP_ERR_MISMATCH || rank != odd ? name : "ddp_reducer_create");
+            RANKS_CHECK(group, reducer == NULL, "difference %d", which);
+            for (int i = 0; i < 10; i++) RANKS_CHECK(group, which == GIVEN || m.params[i].grad.data == NULL, "difference %d filled in parameter %d", which, i);
+            memcpy(m.params, untouched.params, sizeof m.params); /* after that, all is as if it had not been called */
+            for (int i = 0; i < 10; i++) m.params[i].name = m.names[i];
+            desc = model_desc(&m);
+            RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+            ddp_reducer_destroy(reducer);
+            model_close(&m);
+        }
+    return DDP_OK;
+}
+
+static ddp_result odd_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
+    (void)user;
+    if (bucket->index == 1 && ddp_rank(group) == ddp_world_size(group) - 1) return ddp_fail(DDP_ERR_CORRUPT, "no more paper");
+    return ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_AVG, NULL);
+}
+
+static ddp_result a_hook_that_fails_on_one_rank_fails_everywhere(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    ddp_result result = DDP_OK;
+    (void)user;
+    model_open(&m, group, 6);
+    desc = model_desc(&m);
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc.hook = odd_hook;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    for (int i = 5; i >= 0 && result == DDP_OK; i--) result = ddp_reducer_ready(reducer, i);
+    EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_CORRUPT, "no more paper", "bucket 1 of 6");
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+/* Half a step, then the end: what is under way is waited for. */
+static ddp_result destroy_in_the_middle_of_a_step(ddp_group *group, void *user) {
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    (void)user;
+    model_open(&m, group, PARAMS);
+    desc = model_desc(&m);
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    for (int i = PARAMS - 1; i > 4; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+    ddp_reducer_destroy(reducer);
+    RANKS_OK(group, ddp_barrier(group));
+    model_close(&m);
+    return DDP_OK;
+}
+
+//== join ===================================================================================
+
+typedef struct trainer { model *m; int steps; float lr; } trainer;
+
+static ddp_result plain_step(void *user) {
+    trainer *t = (trainer *)user;
+    for (int i = 0; i < t->m->count; i++)
+        for (size_t k = 0; k < param_elements(&t->m->params[i]); k++)
+            ((float *)t->m->params[i].value.data)[k] -= t->lr * ((const float *)t->m->params[i].grad.data)[k];
+    t->steps++;
+    return DDP_OK;
+}
+
+/* Rank r has r + 2 batches. The gradient of step s on rank r is s * 10 + r + 1 everywhere. */
+static ddp_result uneven_inputs(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group);
+    (void)user;
+    for (int variant = 0; variant < 3; variant++) { /* shadow with a step function; shadow without; stop */
+        model m;
+        trainer t;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        ddp_join *join;
+        ddp_join_desc join_desc = DDP_ZERO;
+        float want = 0;
+        int last = variant == 2 ? 2 : w + 1;
+        model_open(&m, group, 5);
+        t.m = &m;
+        t.steps = 0;
+        t.lr = 0.5f;
+        desc = model_desc(&m);
+        desc.first_bucket_bytes = desc.bucket_cap_bytes = 1000;
+        desc.micro_batch_count = 2;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        join_desc.reducer = reducer;
+        join_desc.mode = variant == 2 ? DDP_JOIN_STOP : DDP_JOIN_SHADOW;
+        join_desc.step_fn = variant == 0 ? plain_step : NULL;
+        join_desc.user = &t;
+        RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
+        for (int epoch = 0; epoch < 2; epoch++) { /* a finished join starts over */
+            for (int s = 0;; s++) {
+                int active = -1, want_active = 0;
+                float sum = 0;
+                for (int r = 0; r < w; r++)
+                    if (s < r + 2) { want_active++; sum += (float)(s * 10 + r + 1); }
+                RANKS_OK(group, ddp_join_step(join, s < rank + 2, &active));
+                if (!active) break;
+                RANKS_CHECK(group, active == want_active && s < last, "step %d: active %d, want %d", s, active, want_active);
+                for (int i = 4; i >= 0; i--) {
+                    for (size_t k = 0; k < param_elements(&m.params[i]); k++) ((float *)m.params[i].grad.data)[k] = (float)(s * 10 + rank + 1);
+                    RANKS_OK(group, ddp_reducer_ready(reducer, i));
+                }
+                RANKS_OK(group, ddp_reducer_wait(reducer));
+                RANKS_CHECK(group, ((float *)m.params[2].grad.data)[0] == sum / (float)(2 * active), "step %d: gradient %g, want %g", s,
+                            (double)((float *)m.params[2].grad.data)[0], (double)(sum / (float)(2 * active)));
+                RANKS_OK(group, plain_step(&t));
+            }
+            for (int s = 0; s < last; s++) {
+                float sum = 0;
+                int active = 0;
+                for (int r = 0; r < w; r++)
+                    if (s < r + 2) { active++; sum += (float)(s * 10 + r + 1); }
+                want -= 0.5f * (sum / (float)(2 * active));
+            }
+            RANKS_CHECK(group, variant == 1 || t.steps == last * (epoch + 1), "variant %d: %d steps", variant, t.steps);
+            for (int i = 0; i < 5; i++)
+                for (size_t k = 0; k < param_elements(&m.params[i]); k++)
+                    RANKS_CHECK(group, ((float *)m.params[i].value.data)[k] == want, "variant %d parameter %d: %g, want %g", variant, i,
+                                (double)((float *)m.params[i].value.data)[k], (double)want);
+        }
+        PASS(checked_step(&m, reducer, 3, 0, (uint64_t)w * 2)); /* outside a join all ranks count again */
+        ddp_join_destroy(join);
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+/* A rank that is out before its first step, with static_graph and find_unused. */
+static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
+    int rank = ddp_rank(group), w = ddp_world_size(group);
+    (void)user;
+    for (int fixed = 0; fixed < 2; fixed++) {
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        ddp_join *join;
+        ddp_join_desc join_desc = DDP_ZERO;
+        model_open(&m, group, 4);
+        desc = model_desc(&m);
+        if (fixed) desc.static_graph = 1;
+        else desc.find_unused = 1;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        join_desc.reducer = reducer;
+        RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
+        for (int epoch = 0; epoch < 2; epoch++)
+            for (int s = 0;; s++) {
+                int active;
+                RANKS_OK(group, ddp_join_step(join, s < 2 && (w == 1 || epoch == 1 || rank != 0), &active));
+                if (!active) break;
+                for (int i = 3; i >= 0; i--) {
+                    if (i == 2) continue;
+                    ((float *)m.params[i].grad.data)[0] = (float)(rank + 1);
+                    RANKS_OK(group, ddp_reducer_ready(reducer, i));
+                }
+                RANKS_OK(group, ddp_reducer_wait(reducer));
+                RANKS_CHECK(group, ddp_reducer_is_unused(reducer, 2) && !ddp_reducer_is_unused(reducer, 1), "epoch %d", epoch);
+                RANKS_CHECK(group, ((float *)m.params[2].grad.data)[0] == 0 && ((float *)m.params[1].grad.data)[0] != 0, "epoch %d", epoch);
+            }
+        ddp_join_destroy(join);
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+//== memory =================================================================================
+
+static int allocations; /* of this process */
+
+static void *counting_alloc(size_t size_bytes, void *user) {
+    (void)user;
+    __atomic_fetch_add(&allocations, 1, __ATOMIC_SEQ_CST);
+    return malloc(size_bytes);
+}
+
+static void counting_free(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
+
+static ddp_result steps_allocate_nothing(ddp_group *group, void *user) {
+    (void)user;
+    for (int find = 0; find < 2; find++) {
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        int before, after;
+        model_open(&m, group, PARAMS);
+        model_lay_out(&m, SCATTERED);
+        desc = model_desc(&m);
+        desc.first_bucket_bytes = desc.bucket_cap_bytes = 2000;
+        desc.find_unused = find;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        PASS(checked_step(&m, reducer, 0, (uint32_t)ddp_rank(group) + 5, (uint64_t)ddp_world_size(group)));
+        RANKS_OK(group, ddp_barrier(group));
+        before = __atomic_load_n(&allocations, __ATOMIC_SEQ_CST);
+        RANKS_OK(group, ddp_barrier(group));
+        for (int step = 1; step < 6; step++) PASS(checked_step(&m, reducer, step, (uint32_t)ddp_rank(group) + 5, (uint64_t)ddp_world_size(group)));
+        RANKS_OK(group, ddp_barrier(group));
+        after = __atomic_load_n(&allocations, __ATOMIC_SEQ_CST);
+        RANKS_OK(group, ddp_barrier(group));
+        RANKS_CHECK(group, after == before, "%d allocations in steps", after - before);
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
+//== main ===================================================================================
+
+int main(int argc, char **argv) {
+    static const struct { const char *name; ddp_rank_fn fn; } scenarios[] = {
+        {"averages", averages},
+        {"sixteen_bit_communication", sixteen_bit_communication},
+        {"values_and_buffers_come_from_rank_0", values_and_buffers_come_from_rank_0},
+        {"buckets_follow_rank_0", buckets_follow_rank_0},
+        {"unused_is_zero_here_and_reported_when_nobody_used_it", unused_is_zero_here_and_reported_when_nobody_used_it},
+        {"no_sync_then_sync", no_sync_then_sync},
+        {"tied_uses_add_up_after_the_average", tied_uses_add_up_after_the_average},
+        {"a_missing_parameter_is_named_everywhere", a_missing_parameter_is_named_everywhere},
+        {"every_difference_is_named_on_every_rank", every_difference_is_named_on_every_rank},
+        {"a_hook_that_fails_on_one_rank_fails_everywhere", a_hook_that_fails_on_one_rank_fails_everywhere},
+        {"destroy_in_the_middle_of_a_step", destroy_in_the_middle_of_a_step},
+        {"uneven_inputs", uneven_inputs},
+        {"a_rank_without_any_batch", a_rank_without_any_batch},
+        {"steps_allocate_nothing", steps_allocate_nothing},
+    };
+    int failures = 0;
+    if (argc > 1 && ranks_mode_parse(argv[1], &run_mode) != 0) { fprintf(stderr, "usage: test_reducer_ranks [processes|threads]\n"); return 2; }
+    watchdog_start(100);
+    for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) {
+        if (argc > 2 && strcmp(argv[2], scenarios[i].name) != 0) continue;
+        for (int w = 1; w <= 4; w++) {
+            ddp_launch_desc desc = DDP_ZERO;
+            ddp_result result;
+            desc.world_size = w;
+            desc.mode = run_mode == RANKS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
+            desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
+            desc.group.alloc_fn = counting_alloc;
+            desc.group.free_fn = counting_free;
+            result = ddp_launch(&desc, scenarios[i].fn, NULL);
+            if (result != DDP_OK) {
+                fprintf(stderr, "FAIL %s on %d ranks: %s: %s\n", scenarios[i].name, w, ddp_result_name(result), ddp_last_error());
+                failures++;
+            }
+        }
+        printf("%s\n", scenarios[i].name);
+        fflush(stdout);
+    }
+    printf("%d failures\n", failures);
+    return failures != 0;
+}

@@ -1,0 +1,94 @@
+#!/bin/sh
+# Installs what the tests need, builds them and runs them all; the last lines are ctest's summary.
+#   sh tests/run.sh           every test with gcc, clang, as C++, and under the sanitizers
+#   sh tests/run.sh --quick   the plain build alone
+# Further arguments go to ctest: sh tests/run.sh --quick -R unit
+# Packages are installed only when missing, with apt as root or through sudo. Everything is built below build/.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+quick=
+case ${1:-} in
+--quick) quick=1; shift ;;
+-h | --help) sed -n '2,6s/^# \{0,1\}//p' tests/run.sh; exit 0 ;;
+esac
+
+#== what is missing ==========================================================================================
+
+have() { command -v "$1" >/dev/null 2>&1; }
+have_header() { printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' "#include <$1>" |
+    gcc -fsyntax-only -x c - 2>/dev/null; }
+
+missing_packages() { # one line with the packages that this machine lacks
+    list=
+    have gcc || list="$list gcc"
+    have g++ || list="$list g++"
+    have_header stdio.h || list="$list libc6-dev"
+    have nm || list="$list binutils"
+    have cmake || list="$list cmake"
+    have ninja || list="$list ninja-build"
+    have python3 || list="$list python3"
+    have pkg-config || list="$list pkg-config"
+    have_header cmocka.h || list="$list libcmocka-dev"
+    have mpirun || list="$list openmpi-bin"
+    if [ -z "$quick" ]; then have clang++ || list="$list clang"; fi
+    echo "${list# }"
+}
+
+#== install ==================================================================================================
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+# The lists or the lock may be busy for a moment, above all on a machine that has just started.
+apt_install() {
+    for pause in 3 10 20 30 0; do
+        as_root apt-get -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 update -qq
+        if as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 \
+            install -y -qq --no-install-recommends "$@"; then return 0; fi
+        [ "$pause" = 0 ] || { echo "apt-get failed; again in $pause s"; sleep "$pause"; }
+    done
+    return 1
+}
+
+missing=$(missing_packages)
+if [ -n "$missing" ]; then
+    if ! have apt-get; then
+        echo "The tests need these packages (names of Debian), install them and run this again: $missing" >&2
+        exit 1
+    elif [ "$(id -u)" != 0 ] && ! have sudo; then
+        echo "The tests need packages that only root can install, run this as root and then again: apt-get install $missing" >&2
+        exit 1
+    fi
+    echo "Installing $missing"
+    # The list is split into words on purpose.
+    if ! apt_install $missing; then
+        echo "apt-get could not install what the tests need, install it and run this again: $missing" >&2
+        exit 1
+    fi
+    missing=$(missing_packages)
+    if [ -n "$missing" ]; then
+        echo "The packages are installed, but these are still not found, check PATH: $missing" >&2
+        exit 1
+    fi
+fi
+
+#== configure, build, run ====================================================================================
+
+jobs=$(nproc 2>/dev/null || echo 2)
+if [ -n "$quick" ]; then
+    build=build/quick flavours=plain
+else
+    build=build/tests flavours='plain;clang;cxx;asan;tsan'
+fi
+log=$build/configure.log
+mkdir -p "$build"
+echo "Configuring and building in $build"
+if ! CC=gcc CXX=g++ cmake -G Ninja -S . -B "$build" "-DDDP_TEST_FLAVOURS=$flavours" -DDDP_BUILD_TESTS=ON >"$log" 2>&1; then
+    cat "$log" >&2
+    exit 1
+fi
+cmake --build "$build" -j "$jobs" -- -k 0 || exit 1 # -k 0: every error at once
+cd "$build" || exit 1
+exec ctest --output-on-failure --no-tests=error -j "$jobs" "$@"

@@ -1,0 +1,328 @@
+/*  ranks.h - runs a function on W ranks, makes test data, and computes what a reduction must give.
+
+    The reference is written from the promises alone: one element at a time, a recursive tree over rank index, 16-bit
+    types through float with one rounding at the end. It shares no code with ddp.h.
+
+    Include after ddp.h. Needs -lm. */
+#ifndef DDP_TEST_RANKS_H
+#define DDP_TEST_RANKS_H
+
+#include "watchdog.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#define RANKS_UNUSED __attribute__((unused))
+
+//== running ranks ==========================================================================
+
+typedef enum ranks_mode { RANKS_PROCESSES, RANKS_THREADS, RANKS_ENV } ranks_mode;
+
+static RANKS_UNUSED const char *ranks_mode_name(ranks_mode mode) {
+    return mode == RANKS_PROCESSES ? "processes" : mode == RANKS_THREADS ? "threads" : "env";
+}
+
+/* 0 when text names a mode. */
+static RANKS_UNUSED int ranks_mode_parse(const char *text, ranks_mode *mode) {
+    for (int m = RANKS_PROCESSES; m <= RANKS_ENV; m++) {
+        *mode = (ranks_mode)m;
+        if (strcmp(text, ranks_mode_name(*mode)) == 0) return 0;
+    }
+    return -1;
+}
+
+/* Runs fn on world_size ranks. Under RANKS_ENV this process is one rank already and world_size is what the launcher says. */
+static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn, void *user) {
+    if (mode == RANKS_ENV) {
+        ddp_group_desc desc = DDP_ZERO;
+        ddp_group *world = NULL;
+        ddp_result result;
+        desc.timeout_ms = timeout_ms;
+        result = ddp_group_create(&world, &desc);
+        if (result == DDP_OK) result = fn(world, user);
+        if (result == DDP_OK) result = ddp_barrier(world);
+        ddp_group_destroy(world);
+        return result;
+    } else {
+        ddp_launch_desc desc = DDP_ZERO;
+        desc.world_size = world_size;
+        desc.mode = mode == RANKS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
+        desc.group.timeout_ms = timeout_ms;
+        return ddp_launch(&desc, fn, user);
+    }
+}
+
+/* Zeroed memory that ranks share, whether they are threads or forked from here. */
+static RANKS_UNUSED void *ranks_shared(size_t size_bytes) {
+    void *memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) { perror("mmap"); exit(2); }
+    return memory;
+}
+
+static RANKS_UNUSED double ranks_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static RANKS_UNUSED void ranks_sleep_us(long us) {
+    struct timespec pause;
+    pause.tv_sec = us / 1000000;
+    pause.tv_nsec = us % 1000000 * 1000;
+    while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
+}
+
+/* Inside a rank function: leaves with a line that names the place when condition is false. */
+#define RANKS_CHECK(group, condition, ...)                                                                                   \
+    do {                                                                                                                     \
+        if (!(condition)) return ranks_failed((group), __FILE__, __LINE__, #condition, __VA_ARGS__);                         \
+    } while (0)
+
+/* As above for a call that must return DDP_OK. */
+#define RANKS_OK(group, call)                                                                                                \
+    do {                                                                                                                     \
+        ddp_result ranks_result = (call);                                                                                    \
+        if (ranks_result != DDP_OK)                                                                                          \
+            return ranks_failed((group), __FILE__, __LINE__, #call, "%s: %s", ddp_result_name(ranks_result), ddp_last_error()); \
+    } while (0)
+
+static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, int line, const char *what, const char *format, ...) {
+    char text[600];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    fprintf(stderr, "FAIL %s:%d rank %d/%d: %s: %s\n", file, line, group ? ddp_rank(group) : -1, group ? ddp_world_size(group) : 0,
+            what, text);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s:%d: %s", file, line, what);
+}
+
+//== 16-bit floats ==========================================================================
+
+static RANKS_UNUSED float ranks_f16_to_f32(uint16_t bits) {
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float value;
+    if (exponent == 31) value = mantissa ? NAN : INFINITY;
+    else if (exponent == 0) value = ldexpf((float)mantissa, -24);
+    else value = ldexpf((float)(mantissa + 1024), exponent - 25);
+    return bits & 0x8000 ? -value : value;
+}
+
+/* To nearest, ties to even; scaling by a power of two is exact, so rintf is the one rounding. */
+static RANKS_UNUSED uint16_t ranks_f32_to_f16(float value) {
+    uint16_t sign = (uint16_t)(signbit(value) ? 0x8000 : 0);
+    float size = fabsf(value);
+    int exponent;
+    if (isnan(value)) return (uint16_t)(sign | 0x7e00);
+    if (size >= 65520.0f) return (uint16_t)(sign | 0x7c00);
+    if (size < ldexpf(1, -14)) return (uint16_t)(sign | (uint16_t)rintf(ldexpf(size, 24)));
+    exponent = ilogbf(size);
+    return (uint16_t)(sign | (uint16_t)(((exponent + 15) << 10) + ((int)rintf(ldexpf(size, 10 - exponent)) - 1024)));
+}
+
+static RANKS_UNUSED float ranks_bf16_to_f32(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+static RANKS_UNUSED uint16_t ranks_f32_to_bf16(float value) {
+    uint32_t bits, low;
+    memcpy(&bits, &value, 4);
+    if (isnan(value)) return (uint16_t)(bits >> 16 | 0x40);
+    low = bits & 0xffff;
+    bits >>= 16;
+    if (low > 0x8000 || (low == 0x8000 && (bits & 1))) bits++;
+    return (uint16_t)bits;
+}
+
+//== data ===================================================================================
+
+static RANKS_UNUSED uint64_t ranks_mix(uint64_t x) { /* splitmix64's finaliser */
+    x += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* A sequence of test numbers that every rank can compute for every other rank. */
+typedef struct ranks_data {
+    ddp_dtype dtype;
+    uint64_t seed;
+    int specials; /* 1 = one element in eight is NaN, infinite, a signed zero, subnormal or extreme */
+} ranks_data;
+
+static RANKS_UNUSED size_t ranks_dtype_size(ddp_dtype dtype) {
+    switch (dtype) {
+    case DDP_F64: case DDP_I64: case DDP_U64: return 8;
+    case DDP_F32: case DDP_I32: return 4;
+    case DDP_F16: case DDP_BF16: return 2;
+    default: return 1;
+    }
+}
+
+/* A finite float spread over a few binades, so that the order of additions shows; or an interesting one. */
+static uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bits, int special) {
+    uint64_t top = (UINT64_C(1) << exponent_bits) - 1, bias = top >> 1, mantissa = (UINT64_C(1) << mantissa_bits) - 1;
+    uint64_t sign = (h >> 63) << (mantissa_bits + exponent_bits);
+    if (special) {
+        switch (h >> 8 & 7) {
+        case 0: return sign | top << mantissa_bits | (mantissa + 1) >> 1;             /* NaN */
+        case 1: case 2: return sign | top << mantissa_bits;                           /* infinity */
+        case 3: case 4: return sign;                                                  /* zero */
+        case 5: return sign | 1;                                                      /* least subnormal */
+        case 6: return sign | (top - 1) << mantissa_bits | mantissa;                  /* greatest */
+        default: return sign | (h >> 16 & mantissa);                                  /* subnormal */
+        }
+    }
+    return sign | (bias - 4 + h % 9) << mantissa_bits | (h >> 8 & mantissa);
+}
+
+/* Element index of what rank contributes, as bits in the low bytes. */
+static uint64_t ranks_bits(const ranks_data *data, int rank, size_t index) {
+    uint64_t h = ranks_mix(data->seed + (uint64_t)rank * UINT64_C(0x100000001b3) + ((uint64_t)index << 20));
+    int special = data->specials && (h >> 40 & 7) == 0;
+    switch (data->dtype) {
+    case DDP_F32: return ranks_float_bits(h, 23, 8, special);
+    case DDP_F64: return ranks_float_bits(h, 52, 11, special);
+    case DDP_F16: return ranks_float_bits(h, 10, 5, special);
+    case DDP_BF16: return ranks_float_bits(h, 7, 8, special);
+    default: return h;
+    }
+}
+
+static RANKS_UNUSED void ranks_store(void *memory, size_t index, size_t size, uint64_t bits) { /* little-endian */
+    memcpy((unsigned char *)memory + index * size, &bits, size);
+}
+
+static RANKS_UNUSED uint64_t ranks_load(const void *memory, size_t index, size_t size) {
+    uint64_t bits = 0;
+    memcpy(&bits, (const unsigned char *)memory + index * size, size);
+    return bits;
+}
+
+/* memory[0 .. count) = elements first, first + 1, ... of what rank contributes. */
+static RANKS_UNUSED void ranks_fill(void *memory, const ranks_data *data, int rank, size_t first, size_t count) {
+    size_t size = ranks_dtype_size(data->dtype);
+    for (size_t i = 0; i < count; i++) ranks_store(memory, i, size, ranks_bits(data, rank, first + i));
+}
+
+//== reference reduction ====================================================================
+
+typedef union ranks_number { float f; double d; uint64_t u; int64_t i; } ranks_number;
+
+static ranks_number ranks_widen(ddp_dtype dtype, uint64_t bits) {
+    ranks_number n;
+    n.u = 0;
+    switch (dtype) {
+    case DDP_F32: { uint32_t low = (uint32_t)bits; memcpy(&n.f, &low, 4); break; }
+    case DDP_F64: memcpy(&n.d, &bits, 8); break;
+    case DDP_F16: n.f = ranks_f16_to_f32((uint16_t)bits); break;
+    case DDP_BF16: n.f = ranks_bf16_to_f32((uint16_t)bits); break;
+    case DDP_I8: n.i = (int8_t)bits; break;
+    case DDP_I32: n.i = (int32_t)bits; break;
+    case DDP_U8: n.u = (uint8_t)bits; break;
+    default: n.u = bits; break;
+    }
+    return n;
+}
+
+static uint64_t ranks_narrow(ddp_dtype dtype, ranks_number n) {
+    uint64_t bits = 0;
+    switch (dtype) {
+    case DDP_F32: memcpy(&bits, &n.f, 4); break;
+    case DDP_F16: bits = ranks_f32_to_f16(n.f); break;
+    case DDP_BF16: bits = ranks_f32_to_bf16(n.f); break;
+    default: bits = n.u; break;
+    }
+    return bits;
+}
+
+static int ranks_is_f32(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F16 || dtype == DDP_BF16; }
+
+static ranks_number ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number a, ranks_number b) {
+    ranks_number n;
+    n.u = 0;
+    if (ranks_is_f32(dtype)) {
+        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.f = a.f + b.f;
+        else if (op == DDP_OP_PROD) n.f = a.f * b.f;
+        else if (isnan(a.f) || isnan(b.f)) n.f = NAN;
+        else if (op == DDP_OP_MIN) n.f = b.f < a.f ? b.f : a.f;
+        else n.f = b.f > a.f ? b.f : a.f;
+    } else if (dtype == DDP_F64) {
+        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.d = a.d + b.d;
+        else if (op == DDP_OP_PROD) n.d = a.d * b.d;
+        else if (isnan(a.d) || isnan(b.d)) n.d = NAN;
+        else if (op == DDP_OP_MIN) n.d = b.d < a.d ? b.d : a.d;
+        else n.d = b.d > a.d ? b.d : a.d;
+    } else {
+        int less = dtype == DDP_U8 || dtype == DDP_U64 ? b.u < a.u : b.i < a.i;
+        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.u = a.u + b.u;
+        else if (op == DDP_OP_PROD) n.u = a.u * b.u;
+        else n = (op == DDP_OP_MIN) == less ? b : a;
+    }
+    return n;
+}
+
+/* Ranks first .. first + n - 1 as a tree: the left part is the largest power of two below n. */
+static ranks_number ranks_tree(const ranks_data *data, ddp_op op, int first, int n, size_t index) {
+    int left = 1;
+    if (n == 1) return ranks_widen(data->dtype, ranks_bits(data, first, index));
+    while (left * 2 < n) left *= 2;
+    return ranks_combine(data->dtype, op, ranks_tree(data, op, first, left, index),
+                         ranks_tree(data, op, first + left, n - left, index));
+}
+
+/* What element index of a reduction over all ranks must be. */
+static RANKS_UNUSED uint64_t ranks_reduced(const ranks_data *data, ddp_op op, int world_size, size_t index) {
+    ranks_number n = ranks_tree(data, op, 0, world_size, index);
+    if (op == DDP_OP_AVG) {
+        if (ranks_is_f32(data->dtype)) n.f /= (float)world_size;
+        else if (data->dtype == DDP_F64) n.d /= (double)world_size;
+        else {
+            n = ranks_widen(data->dtype, n.u); /* the wrapped sum */
+            if (data->dtype == DDP_U8 || data->dtype == DDP_U64) n.u /= (uint64_t)world_size;
+            else n.i /= world_size;
+        }
+    }
+    return ranks_narrow(data->dtype, n);
+}
+
+//== comparing ==============================================================================
+
+static RANKS_UNUSED int ranks_is_nan(ddp_dtype dtype, uint64_t bits) {
+    ranks_number n = ranks_widen(dtype, bits);
+    return ranks_is_f32(dtype) ? isnan(n.f) : dtype == DDP_F64 ? isnan(n.d) : 0;
+}
+
+static RANKS_UNUSED int ranks_is_zero(ddp_dtype dtype, uint64_t bits) {
+    ranks_number n = ranks_widen(dtype, bits);
+    return ranks_is_f32(dtype) ? n.f == 0 : dtype == DDP_F64 ? n.d == 0 : n.u == 0;
+}
+
+/* -1 when have equals want bit for bit, else the first index that differs. Any NaN equals any NaN. The sign of a zero
+   that MIN or MAX chose is free, but must be the same on all ranks: it goes into *zero_signs. */
+static RANKS_UNUSED long ranks_compare(const void *have, const void *want, size_t count, ddp_dtype dtype, int free_zero, uint64_t *zero_signs) {
+    size_t size = ranks_dtype_size(dtype);
+    if (memcmp(have, want, count * size) == 0) return -1;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t a = ranks_load(have, i, size), b = ranks_load(want, i, size);
+        if (a == b || (ranks_is_nan(dtype, a) && ranks_is_nan(dtype, b))) continue;
+        if (!free_zero || !ranks_is_zero(dtype, a) || !ranks_is_zero(dtype, b)) return (long)i;
+        *zero_signs += ranks_mix((uint64_t)i);
+    }
+    return -1;
+}
+
+#endif /* DDP_TEST_RANKS_H */

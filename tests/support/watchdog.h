@@ -1,0 +1,101 @@
+/*  watchdog.h - ends a test that hangs, with all its children, and says which test it was.
+
+    watchdog_start(60) at the top of main, before any thread or rank exists. When the program still runs after
+    60 s (times DDP_TEST_SLOWDOWN under a sanitizer), a line on stderr names it and its whole process group gets SIGKILL.
+
+    The watcher is a process of its own, not a thread and not a signal: a test may block every signal, hold every
+    lock, or fork. It is forked twice, so it is nobody's child here: wait() and "no child is left" checks never meet it.
+    It leaves as soon as the test is gone. */
+#ifndef DDP_TEST_WATCHDOG_H
+#define DDP_TEST_WATCHDOG_H
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef DDP_TEST_SLOWDOWN
+#define DDP_TEST_SLOWDOWN 1 /* the build sets it for sanitizer flavours */
+#endif
+
+/* The program's name from /proc, so that main need not pass argv[0]. */
+static void watchdog_name(char *name, size_t size_bytes) {
+    char path[256];
+    char *slash;
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    path[length > 0 ? length : 0] = 0;
+    slash = strrchr(path, '/');
+    snprintf(name, size_bytes, "%s", slash ? slash + 1 : "test");
+}
+
+/* Whether the process has ended, reaped or not. A zombie counts as ended: `x=$(test 2>&1)` in a shell reaps the test only
+   after the watcher, which shares its stderr, has left. */
+static int watchdog_gone(pid_t test) {
+    char path[64], text[256];
+    char *state;
+    size_t length;
+    FILE *file;
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)test);
+    file = fopen(path, "r");
+    if (!file) return 1;
+    length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    text[length] = 0;
+    state = strrchr(text, ')'); /* "pid (name) S ...": the name may hold anything */
+    return !state || state[1] != ' ' || state[2] == 'Z' || state[2] == 'X';
+}
+
+/* The watcher: polls the test every 50 ms, which costs nothing measurable, works on every kernel, and cannot be blocked. */
+static void watchdog_watch(pid_t test, int seconds, const char *name) {
+    struct timespec pause;
+    struct timespec start, now;
+    char line[256];
+    int length;
+    pause.tv_sec = 0;
+    pause.tv_nsec = 50 * 1000 * 1000;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    for (;;) {
+        if (watchdog_gone(test)) _exit(0);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if ((double)(now.tv_sec - start.tv_sec) + (double)(now.tv_nsec - start.tv_nsec) * 1e-9 >= seconds) break;
+        nanosleep(&pause, NULL);
+    }
+    length = snprintf(line, sizeof line, "watchdog: %s (pid %d) still runs after %d s; killing its process group\n", name, (int)test, seconds);
+    if (write(2, line, (size_t)length) < 0) { /* stderr is gone: kill all the same */ }
+    kill(-test, SIGKILL);
+    _exit(0);
+}
+
+/* Not collective: the one process that main starts in calls it, once. The test leads its own process group from here on,
+   so that the kill cannot reach the runner; it dies with the runner instead (PR_SET_PDEATHSIG), also on Ctrl-C. */
+static void watchdog_start(int seconds) {
+    char name[128];
+    pid_t test = getpid(), child;
+    setpgid(0, 0);
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    watchdog_name(name, sizeof name);
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        if (fork() != 0) _exit(0);
+        setsid(); /* out of the group that it kills */
+        prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0);
+        /* stdout stays open nowhere but in the test: a reader of the pipe sees its end when the test ends. */
+        close(0);
+        close(1);
+        watchdog_watch(test, seconds * DDP_TEST_SLOWDOWN, name);
+    }
+    if (child > 0) {
+        int status;
+        while (waitpid(child, &status, 0) < 0) {}
+    } else {
+        fprintf(stderr, "watchdog: %s runs without one, fork failed\n", name);
+    }
+}
+
+#endif /* DDP_TEST_WATCHDOG_H */

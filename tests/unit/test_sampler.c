@@ -1,0 +1,845 @@
+/* ddp_sampler against a plain reference that builds PyTorch's whole index list. */
+#include "../support/unit.h"
+#include <math.h>
+
+/* PyTorch changes the rule of randperm at 214748364 samples; the tests move the bound down to where lists are short. */
+static int64_t inside_out_from = INT64_C(214748364);
+#define DDP__RANDPERM_INSIDE_OUT_FROM inside_out_from
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+
+#define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+/* -- The reference -- */
+
+typedef struct reference { uint32_t mt[624]; int at; } reference;
+
+static void reference_seed(reference *r, uint64_t seed) {
+    r->mt[0] = (uint32_t)seed;
+    for (int i = 1; i < 624; i++) r->mt[i] = 1812433253u * (r->mt[i - 1] ^ (r->mt[i - 1] >> 30)) + (uint32_t)i;
+    r->at = 624;
+}
+
+static uint32_t reference_draw(reference *r) {
+    uint32_t y;
+    if (r->at == 624) {
+        for (int i = 0; i < 624; i++) {
+            y = (r->mt[i] & 0x80000000u) | (r->mt[(i + 1) % 624] & 0x7fffffffu);
+            r->mt[i] = r->mt[(i + 397) % 624] ^ (y >> 1);
+            if (y & 1) r->mt[i] ^= 0x9908b0dfu;
+        }
+        r->at = 0;
+    }
+    y = r->mt[r->at++];
+    y ^= y >> 11;
+    y ^= (y << 7) & 0x9d2c5680u;
+    y ^= (y << 15) & 0xefc60000u;
+    return y ^ (y >> 18);
+}
+
+static int64_t *reference_randperm(int64_t n, uint64_t seed, int inside_out) {
+    int64_t *list = (int64_t *)malloc((size_t)n * sizeof *list);
+    reference r;
+    reference_seed(&r, seed);
+    if (inside_out) {
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t high = reference_draw(&r);
+            int64_t z = (int64_t)((high << 32 | reference_draw(&r)) % (uint64_t)(i + 1));
+            list[i] = list[z];
+            list[z] = i;
+        }
+        return list;
+    }
+    for (int64_t i = 0; i < n; i++) list[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        int64_t z = (int64_t)(reference_draw(&r) % (uint64_t)(n - i)), kept = list[i];
+        list[i] = list[i + z];
+        list[i + z] = kept;
+    }
+    return list;
+}
+
+/* The order of an epoch: from the reference, or for HASHED from a sampler that takes all of it. */
+static int64_t *order_of(const ddp_sampler_desc *like, uint64_t epoch) {
+    int64_t n = like->dataset_size, *list;
+    if (!like->no_shuffle && like->shuffle != DDP_SHUFFLE_HASHED)
+        return reference_randperm(n, like->seed + epoch, like->shuffle == DDP_SHUFFLE_TORCH && n >= inside_out_from);
+    list = (int64_t *)malloc((size_t)n * sizeof *list);
+    if (like->no_shuffle) {
+        for (int64_t i = 0; i < n; i++) list[i] = i;
+    } else {
+        ddp_sampler whole;
+        ddp_sampler_desc desc = DDP_ZERO;
+        desc.dataset_size = n;
+        desc.seed = like->seed;
+        desc.shuffle = DDP_SHUFFLE_HASHED;
+        assert_int_equal(ddp_sampler_init(&whole, &desc), DDP_OK);
+        ddp_sampler_set_epoch(&whole, epoch);
+        for (int64_t i = 0; i < n; i++) list[i] = ddp_sampler_next(&whole, NULL);
+        ddp_sampler_free(&whole);
+    }
+    return list;
+}
+
+typedef struct expected { int64_t *sample; int *padding; int64_t count; } expected;
+
+/* What one rank gets from the order's entries from `origin` on: pad or cut the list, then slice it. */
+static expected expect(const ddp_sampler_desc *d, const int64_t *order, int64_t origin) {
+    expected e;
+    int64_t n = d->dataset_size, w = d->num_replicas, unit = d->global_batch ? d->global_batch : w, left = n - origin;
+    int64_t total = d->drop_last ? left / unit * unit : d->no_pad ? left : (left + unit - 1) / unit * unit;
+    e.sample = (int64_t *)malloc((size_t)(total + 1) * sizeof *e.sample);
+    e.padding = (int *)malloc((size_t)(total + 1) * sizeof *e.padding);
+    e.count = 0;
+    for (int64_t i = 0; i < total; i++) {
+        int64_t owner = d->global_batch ? i % unit / (unit / w) : i % w;
+        if (owner != d->rank) continue;
+        e.padding[e.count] = i >= left;
+        e.sample[e.count++] = order[i >= left ? (i - left) % n : origin + i];
+    }
+    return e;
+}
+
+static void expected_free(expected *e) { free(e->sample); free(e->padding); }
+
+static void check_rest(ddp_sampler *s, const expected *e, int64_t from) {
+    int padding = -1;
+    for (int64_t k = from; k < e->count; k++) {
+        int64_t sample = ddp_sampler_next(s, &padding);
+        if (sample != e->sample[k] || padding != e->padding[k])
+            fail_msg("N=%lld W=%d rank=%d batch=%lld drop_last=%d no_pad=%d shuffle=%d window=%lld seed=%llu epoch=%llu: sample %lld is %lld (padding %d), not %lld (%d)",
+                     (long long)s->desc.dataset_size, s->desc.num_replicas, s->desc.rank, (long long)s->desc.global_batch, s->desc.drop_last,
+                     s->desc.no_pad, (int)s->desc.shuffle, (long long)s->desc.window, (unsigned long long)s->desc.seed,
+                     (unsigned long long)s->epoch, (long long)k, (long long)sample, padding, (long long)e->sample[k], e->padding[k]);
+    }
+    assert_int_equal(ddp_sampler_next(s, &padding), -1);
+    assert_int_equal(padding, 0);
+    assert_int_equal(ddp_sampler_next(s, NULL), -1);
+}
+
+static void start(ddp_sampler *s, const ddp_sampler_desc *d) {
+    if (ddp_sampler_init(s, d) != DDP_OK) fail_msg("%s", ddp_last_error());
+}
+
+/* -- Known values -- */
+
+static void test_known_vectors(void **state) {
+    static const int64_t seed0[10] = {4, 1, 7, 5, 3, 9, 0, 8, 6, 2}, seed42[10] = {2, 6, 1, 8, 4, 5, 0, 9, 3, 7};
+    static const int64_t four_ranks[4][3] = {{4, 3, 6}, {1, 9, 2}, {7, 0, 4}, {5, 8, 1}};
+    static const int64_t batches[2][6] = {{4, 1, 3, 9, 6, 2}, {7, 5, 0, 8, 4, 1}};
+    ddp_sampler s;
+    ddp_sampler_desc d = DDP_ZERO;
+    int padding;
+    (void)state;
+    d.dataset_size = 10;
+    start(&s, &d);
+    assert_int_equal(ddp_sampler_length(&s), 10);
+    for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed0[i]);
+    assert_int_equal(ddp_sampler_next(&s, NULL), -1);
+    ddp_sampler_set_epoch(&s, 42);                  /* seed 0, epoch 42 is seed 42, epoch 0 */
+    for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed42[i]);
+    ddp_sampler_free(&s);
+    d.seed = (UINT64_C(7) << 32) + 42;              /* only the low 32 bits count */
+    start(&s, &d);
+    for (int i = 0; i < 10; i++) assert_int_equal(ddp_sampler_next(&s, NULL), seed42[i]);
+    ddp_sampler_free(&s);
+    d.seed = 0;
+    d.num_replicas = 4;
+    for (d.rank = 0; d.rank < 4; d.rank++) {
+        start(&s, &d);
+        for (int i = 0; i < 3; i++) {
+            assert_int_equal(ddp_sampler_next(&s, &padding), four_ranks[d.rank][i]);
+            assert_int_equal(padding, i == 2 && d.rank >= 2);
+        }
+        assert_int_equal(ddp_sampler_next(&s, &padding), -1);
+        ddp_sampler_free(&s);
+    }
+    d.num_replicas = 2;
+    d.global_batch = 4;
+    for (d.rank = 0; d.rank < 2; d.rank++) {
+        start(&s, &d);
+        for (int i = 0; i < 6; i++) {
+            assert_int_equal(ddp_sampler_next(&s, &padding), batches[d.rank][i]);
+            assert_int_equal(padding, i >= 4 && d.rank == 1);
+        }
+        assert_int_equal(ddp_sampler_next(&s, &padding), -1);
+        ddp_sampler_free(&s);
+    }
+}
+
+/* -- Against the reference -- */
+
+static void sweep_ranks(ddp_sampler_desc d, const int64_t *order, uint64_t epoch) {
+    for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
+        ddp_sampler s;
+        expected e = expect(&d, order, 0);
+        start(&s, &d);
+        ddp_sampler_set_epoch(&s, epoch);
+        assert_int_equal(ddp_sampler_length(&s), e.count);
+        check_rest(&s, &e, 0);
+        expected_free(&e);
+        ddp_sampler_free(&s);
+    }
+}
+
+static void sweep(ddp_shuffle shuffle, int no_shuffle) {
+    static const int64_t sizes[] = {1, 2, 3, 5, 7, 10, 16, 31, 100, 623, 624, 625, 1000, 1872, 1873};
+    static const int replicas[] = {1, 2, 3, 4, 7, 8, 17};
+    static const uint64_t seeds[] = {0, 42, UINT64_C(0xffffffff), UINT64_C(0x8000000000000001)};
+    for (int a = 0; a < COUNT(sizes); a++) for (int c = 0; c < COUNT(seeds); c++) {
+        ddp_sampler_desc d = DDP_ZERO;
+        uint64_t epoch = (uint64_t)((a + c) % 3 * 5);
+        int64_t *order;
+        d.dataset_size = sizes[a];
+        d.seed = seeds[c];
+        d.shuffle = shuffle;
+        d.no_shuffle = no_shuffle;
+        order = order_of(&d, epoch);
+        for (int b = 0; b < COUNT(replicas); b++) for (int rules = 0; rules < 16; rules++) {
+            d.num_replicas = replicas[b];
+            d.drop_last = rules & 1;
+            d.no_pad = rules >> 1 & 1;
+            d.global_batch = (int64_t)d.num_replicas * (rules >> 2) * (rules >> 2);   /* none, 1, 4 or 9 a rank */
+            sweep_ranks(d, order, epoch);
+        }
+        free(order);
+    }
+}
+
+static void test_torch_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH, 0); }
+static void test_legacy_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH_LEGACY, 0); }
+static void test_no_shuffle_matches_reference(void **state) { (void)state; sweep(DDP_SHUFFLE_TORCH, 1); }
+static void test_hashed_is_dealt_by_the_same_rules(void **state) { (void)state; sweep(DDP_SHUFFLE_HASHED, 0); }
+
+static void test_inside_out_matches_reference(void **state) {
+    (void)state;
+    inside_out_from = 1;
+    sweep(DDP_SHUFFLE_TORCH, 0);
+    sweep(DDP_SHUFFLE_TORCH_LEGACY, 0);             /* not touched by the bound */
+    inside_out_from = INT64_C(214748364);
+}
+
+static void test_the_bound_itself(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    int64_t *order;
+    (void)state;
+    inside_out_from = 500;
+    d.num_replicas = 2;
+    for (d.dataset_size = 499; d.dataset_size <= 501; d.dataset_size++) {
+        order = reference_randperm(d.dataset_size, 3, d.dataset_size >= 500);
+        d.seed = 3;
+        sweep_ranks(d, order, 0);
+        free(order);
+    }
+    inside_out_from = INT64_C(214748364);
+}
+
+static void test_every_window_size(void **state) {
+    static const int64_t sizes[] = {1, 2, 9, 64, 150};
+    (void)state;
+    for (int rule = 0; rule < 2; rule++) for (int a = 0; a < COUNT(sizes); a++) {
+        ddp_sampler_desc d = DDP_ZERO;
+        int64_t *order;
+        inside_out_from = rule ? 1 : INT64_C(214748364);
+        d.dataset_size = sizes[a];
+        d.seed = 9;
+        order = order_of(&d, 1);
+        for (d.num_replicas = 1; d.num_replicas <= 5; d.num_replicas += 2)
+            for (d.window = 1; d.window <= d.dataset_size; d.window++) {
+                d.global_batch = 0;
+                sweep_ranks(d, order, 1);
+                d.global_batch = 4 * d.num_replicas;
+                sweep_ranks(d, order, 1);
+            }
+        free(order);
+    }
+    inside_out_from = INT64_C(214748364);
+}
+
+/* Long enough that windows grow through several sizes, and small windows over many blocks of draws. */
+static void test_long_orders(void **state) {
+    static const int64_t windows[] = {0, 100000, 60000, 9999};
+    (void)state;
+    for (int rule = 0; rule < 2; rule++) for (int a = 0; a < COUNT(windows); a++) {
+        ddp_sampler_desc d = DDP_ZERO;
+        int64_t *order;
+        inside_out_from = rule ? 1 : INT64_C(214748364);
+        d.dataset_size = 300007;
+        d.seed = 77;
+        d.window = windows[a];
+        d.num_replicas = 3;
+        order = order_of(&d, 2);
+        sweep_ranks(d, order, 2);
+        d.global_batch = 3 * 128;
+        sweep_ranks(d, order, 2);
+        free(order);
+    }
+    inside_out_from = INT64_C(214748364);
+}
+
+static void test_epochs_do_not_leak_into_each_other(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    (void)state;
+    d.dataset_size = 5000;
+    d.num_replicas = 2;
+    d.rank = 1;
+    d.window = 300;
+    start(&s, &d);
+    for (uint64_t epoch = 0; epoch < 8; epoch++) {
+        int64_t *order = order_of(&d, epoch / 2);
+        expected e = expect(&s.desc, order, 0);
+        ddp_sampler_set_epoch(&s, epoch / 2);
+        for (uint64_t k = 0; k < epoch * 300; k++) assert_int_equal(ddp_sampler_next(&s, NULL), e.sample[k]);
+        ddp_sampler_set_epoch(&s, epoch / 2);       /* from the start again */
+        check_rest(&s, &e, 0);
+        expected_free(&e);
+        free(order);
+    }
+    ddp_sampler_free(&s);
+}
+
+/* -- Seek -- */
+
+static void test_seek_everywhere(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 4; kind++) for (int batch = 0; batch <= 12; batch += 12) {
+        ddp_sampler_desc d = DDP_ZERO;
+        ddp_sampler s;
+        int64_t *order;
+        expected e;
+        inside_out_from = kind == 1 ? 1 : INT64_C(214748364);
+        d.dataset_size = 1400;
+        d.num_replicas = 3;
+        d.rank = 2;
+        d.seed = 5;
+        d.window = 100;
+        d.global_batch = batch;
+        d.shuffle = kind == 2 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+        d.no_shuffle = kind == 3;
+        order = order_of(&d, 4);
+        e = expect(&d, order, 0);
+        start(&s, &d);
+        ddp_sampler_set_epoch(&s, 4);
+        for (int64_t k = 0; k <= e.count; k++) {
+            int64_t to = k * 181 % (e.count + 1), stop = to + k % 3;
+            assert_int_equal(ddp_sampler_seek(&s, to), DDP_OK);
+            for (int64_t i = to; i <= stop; i++) assert_int_equal(ddp_sampler_next(&s, NULL), i < e.count ? e.sample[i] : -1);
+        }
+        assert_int_equal(ddp_sampler_seek(&s, e.count - 40), DDP_OK);
+        check_rest(&s, &e, e.count - 40);
+        assert_int_equal(ddp_sampler_seek(&s, 0), DDP_OK);
+        check_rest(&s, &e, 0);
+        expected_free(&e);
+        ddp_sampler_free(&s);
+        free(order);
+    }
+    inside_out_from = INT64_C(214748364);
+}
+
+/* -- Save and load -- */
+
+typedef struct tally { int64_t n; int *times; } tally;
+
+/* Takes `steps` samples on each rank (or all, -1) after loading `from` (or at the start of the epoch, NULL), counts what was no
+   padding, and checks that all ranks save one state. */
+static void run_ranks(ddp_sampler_desc d, uint64_t epoch, const ddp_sampler_state *from, int64_t steps, tally *seen, ddp_sampler_state *out) {
+    ddp_sampler_state begin;
+    if (from) begin = *from;                        /* from and out may be one */
+    for (d.rank = 0; d.rank < d.num_replicas; d.rank++) {
+        ddp_sampler s;
+        ddp_sampler_state saved;
+        start(&s, &d);
+        ddp_sampler_set_epoch(&s, from ? epoch + 100 : epoch);
+        if (from && ddp_sampler_load(&s, &begin) != DDP_OK) fail_msg("%s", ddp_last_error());
+        for (int64_t k = 0; steps < 0 || k < steps; k++) {
+            int padding;
+            int64_t sample = ddp_sampler_next(&s, &padding);
+            if (sample < 0) break;
+            assert_true(sample < seen->n);
+            if (!padding) seen->times[sample]++;
+        }
+        if (ddp_sampler_save(&s, &saved) != DDP_OK) fail_msg("%s", ddp_last_error());
+        if (d.rank && memcmp(&saved, out, sizeof saved)) fail_msg("rank %d of %d saves another state", d.rank, d.num_replicas);
+        *out = saved;
+        ddp_sampler_free(&s);
+    }
+}
+
+/* Every sample once; with drop_last none twice, and fewer than `may_lack` missing. */
+static void check_cover(const tally *seen, int64_t may_lack, const char *what) {
+    int64_t lacking = 0;
+    for (int64_t i = 0; i < seen->n; i++) {
+        if (seen->times[i] > 1) fail_msg("%s: sample %lld came %d times", what, (long long)i, seen->times[i]);
+        lacking += !seen->times[i];
+    }
+    if (lacking > may_lack) fail_msg("%s: %lld samples lost", what, (long long)lacking);
+}
+
+static void test_load_onto_another_world(void **state) {
+    static const int worlds[] = {1, 2, 3, 4, 6};
+    (void)state;
+    for (int kind = 0; kind < 3; kind++) for (int a = 0; a < COUNT(worlds); a++) for (int b = 0; b < COUNT(worlds); b++)
+    for (int rule = 0; rule < 3; rule++) for (int batch = 0; batch <= 36; batch += 12) {
+        ddp_sampler_desc d = DDP_ZERO, other;
+        d.dataset_size = 101;
+        d.seed = 11;
+        d.num_replicas = worlds[a];
+        d.shuffle = kind == 1 ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+        d.no_shuffle = kind == 2;
+        d.drop_last = rule == 1;
+        d.no_pad = rule == 2;
+        d.global_batch = batch;
+        other = d;
+        other.num_replicas = worlds[b];
+        for (int64_t steps = 0; steps <= 101 / worlds[a]; steps++) {       /* so far every rank has its own sample, unless at the end */
+            tally seen = {101, (int *)calloc(101, sizeof(int))};
+            ddp_sampler_state at, end;
+            char what[160];
+            if (d.no_pad && batch && steps > 101 / batch * batch / worlds[a]) { free(seen.times); break; }
+            if (d.drop_last && steps * worlds[a] > 101 / (batch ? batch : worlds[a]) * (batch ? batch : worlds[a])) { free(seen.times); break; }
+            snprintf(what, sizeof what, "kind %d, %d to %d ranks, rule %d, batch %d, after %d", kind, worlds[a], worlds[b], rule, batch, (int)steps);
+            run_ranks(d, 3, NULL, steps, &seen, &at);
+            run_ranks(other, 3, &at, -1, &seen, &end);
+            check_cover(&seen, d.drop_last ? (batch ? batch : worlds[b]) - 1 : 0, what);
+            if (!d.drop_last) assert_int_equal(end.position, 101);
+            free(seen.times);
+        }
+    }
+}
+
+static void test_load_again_and_again(void **state) {
+    static const int worlds[] = {4, 2, 3, 1, 6, 4};
+    static const int64_t batches[] = {0, 12, 24};
+    (void)state;
+    for (int kind = 0; kind < 2; kind++) for (int b = 0; b < 3; b++) for (int64_t steps = 0; steps < 30; steps++) {
+        tally seen = {997, (int *)calloc(997, sizeof(int))};
+        ddp_sampler_state at;
+        ddp_sampler_desc d = DDP_ZERO;
+        d.dataset_size = 997;
+        d.window = kind ? 0 : 10;
+        d.no_pad = 1;
+        d.shuffle = kind ? DDP_SHUFFLE_HASHED : DDP_SHUFFLE_TORCH;
+        for (int i = 0; i < COUNT(worlds); i++) {
+            int64_t block;
+            d.num_replicas = worlds[i];
+            d.global_batch = batches[b];
+            block = batches[b] ? batches[b] / worlds[i] : 1;
+            /* first stop anywhere, later ones a whole number of batches beyond what was interrupted */
+            run_ranks(d, 8, i ? &at : NULL, i + 1 == COUNT(worlds) ? -1 : i ? 2 * block : steps, &seen, &at);
+        }
+        check_cover(&seen, 0, "six worlds");
+        free(seen.times);
+    }
+}
+
+static void test_load_on_the_same_world_changes_nothing(void **state) {
+    (void)state;
+    for (int rules = 0; rules < 4; rules++) for (int batch = 0; batch <= 24; batch += 12) for (int64_t steps = 0; steps <= 52; steps++) {
+        ddp_sampler_desc d = DDP_ZERO;
+        d.dataset_size = 155;
+        d.num_replicas = 3;
+        d.drop_last = rules & 1;
+        d.no_pad = rules >> 1;
+        d.global_batch = batch;
+        d.window = 17;
+        for (d.rank = 0; d.rank < 3; d.rank++) {
+            ddp_sampler whole, resumed;
+            ddp_sampler_state at;
+            int padding[2];
+            start(&whole, &d);
+            start(&resumed, &d);
+            ddp_sampler_set_epoch(&whole, 6);
+            for (int64_t k = 0; k < steps; k++) ddp_sampler_next(&whole, NULL);
+            assert_int_equal(ddp_sampler_save(&whole, &at), DDP_OK);
+            assert_int_equal(ddp_sampler_load(&resumed, &at), DDP_OK);
+            if (steps < ddp_sampler_length(&whole)) assert_int_equal(ddp_sampler_length(&resumed), ddp_sampler_length(&whole) - steps);
+            for (;;) {
+                int64_t sample = ddp_sampler_next(&whole, &padding[0]);
+                if (steps > ddp_sampler_length(&whole)) break;             /* saved after its -1: the tail may be dealt */
+                if (sample < 0 && d.drop_last) break;
+                assert_int_equal(ddp_sampler_next(&resumed, &padding[1]), sample);
+                assert_int_equal(padding[1], padding[0]);
+                if (sample < 0) break;
+            }
+            ddp_sampler_free(&whole);
+            ddp_sampler_free(&resumed);
+        }
+    }
+}
+
+static void test_ranks_of_uneven_length_agree_at_the_end(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    (void)state;
+    d.no_pad = 1;
+    for (d.dataset_size = 1; d.dataset_size < 30; d.dataset_size++) for (d.num_replicas = 1; d.num_replicas < 6; d.num_replicas++)
+    for (int batch = 0; batch < 4; batch++) {
+        tally seen = {d.dataset_size, (int *)calloc((size_t)d.dataset_size, sizeof(int))};
+        ddp_sampler_state end;
+        d.global_batch = batch * d.num_replicas;
+        run_ranks(d, 0, NULL, -1, &seen, &end);
+        check_cover(&seen, 0, "no_pad");
+        assert_int_equal(end.position, d.dataset_size);
+        free(seen.times);
+    }
+}
+
+static void test_save_inside_a_batch_that_a_load_cut(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    ddp_sampler_state at, again;
+    (void)state;
+    d.dataset_size = 100;
+    d.num_replicas = 2;
+    d.global_batch = 16;
+    start(&s, &d);
+    for (int k = 0; k < 11; k++) ddp_sampler_next(&s, NULL);               /* 3 into the second block of 8 */
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+    assert_int_equal(at.position, 16);
+    assert_int_equal(at.block_offset, 3);
+    ddp_sampler_free(&s);
+    d.global_batch = 4;
+    start(&s, &d);
+    assert_int_equal(ddp_sampler_load(&s, &at), DDP_OK);
+    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);                /* nothing taken: the same state */
+    assert_memory_equal(&at, &again, sizeof at);
+    ddp_sampler_next(&s, NULL);
+    assert_int_equal(ddp_sampler_save(&s, &again), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: the epoch was loaded inside a global batch, of which 10 samples are still out; save after them");
+    for (int k = 1; k < 6; k++) ddp_sampler_next(&s, NULL);                /* three batches of 4: the 10 that were left, and 2 */
+    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
+    assert_int_equal(again.position, 34);
+    assert_int_equal(again.block_offset, 0);
+    ddp_sampler_free(&s);
+}
+
+/* -- HASHED -- */
+
+static void test_hashed_is_a_bijection(void **state) {
+    (void)state;
+    for (int64_t n = 1; n <= 70000; n = n < 300 ? n + 1 : n * 3 + 1) {
+        ddp_sampler_desc d = DDP_ZERO;
+        ddp_sampler s;
+        char *taken = (char *)calloc((size_t)n, 1);
+        d.dataset_size = n;
+        d.seed = (uint64_t)n * 7;
+        d.shuffle = DDP_SHUFFLE_HASHED;
+        start(&s, &d);
+        ddp_sampler_set_epoch(&s, 1);
+        for (int64_t i = 0; i < n; i++) {
+            int64_t sample = ddp_sampler_next(&s, NULL);
+            assert_true(sample >= 0 && sample < n && !taken[sample]);
+            taken[sample] = 1;
+        }
+        ddp_sampler_free(&s);
+        free(taken);
+    }
+}
+
+static void test_hashed_at_the_largest_size(void **state) {
+    static const int64_t positions[] = {0, 1, INT64_C(1) << 40, INT64_MAX / 2, INT64_MAX - 1};
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    int64_t last = -1;
+    (void)state;
+    d.dataset_size = INT64_MAX;
+    d.shuffle = DDP_SHUFFLE_HASHED;
+    start(&s, &d);
+    assert_int_equal(ddp_sampler_length(&s), INT64_MAX);
+    for (int i = 0; i < COUNT(positions); i++) {
+        int64_t sample;
+        assert_int_equal(ddp_sampler_seek(&s, positions[i]), DDP_OK);
+        sample = ddp_sampler_next(&s, NULL);
+        assert_true(sample >= 0 && sample != last);
+        last = sample;
+    }
+    assert_int_equal(ddp_sampler_next(&s, NULL), -1);
+    ddp_sampler_free(&s);
+}
+
+/* Chi-square of counts that should be even, as standard deviations from its mean. */
+static double unevenness(const int *counts, int cells, double total) {
+    double each = total / cells, sum = 0, degrees = cells - 1;
+    for (int i = 0; i < cells; i++) sum += (counts[i] - each) * (counts[i] - each) / each;
+    return (sum - degrees) / sqrt(2 * degrees);
+}
+
+static void test_hashed_mixes(void **state) {
+    static const int64_t sizes[] = {INT64_C(1) << 12, 40960, INT64_C(1) << 20, INT64_C(100000000), INT64_C(1) << 45};
+    static int pairs[1024], steps[256], epochs[1024];
+    (void)state;
+    for (int a = 0; a < COUNT(sizes); a++) {
+        int64_t n = sizes[a], piece = n / 32, count = 0;
+        ddp_sampler_desc d = DDP_ZERO;
+        ddp_sampler s;
+        int64_t before[1000];
+        memset(pairs, 0, sizeof pairs);
+        memset(steps, 0, sizeof steps);
+        memset(epochs, 0, sizeof epochs);
+        d.dataset_size = n;
+        d.seed = 3;
+        d.shuffle = DDP_SHUFFLE_HASHED;
+        start(&s, &d);
+        for (int epoch = 0; epoch < 300; epoch++) {
+            int64_t last = -1;
+            ddp_sampler_set_epoch(&s, (uint64_t)epoch);
+            for (int k = 0; k < 1000; k++) {
+                int64_t sample = ddp_sampler_next(&s, NULL);
+                int bucket = sample / piece < 32 ? (int)(sample / piece) : 31;
+                if (k) {
+                    int earlier = last / piece < 32 ? (int)(last / piece) : 31;
+                    pairs[earlier * 32 + bucket]++;
+                    steps[(uint64_t)((sample + n - last) % n) * 256 / (uint64_t)n]++;
+                }
+                if (epoch) epochs[(before[k] / piece < 32 ? before[k] / piece : 31) * 32 + bucket]++;
+                before[k] = last = sample;
+                count++;
+            }
+        }
+        assert_true(unevenness(pairs, 1024, 300 * 999.0) < 5);
+        assert_true(unevenness(steps, 256, 300 * 999.0) < 5 || n < 40000);   /* a step of 0 cannot be: shows in a small N */
+        assert_true(unevenness(epochs, 1024, 299 * 1000.0) < 5);
+        ddp_sampler_free(&s);
+    }
+}
+
+/* All orders of four samples come equally often. */
+static void test_hashed_reaches_every_small_order(void **state) {
+    static int orders[256];
+    int counts[24], used = 0;
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    (void)state;
+    d.dataset_size = 4;
+    d.shuffle = DDP_SHUFFLE_HASHED;
+    start(&s, &d);
+    memset(orders, 0, sizeof orders);
+    for (int epoch = 0; epoch < 48000; epoch++) {
+        int code = 0;
+        ddp_sampler_set_epoch(&s, (uint64_t)epoch);
+        for (int k = 0; k < 4; k++) code = code * 4 + (int)ddp_sampler_next(&s, NULL);
+        orders[code]++;
+    }
+    for (int i = 0; i < 256; i++) if (orders[i]) { assert_true(used < 24); counts[used++] = orders[i]; }
+    assert_int_equal(used, 24);
+    assert_true(unevenness(counts, 24, 48000) < 5);
+    ddp_sampler_free(&s);
+}
+
+/* -- Memory -- */
+
+typedef struct heap { int allocs, frees, refuse; size_t size_bytes; } heap;
+static void *heap_alloc(size_t size_bytes, void *user) {
+    heap *h = (heap *)user;
+    if (h->refuse) return NULL;
+    h->allocs++;
+    h->size_bytes += size_bytes;
+    return malloc(size_bytes);
+}
+static void heap_free(void *memory, void *user) { ((heap *)user)->frees++; free(memory); }
+
+static void test_memory_is_one_window(void **state) {
+    heap h = {0, 0, 0, 0};
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    (void)state;
+    d.dataset_size = 1000000;
+    d.window = 1000;
+    d.alloc_fn = heap_alloc;
+    d.free_fn = heap_free;
+    d.user = &h;
+    start(&s, &d);
+    assert_int_equal(h.allocs, 1);
+    assert_true(h.size_bytes < 20000);
+    for (int k = 0; k < 5000; k++) ddp_sampler_next(&s, NULL);
+    ddp_sampler_seek(&s, 30000);
+    ddp_sampler_next(&s, NULL);
+    ddp_sampler_set_epoch(&s, 1);
+    ddp_sampler_next(&s, NULL);
+    ddp_sampler_free(&s);
+    assert_int_equal(h.allocs, 1);
+    assert_int_equal(h.frees, 1);
+    ddp_sampler_free(&s);                           /* once more does nothing */
+    assert_int_equal(h.frees, 1);
+
+    h.refuse = 1;
+    d.shuffle = DDP_SHUFFLE_HASHED;
+    start(&s, &d);                                  /* asks for nothing */
+    ddp_sampler_next(&s, NULL);
+    ddp_sampler_free(&s);
+    d.shuffle = DDP_SHUFFLE_TORCH;
+    d.no_shuffle = 1;
+    start(&s, &d);
+    ddp_sampler_free(&s);
+    d.no_shuffle = 0;
+    assert_int_equal(ddp_sampler_init(&s, &d), DDP_ERR_NO_MEMORY);
+    assert_non_null(strstr(ddp_last_error(), "for a window of 1000 samples"));
+    assert_int_equal(ddp_sampler_length(&s), 0);
+
+    h.refuse = 0;
+    h.size_bytes = 0;
+    d.dataset_size = INT64_C(100000000);            /* the default window stays within 64 MB however large the dataset */
+    d.window = 0;
+    start(&s, &d);
+    assert_true(h.size_bytes < 64000000);
+    ddp_sampler_free(&s);
+}
+
+/* -- Bad input -- */
+
+static void refuse(ddp_sampler_desc d, const char *message) {
+    ddp_sampler s;
+    assert_int_equal(ddp_sampler_init(&s, &d), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), message);
+    assert_int_equal(ddp_sampler_length(&s), 0);
+    assert_int_equal(ddp_sampler_next(&s, NULL), -1);
+    ddp_sampler_set_epoch(&s, 1);
+    ddp_sampler_free(&s);
+}
+
+static void test_bad_desc(void **state) {
+    ddp_sampler_desc good = DDP_ZERO, d;
+    ddp_sampler s;
+    (void)state;
+    good.dataset_size = 100;
+    good.num_replicas = 4;
+    assert_int_equal(ddp_sampler_init(NULL, &good), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_init: sampler is NULL");
+    assert_int_equal(ddp_sampler_init(&s, NULL), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_init: desc is NULL");
+    d = good; d.dataset_size = 0;
+    refuse(d, "ddp_sampler_init: dataset_size=0; set it to the number of samples, at least 1");
+    d = good; d.dataset_size = -5;
+    refuse(d, "ddp_sampler_init: dataset_size=-5; set it to the number of samples, at least 1");
+    d = good; d.num_replicas = -1;
+    refuse(d, "ddp_sampler_init: num_replicas=-1 is negative");
+    d = good; d.rank = 4;
+    refuse(d, "ddp_sampler_init: rank=4, allowed are 0 to 3 with num_replicas=4");
+    d = good; d.rank = -1;
+    refuse(d, "ddp_sampler_init: rank=-1, allowed are 0 to 3 with num_replicas=4");
+    d = good; d.num_replicas = 0; d.rank = 1;
+    refuse(d, "ddp_sampler_init: rank=1, allowed are 0 to 0 with num_replicas=1");
+    d = good; d.shuffle = (ddp_shuffle)3;
+    refuse(d, "ddp_sampler_init: shuffle=3 is none of the ddp_shuffle values");
+    d = good; d.global_batch = -4;
+    refuse(d, "ddp_sampler_init: global_batch=-4 is negative");
+    d = good; d.global_batch = 10;
+    refuse(d, "ddp_sampler_init: global_batch=10 is not divisible by num_replicas=4");
+    d = good; d.window = -1;
+    refuse(d, "ddp_sampler_init: window=-1 is negative");
+    d = good; d.alloc_fn = heap_alloc;
+    refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
+    d = good; d.free_fn = heap_free;
+    refuse(d, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
+    d = good; d.dataset_size = INT64_MAX; d.shuffle = DDP_SHUFFLE_HASHED;
+    refuse(d, "ddp_sampler_init: dataset_size=9223372036854775807 is too large to pad to whole rounds of 4");
+    d.dataset_size = INT64_MAX - 3;
+    assert_int_equal(ddp_sampler_init(&s, &d), DDP_OK);
+    d = good; d.dataset_size = INT64_C(1) << 50; d.window = 1 << 14;
+    refuse(d, "ddp_sampler_init: window=16384 samples of a dataset_size=1125899906842624 are too many for the TORCH orders; "
+              "use a smaller window or DDP_SHUFFLE_HASHED");
+}
+
+static void test_bad_calls(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s, empty;
+    ddp_sampler_state at;
+    (void)state;
+    d.dataset_size = 100;
+    d.num_replicas = 4;
+    memset(&empty, 0, sizeof empty);
+    start(&s, &d);
+    ddp_sampler_set_epoch(NULL, 1);
+    ddp_sampler_free(NULL);
+    assert_int_equal(ddp_sampler_length(NULL), 0);
+    assert_int_equal(ddp_sampler_next(NULL, NULL), -1);
+    assert_int_equal(ddp_sampler_seek(NULL, 0), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: sampler is NULL or was not initialised");
+    assert_int_equal(ddp_sampler_seek(&empty, 0), DDP_ERR_INVALID);
+    assert_int_equal(ddp_sampler_seek(&s, 26), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=26, allowed are 0 to 25 on rank 0");
+    assert_int_equal(ddp_sampler_seek(&s, -1), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_seek: position=-1, allowed are 0 to 25 on rank 0");
+    assert_int_equal(ddp_sampler_save(&s, NULL), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_save: sampler or state is NULL, or the sampler was not initialised");
+    assert_int_equal(ddp_sampler_save(NULL, &at), DDP_ERR_INVALID);
+    assert_int_equal(ddp_sampler_save(&empty, &at), DDP_ERR_INVALID);
+    assert_int_equal(ddp_sampler_load(&s, NULL), DDP_ERR_INVALID);
+    assert_string_equal(ddp_last_error(), "ddp_sampler_load: sampler or state is NULL, or the sampler was not initialised");
+    ddp_sampler_free(&s);
+}
+
+static void refuse_state(ddp_sampler *s, ddp_sampler_state at, ddp_result result, const char *message) {
+    int64_t cursor = s->cursor;
+    assert_int_equal(ddp_sampler_load(s, &at), result);
+    assert_string_equal(ddp_last_error(), message);
+    assert_int_equal(s->cursor, cursor);
+}
+
+static void test_bad_states(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    ddp_sampler_state good, at;
+    (void)state;
+    d.dataset_size = 100;
+    d.num_replicas = 2;
+    d.seed = 5;
+    d.global_batch = 16;
+    start(&s, &d);
+    for (int k = 0; k < 10; k++) ddp_sampler_next(&s, NULL);
+    assert_int_equal(ddp_sampler_save(&s, &good), DDP_OK);
+    at = good; at.dataset_size = 99;
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=99, the sampler has 100");
+    at = good; at.seed = 6;
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=6, the sampler has 5");
+    at = good; at.shuffle = DDP_SHUFFLE_HASHED;
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of shuffle=2, the sampler has 0");
+    at = good; at.no_shuffle = 1;
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of no_shuffle=1, the sampler has 0");
+    at = good; at.position = 101;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=101 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    at = good; at.position = -1;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=-1 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    at = good; at.position = 100;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=100 block_offset=2 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    at = good; at.block_offset = 8;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=8 num_replicas=2 global_batch=16 is no place in an epoch of 100 samples");
+    at = good; at.num_replicas = 0;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=0 global_batch=16 is no place in an epoch of 100 samples");
+    at = good; at.global_batch = 0;
+    refuse_state(&s, at, DDP_ERR_CORRUPT, "ddp_sampler_load: position=16 block_offset=2 num_replicas=2 global_batch=0 is no place in an epoch of 100 samples");
+    memset(&at, 0, sizeof at);                      /* never saved */
+    refuse_state(&s, at, DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=0, the sampler has 100");
+    assert_int_equal(ddp_sampler_load(&s, &good), DDP_OK);
+    ddp_sampler_free(&s);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_known_vectors),
+        cmocka_unit_test(test_torch_matches_reference),
+        cmocka_unit_test(test_legacy_matches_reference),
+        cmocka_unit_test(test_no_shuffle_matches_reference),
+        cmocka_unit_test(test_hashed_is_dealt_by_the_same_rules),
+        cmocka_unit_test(test_inside_out_matches_reference),
+        cmocka_unit_test(test_the_bound_itself),
+        cmocka_unit_test(test_every_window_size),
+        cmocka_unit_test(test_long_orders),
+        cmocka_unit_test(test_epochs_do_not_leak_into_each_other),
+        cmocka_unit_test(test_seek_everywhere),
+        cmocka_unit_test(test_load_onto_another_world),
+        cmocka_unit_test(test_load_again_and_again),
+        cmocka_unit_test(test_load_on_the_same_world_changes_nothing),
+        cmocka_unit_test(test_ranks_of_uneven_length_agree_at_the_end),
+        cmocka_unit_test(test_save_inside_a_batch_that_a_load_cut),
+        cmocka_unit_test(test_hashed_is_a_bijection),
+        cmocka_unit_test(test_hashed_at_the_largest_size),
+        cmocka_unit_test(test_hashed_mixes),
+        cmocka_unit_test(test_hashed_reaches_every_small_order),
+        cmocka_unit_test(test_memory_is_one_window),
+        cmocka_unit_test(test_bad_desc),
+        cmocka_unit_test(test_bad_calls),
+        cmocka_unit_test(test_bad_states),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
