@@ -598,7 +598,7 @@ struct ddp_backend {
     ddp_result (*alloc)(ddp_group *group, void *state, size_t size_bytes, void **out); /* collective */
     ddp_result (*free)(ddp_group *group, void *state, void *memory);                   /* collective */
     ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
-    void (*abort)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
+    void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
     void (*close)(ddp_group *group, void *state);
 };
 
@@ -1755,11 +1755,13 @@ static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
     pthread_mutex_unlock(&heap->lock);
 }
 
-/* Takes a range of the file; 0 when it is full. */
+/* Takes a range of the file; 0 when it is full. A request that does not fit takes nothing. */
 static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
-    uint64_t length = ddp__round_up(size, DDP__HUGE);
-    uint64_t offset = ddp__fetch_add(&heap->job->bump, length);
-    return offset + length <= heap->job->limit ? offset : 0;
+    uint64_t length = ddp__round_up(size, DDP__HUGE), offset = ddp__load(&heap->job->bump);
+    do {
+        if (length < size || offset > heap->job->limit || length > heap->job->limit - offset) return 0;
+    } while (!__atomic_compare_exchange_n(&heap->job->bump, &offset, offset + length, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    return offset;
 }
 
 /* Gives pages back to the system; the offsets stay used. */
@@ -2786,13 +2788,23 @@ static void ddp__p2p_mismatch(ddp__local *l, const ddp__request *r, const ddp__m
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
 }
 
-/* Claims the oldest message with the wanted tag. */
-static void ddp__recv_match(ddp__local *l, ddp__request *r) {
+/* One past the newest message that a peer has posted to us. A sender posts in order, so everything older is visible as well. */
+static uint64_t ddp__posted_end(const ddp__local *l, int peer) {
+    ddp__channel *c = ddp__channel_of(l, peer, l->rank);
+    uint64_t end = 0;
+    for (int i = 0; i < DDP__MESSAGES; i++)
+        if (ddp__load(&c->message[i].state) == DDP__POSTED && c->message[i].order >= end) end = c->message[i].order + 1;
+    return end;
+}
+
+/* Claims the oldest message with the wanted tag. Those from end on came after this pass began: an earlier receive may not have seen
+   them, and a scan may see a later one of them and miss an earlier. */
+static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
     ddp__message *best = NULL;
     for (int i = 0; i < DDP__MESSAGES; i++) {
         ddp__message *m = &c->message[i];
-        if (ddp__load(&m->state) == DDP__POSTED && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
+        if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
     }
     if (!best) return;
     if (best->count != r->call.count || best->dtype != (uint32_t)r->call.dtype) { ddp__p2p_mismatch(l, r, best); return; }
@@ -2858,6 +2870,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
 /* Moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
 static void ddp__local_progress(ddp_group *group, ddp__local *l) {
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
+    uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
     (void)group;
     if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
@@ -2869,7 +2882,9 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l) {
         } else if (send) {
             ddp__send_progress(l, r);
         } else {
-            if (!r->message) ddp__recv_match(l, r);
+            int peer = r->call.root;
+            if (!r->message && !(looked >> peer & 1)) { end[peer] = ddp__posted_end(l, peer); looked |= UINT64_C(1) << peer; }
+            if (!r->message) ddp__recv_match(l, r, end[peer]);
             if (r->message) ddp__recv_progress(l, r);
         }
     }
@@ -3455,7 +3470,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
             if (ddp_now() > deadline) {
                 snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
                          op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
-                group->backend->abort(group, group->state, DDP_ERR_TIMEOUT, text);
+                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
             }
             pthread_mutex_lock(&group->lock);
         } else if (group->head && !group->running) {
@@ -3920,19 +3935,19 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__
 typedef struct ddp__place { ddp__heap *heap; int rank; } ddp__place;
 static DDP__THREAD_LOCAL ddp__place ddp__here;
 
-static ddp_result ddp__group_desc_resolve(const ddp_group_desc *desc, ddp_group_desc *out) {
-    memset(out, 0, sizeof *out);
-    if (desc) *out = *desc;
+static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
+    ddp_group_desc none = DDP_ZERO;
+    *out = desc ? *desc : none;
     if (!out->init_method) out->init_method = "env://";
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
     if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    if (out->timeout_ms < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
+    if (out->timeout_ms < 0) return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
     if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
-    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: order=%d is not a ddp_order", (int)out->order);
-    if (!out->alloc_fn != !out->free_fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: set both alloc_fn and free_fn, or neither");
+        return ddp__fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
+    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
+    if (!out->alloc_fn != !out->free_fn) return ddp__fail(DDP_ERR_INVALID, "%s: set both alloc_fn and free_fn, or neither", who);
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -4023,8 +4038,10 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     ddp_result result;
     if (!out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
     *out = NULL;
-    result = ddp__group_desc_resolve(desc, &d);
+    result = ddp__group_desc_resolve("ddp_group_create", desc, &d);
     if (result != DDP_OK) return result;
+    if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
     if (strcmp(d.init_method, "self://") == 0) return ddp__world_on_backend(out, &d, ddp__backend_self(), 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
@@ -4095,7 +4112,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
-    group->backend->abort(group, group->state, DDP_ERR_POISONED, text);
+    group->backend->poison(group, group->state, DDP_ERR_POISONED, text);
     return DDP_OK;
 }
 
@@ -4108,7 +4125,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         pending = group->head != NULL || group->running || group->p2p;
         pthread_mutex_unlock(&group->lock);
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
-        if (pending) group->backend->abort(group, group->state, DDP_ERR_PEER_LOST, text);
+        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         pthread_mutex_lock(&group->lock);
         group->stopping = 1;
         pthread_cond_signal(&group->work_cond);
@@ -4390,7 +4407,9 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
     if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
         return ddp__fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
-    result = ddp__group_desc_resolve(&launch.desc->group, &launch.group);
+    launch.group = launch.desc->group;
+    launch.group.rank = launch.group.world_size = 0;
+    result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
     if (ddp__here.heap) return ddp__launch_join(launch.desc, fn, user);
     if (ddp__identity_resolve(&id) != 0) return DDP_ERR_INVALID;
@@ -4556,7 +4575,8 @@ static void ddp__bucket_open(ddp_reducer *reducer, int index, ddp_dtype dtype) {
     bucket->reducer = reducer;
     bucket->index = index;
     bucket->dtype = dtype;
-    bucket->wire = comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 ? comm : dtype;
+    bucket->wire = dtype;
+    if (comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp__dtype_size(comm) < ddp__dtype_size(dtype)) bucket->wire = comm;
 }
 
 /* Buckets in the order in which their last parameter comes in the walk: the order in which they get ready. */
@@ -4647,7 +4667,7 @@ static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
              ddp_result_name(result), bucket->index, reducer->bucket_count, ddp_last_error());
-    if (reducer->world_size > 1) group->backend->abort(group, group->state, result, text); /* the first cause stays, if there is one */
+    if (reducer->world_size > 1) group->backend->poison(group, group->state, result, text); /* the first cause stays, if there is one */
     return ddp__fail(result, "%s", text);
 }
 

@@ -36,8 +36,12 @@
 #define BENCH_SMALL_BYTES 65536
 #define BENCH_DEAD_S 120
 
-enum { BENCH_ALL_REDUCE, BENCH_REDUCE_SCATTER, BENCH_ALL_GATHER, BENCH_BROADCAST, BENCH_SEND_RECV, BENCH_BARRIER, BENCH_PAIR_ADD, BENCH_COPY };
-static const char *const bench_op_name[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "send_recv", "barrier", "pair_add", "copy"};
+enum {
+    BENCH_ALL_REDUCE, BENCH_REDUCE_SCATTER, BENCH_REDUCE_SCATTER_IN_PLACE, BENCH_ALL_GATHER, BENCH_BROADCAST, BENCH_SEND_RECV, BENCH_BARRIER,
+    BENCH_PAIR_ADD, BENCH_COPY
+};
+static const char *const bench_op_name[] = {"all_reduce", "reduce_scatter", "reduce_scatter_in_place", "all_gather", "broadcast", "send_recv", "barrier",
+                                            "pair_add", "copy"};
 
 /* bytes is the larger of a rank's two buffers: W blocks for reduce_scatter and all_gather. */
 typedef struct bench_cell {
@@ -88,6 +92,7 @@ typedef struct bench_driver {
     int (*supports)(void *user, const bench_cell *cell, int kind);
     int (*run)(void *user, const bench_cell *cell, int kind, int calls); /* 0 = fine */
     float *data[2], *out[2]; /* per kind: the largest cell; out is where reduce_scatter leaves its block */
+    int in_place_at_start;   /* reduce_scatter in place leaves its block at the start of data (MPI), not where it was */
 } bench_driver;
 
 //== time and waiting
@@ -232,6 +237,7 @@ static void bench_make_plan(bench *b) {
     if (strcmp(b->plan, "quick") == 0) return;
     bench_add(b, BENCH_COPY, 256 * mib, .3);
     bench_add(b, BENCH_REDUCE_SCATTER, 25 * mib, .15);
+    bench_add(b, BENCH_REDUCE_SCATTER_IN_PLACE, 25 * mib, .15);
     bench_add(b, BENCH_ALL_GATHER, 25 * mib, .15);
     bench_add(b, BENCH_BROADCAST, 25 * mib, .15);
     bench_add(b, BENCH_SEND_RECV, kib, .04);
@@ -241,7 +247,9 @@ static void bench_make_plan(bench *b) {
 
 /* Whether the arguments leave this cell in: some settings are only of use for some operations and sizes. */
 static int bench_wanted(const bench *b, const bench_cell *cell) {
-    return (!b->ops || strstr(b->ops, bench_op_name[cell->op])) && cell->bytes >= b->from_bytes && cell->bytes <= b->to_bytes;
+    const char *name = bench_op_name[cell->op], *found = b->ops ? strstr(b->ops, name) : NULL;
+    while (found && found[strlen(name)] != ',' && found[strlen(name)] != 0) found = strstr(found + 1, name); /* a longer name begins alike */
+    return (!b->ops || found) && cell->bytes >= b->from_bytes && cell->bytes <= b->to_bytes;
 }
 
 static size_t bench_largest(const bench *b) {
@@ -332,13 +340,17 @@ static float bench_sum(const bench *b, size_t i) {
 }
 
 /* 0 when every element is what one such call on bench_fill's numbers leaves. */
-static int bench_wrong(const bench *b, const bench_cell *cell, const float *data, const float *out) {
+static int bench_wrong(const bench *b, const bench_driver *d, const bench_cell *cell, int kind) {
+    const float *data = d->data[kind], *out = d->out[kind];
     size_t count = cell->bytes / sizeof(float), block = count / (size_t)b->rank_count, wrong = 0;
     switch (cell->op) {
     case BENCH_ALL_REDUCE:
     case BENCH_PAIR_ADD:
         for (size_t i = 0; i < count; i++) wrong += data[i] != bench_sum(b, i);
         break;
+    case BENCH_REDUCE_SCATTER_IN_PLACE:
+        out = data + (d->in_place_at_start ? 0 : (size_t)b->rank * block);
+        /* fall through */
     case BENCH_REDUCE_SCATTER:
         for (size_t i = 0; i < block; i++) wrong += out[i] != bench_sum(b, (size_t)b->rank * block + i);
         break;
@@ -401,7 +413,7 @@ static void bench_block(bench *b, bench_driver *d, const bench_cell *cell, int k
     bench_fill(d->data[kind], cell->bytes / sizeof(float), b->rank);
     bench_barrier(b);
     if (d->run(d->user, cell, kind, 1) != 0) bench_die(b, "the operation failed");
-    if (bench_wrong(b, cell, d->data[kind], d->out[kind])) {
+    if (bench_wrong(b, d, cell, kind)) {
         char text[128];
         snprintf(text, sizeof text, "WRONG RESULT of %s at %zu bytes", bench_op_name[cell->op], cell->bytes);
         bench_die(b, text);

@@ -53,6 +53,10 @@ static ddp_result run_calls(ddp_user *u, const bench_cell *cell, int kind, int c
     case BENCH_REDUCE_SCATTER:
         for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
         return result;
+    case BENCH_REDUCE_SCATTER_IN_PLACE:
+        out = data + (size_t)u->b->rank * block;
+        for (int i = 0; i < calls && result == DDP_OK; i++) result = ddp_reduce_scatter(group, data, out, block, DDP_F32, DDP_OP_SUM, NULL);
+        return result;
     case BENCH_ALL_GATHER:
         for (int i = 0; i < calls && result == DDP_OK; i++) {
             result = ddp_all_gather(group, data + (size_t)u->b->rank * block, data, block, DDP_F32, NULL);
@@ -80,7 +84,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     bench_driver d;
     ddp_user u;
     size_t largest = bench_largest(&b), block_bytes = (size_t)25 << 20;
-    void *data, *out;
+    void *data = NULL, *out = NULL;
     bench_join(&b, ddp_rank(world));
     if (ddp_group_alloc(world, largest, &data) != DDP_OK || ddp_group_alloc(world, block_bytes, &out) != DDP_OK) {
         bench_die(&b, ddp_last_error());

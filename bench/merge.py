@@ -22,7 +22,7 @@ for memory, row in {"group": [2, 5, 8, 6, 4.5, 2.4, 2.1], "private": [2, 4.5, 3,
         REQUIRED["all_reduce", memory, 2, size, "openmpi"] = ratio
 for memory, gloo, scatter, gather, four in [("group", 10, 12, 1.6, 5), ("private", 5, 6, 1.3, 2)]:
     REQUIRED["all_reduce", memory, 2, LARGE, "gloo"] = gloo
-    REQUIRED["reduce_scatter", memory, 2, LARGE, "openmpi"] = scatter
+    REQUIRED["reduce_scatter", memory, 2, LARGE, "openmpi"] = REQUIRED["reduce_scatter_in_place", memory, 2, LARGE, "openmpi"] = scatter
     REQUIRED["all_gather", memory, 2, LARGE, "openmpi"] = gather
     REQUIRED["all_reduce", memory, 4, LARGE, "openmpi"] = four
 BARRIER_US = {"near": 0.25, "far": 0.6}
@@ -109,7 +109,8 @@ def all_reduce_ratios(results, misses):
             if any(cell != "-" for cell in cells):
                 measured.append([memory, tag] + cells)
         rows += [[memory, "required"] + required] + measured if measured else []
-    return table("All_reduce of f32, two ranks: times faster than Open MPI in its best setting", ["memory", "cores"] + [size_name(size) for size in SIZES], rows)
+    return table("All_reduce of f32, two ranks: times faster than Open MPI in its best setting",
+                 ["memory", "cores"] + [size_name(size) for size in SIZES], rows)
 
 
 def judged(results, misses, op, memory, ranks, size, tag, peer):
@@ -130,7 +131,8 @@ def judged(results, misses, op, memory, ranks, size, tag, peer):
 
 def other_ratios(results, misses):
     rows = []
-    keys = [("all_reduce", 2, LARGE), ("reduce_scatter", 2, LARGE), ("all_gather", 2, LARGE), ("broadcast", 2, LARGE), ("send_recv", 2, KIB),
+    keys = [("all_reduce", 2, LARGE), ("reduce_scatter", 2, LARGE), ("reduce_scatter_in_place", 2, LARGE), ("all_gather", 2, LARGE),
+            ("broadcast", 2, LARGE), ("send_recv", 2, KIB),
             ("send_recv", 2, LARGE), ("barrier", 2, 0), ("all_reduce", 4, KIB), ("all_reduce", 4, 256 * KIB), ("all_reduce", 4, LARGE),
             ("barrier", 4, 0)]
     for op, ranks, size in keys:
@@ -143,7 +145,8 @@ def other_ratios(results, misses):
                     cells.append(cell + (" (%g)" % required if required and cell != "-" else ""))
                 if any(cell != "-" for cell in cells):
                     rows.append([op, str(ranks), size_name(size), memory if size else "", tag] + cells)
-    return table("All operations: times faster than each peer (required in brackets)", ["operation", "ranks", "bytes", "memory", "cores", "Open MPI", "MPICH", "Gloo"], rows)
+    return table("All operations: times faster than each peer (required in brackets)",
+                 ["operation", "ranks", "bytes", "memory", "cores", "Open MPI", "MPICH", "Gloo"], rows)
 
 
 def times(results):

@@ -39,6 +39,9 @@ static int mpi_run(void *user, const bench_cell *cell, int kind, int calls) {
     case BENCH_REDUCE_SCATTER:
         for (int i = 0; i < calls; i++) result |= MPI_Reduce_scatter_block(u->data, u->out, block, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
         return result;
+    case BENCH_REDUCE_SCATTER_IN_PLACE:
+        for (int i = 0; i < calls; i++) result |= MPI_Reduce_scatter_block(MPI_IN_PLACE, u->data, block, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        return result;
     case BENCH_ALL_GATHER:
         for (int i = 0; i < calls; i++) result |= MPI_Allgather(MPI_IN_PLACE, 0, MPI_FLOAT, u->data, block, MPI_FLOAT, MPI_COMM_WORLD);
         return result;
@@ -72,6 +75,7 @@ int main(int argc, char **argv) {
         d.kind_count = 1;
         d.supports = mpi_supports;
         d.run = mpi_run;
+        d.in_place_at_start = 1;
         d.data[0] = u.data = bench_private(&b, bench_largest(&b));
         d.out[0] = u.out = bench_private(&b, bench_largest(&b));
         bench_run(&b, &d);

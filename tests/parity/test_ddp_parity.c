@@ -161,7 +161,7 @@ static ddp_result train(ddp_group *group, void *user) {
     RANKS_OK(group, ddp_accumulator_create(&accumulator, group, &accumulate));
     for (int step = 0; step < STEPS; step++) {
         double loss = 0;
-        float norm;
+        float norm = 0;
         for (int b = 0; b < p->micro_batches; b++) {
             double part;
             int last = 0;

@@ -338,12 +338,14 @@ static ddp_result rank_main(ddp_group *world, void *user) {
                 "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
 #define RUN(test)                                                                                                            \
     do {                                                                                                                     \
+        double run_start = ranks_now();                                                                                      \
         ddp_result run_result = (test);                                                                                      \
         if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
         if (run_result != DDP_OK) {                                                                                          \
             fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), w, #test, ddp_last_error());                     \
             return run_result;                                                                                               \
         }                                                                                                                    \
+        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
     } while (0)
     RUN(splits(world));
     RUN(nested(world));

@@ -304,6 +304,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     double start = ranks_now();
 #define RUN(test)                                                                                                            \
     do {                                                                                                                     \
+        double run_start = ranks_now();                                                                                      \
         ddp_result run_result;                                                                                               \
         current = #test;                                                                                                     \
         run_result = (test);                                                                                                 \
@@ -312,6 +313,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
             fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), ddp_world_size(world), #test, ddp_last_error()); \
             return run_result;                                                                                               \
         }                                                                                                                    \
+        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
     } while (0)
     RUN(refused(world));
     RUN(all_pairs(world));

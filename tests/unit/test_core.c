@@ -229,7 +229,7 @@ static void test_collective_arguments(void **state) {
     REFUSED(ddp_reduce(g, a, NULL, 2, DDP_F32, DDP_OP_SUM, 0, NULL), "ddp_reduce", "recv");
     REFUSED(ddp_reduce(g, a, b, 2, DDP_F32, bad_op, 0, NULL), "ddp_reduce", "op");
     REFUSED(ddp_broadcast(NULL, a, 2, DDP_F32, 0, NULL), "ddp_broadcast", "group");
-    REFUSED(ddp_broadcast(g, NULL, 2, DDP_F32, 0, NULL), "ddp_broadcast", "buf");
+    REFUSED(ddp_broadcast(g, NULL, 2, DDP_F32, 0, NULL), "ddp_broadcast", "NULL");
     REFUSED(ddp_broadcast(g, a, 2, DDP_F32, 7, NULL), "ddp_broadcast", "root");
     REFUSED(ddp_broadcast(g, a, 2, bad_dtype, 0, NULL), "ddp_broadcast", "dtype");
     REFUSED(ddp_all_gather(g, NULL, b, 2, DDP_F32, NULL), "ddp_all_gather", "send");
@@ -291,7 +291,7 @@ static void test_other_arguments(void **state) {
     REFUSED(ddp_batch_end(NULL), "ddp_batch_end", "group");
     REFUSED(ddp_batch_end(g), "ddp_batch_end", "batch is open");
     assert_int_equal(ddp_batch_begin(g), DDP_OK);
-    REFUSED(ddp_batch_begin(g), "ddp_batch_begin", "nest");
+    REFUSED(ddp_batch_begin(g), "ddp_batch_begin", "open already");
     assert_int_equal(ddp_batch_end(g), DDP_OK);
 
     REFUSED(ddp_wait(NULL, &none), "ddp_wait", "group");

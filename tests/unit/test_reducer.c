@@ -507,7 +507,7 @@ static void uses_of_a_tied_parameter_add_up_in_the_first(void **state) {
     model m;
     ddp_reducer_desc desc;
     ddp_reducer *reducer;
-    float norm;
+    float norm = 0;
     (void)state;
     model_open(&m);
     for (int i = 0; i < 4; i++) model_add(&m, DDP_F32, 2, 2);
@@ -536,7 +536,7 @@ static void clipping_matches_long_double(void **state) {
         ddp_reducer_desc desc;
         ddp_reducer *reducer;
         long double sum = 0;
-        float norm, max_norm, before[5][600];
+        float norm = 0, max_norm, before[5][600];
         model_open(&m);
         for (int i = 0; i < 5; i++) model_add(&m, DDP_F32, 1 + (random_next(&seed) >> 29), 1 + (random_next(&seed) >> 26));
         desc = model_desc(&m);
@@ -562,7 +562,7 @@ static void clipping_leaves_what_is_not_finite(void **state) {
     model m;
     ddp_reducer_desc desc;
     ddp_reducer *reducer;
-    float norm;
+    float norm = 0;
     (void)state;
     model_open(&m);
     model_add(&m, DDP_F32, 2, 2);
@@ -606,7 +606,7 @@ static void accumulation_is_the_tree_for_any_count(void **state) {
         model m;
         ddp_reducer_desc desc;
         ddp_reducer *reducer;
-        ddp_accumulator *accumulator;
+        ddp_accumulator *accumulator = NULL;
         ddp_accumulator_desc accumulate = DDP_ZERO;
         int last = 0;
         model_open(&m);
@@ -652,7 +652,7 @@ static void misuse_of_an_accumulator_is_named(void **state) {
     model m, other;
     ddp_reducer_desc desc;
     ddp_reducer *reducer;
-    ddp_accumulator *accumulator;
+    ddp_accumulator *accumulator = NULL;
     ddp_accumulator_desc good = DDP_ZERO, bad;
     (void)state;
     model_open(&m);
@@ -808,7 +808,7 @@ static void empty_and_scalar_parameters_are_fine(void **state) {
     model m;
     ddp_reducer_desc desc;
     ddp_reducer *reducer;
-    float norm;
+    float norm = 0;
     (void)state;
     model_open(&m);
     model_add(&m, DDP_F32, 0, 4)->value.data = NULL;

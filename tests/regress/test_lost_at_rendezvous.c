@@ -1,0 +1,44 @@
+/*  test_lost_at_rendezvous.c - a rank that dies after it has said hello, before the world is complete, is found to be lost.
+
+    Ranks noted their own pid once the rendezvous was over. One that died before counted as not there yet, so that the others
+    waited for it until the timeout. */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+static pid_t start_rank(int rank) {
+    pid_t pid = fork();
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *world = NULL;
+    if (pid != 0) return pid;
+    desc.rank = rank;
+    desc.world_size = 3;
+    desc.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
+    if (ddp_group_create(&world, &desc) == DDP_OK) note(world, world, ddp_barrier(world));
+    ddp_group_destroy(world);
+    _exit(0);
+}
+
+int main(void) {
+    pid_t pids[3];
+    char port[16];
+    faults_start(50);
+    faults_begin("rendezvous");
+    snprintf(port, sizeof port, "%d", (int)getpid());
+    setenv("MASTER_PORT", port, 1);
+    pids[0] = start_rank(0);
+    pids[1] = start_rank(1);
+    ranks_sleep_us(300000L * DDP_TEST_SLOWDOWN); /* the hello is under way */
+    kill(pids[1], SIGKILL);
+    waitpid(pids[1], NULL, 0);
+    stage_shared->event_at = ranks_now();
+    pids[2] = start_rank(2);
+    for (int r = 0; r < 3; r += 2) {
+        const seen *s = &stage_shared->rank[r];
+        waitpid(pids[r], NULL, 0);
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 1), "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
+        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s", s->first_at - stage_shared->event_at);
+    }
+    return faults_end();
+}

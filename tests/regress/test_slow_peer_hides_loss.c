@@ -1,0 +1,55 @@
+/*  test_slow_peer_hides_loss.c - a rank that waits for a slow rank learns at once that a third one died.
+
+    The wait looked only at the rank it was waiting for, and sends and receives shared one timer of which the first in the list
+    took every turn. With rank 1 busy and rank 2 dead, rank 0 learnt of the loss when rank 1 arrived, or at its timeout.
+
+    test_slow_peer_hides_loss [processes|threads] */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+enum { BARRIER, RECVS, BATCH, WAITS };
+static const char *const wait_names[WAITS] = {"barrier", "two receives", "batch of two receives"};
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    int what = *(const int *)user, data[2] = {0, 0};
+    ddp_work slow = DDP_ZERO, lost = DDP_ZERO;
+    ddp_result result;
+    RANKS_OK(world, ddp_barrier(world));
+    if (ddp_rank(world) == 2) {
+        stage_shared->event_at = ranks_now();
+        return ddp_fail(DDP_ERR_CORRUPT, "gone on purpose");
+    }
+    if (ddp_rank(world) == 1) {
+        ranks_sleep_us(3000000L * DDP_TEST_SLOWDOWN);
+        return note(world, world, ddp_barrier(world));
+    }
+    if (what == BARRIER) return note(world, world, ddp_barrier(world));
+    if (what == RECVS) {
+        RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, &lost));
+        RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, &slow));
+        result = note(world, world, ddp_wait(world, &slow));
+        ddp_wait(world, &lost);
+        return result;
+    }
+    RANKS_OK(world, ddp_batch_begin(world));
+    RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, NULL));
+    RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, NULL));
+    return note(world, world, ddp_batch_end(world));
+}
+
+int main(int argc, char **argv) {
+    ranks_mode mode = RANKS_PROCESSES;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_slow_peer_hides_loss [processes|threads]\n"), 2;
+    faults_start(50);
+    for (int what = 0; what < WAITS; what++) {
+        const seen *s = &stage_shared->rank[0];
+        faults_begin(wait_names[what]);
+        launch(mode, 3, 20000, rank_main, &what);
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, 2), "rank 0 got %s '%s'", ddp_result_name(s->first), s->text);
+        EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s", s->first_at - stage_shared->event_at);
+        EXPECT(stage_shared->rank[1].first == DDP_ERR_PEER_LOST, "rank 1 got '%s'", stage_shared->rank[1].text);
+    }
+    return faults_end();
+}
