@@ -674,6 +674,7 @@ DDPDEF double ddp_now(void);
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -734,6 +735,7 @@ typedef struct ddp__job {
     uint32_t version, world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
+    char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
     uint32_t failed_rank_plus_1; /* first rank whose function failed */
@@ -819,7 +821,7 @@ typedef struct ddp__op {
     uint32_t done;
     ddp_result result;
     char text[DDP__TEXT_MAX];    /* its error line */
-    struct ddp__op *next;
+    struct ddp__op *next, *older; /* older: of all handles of the group */
 } ddp__op;
 
 struct ddp_group {
@@ -839,7 +841,7 @@ struct ddp_group {
     pthread_t thread, runner;
     int thread_started, stopping, running;
     int polite;                  /* the call being carried out runs on the communication thread */
-    ddp__op *head, *tail, *free_ops;
+    ddp__op *head, *tail, *free_ops, *all_ops;
     ddp__op *p2p;                /* asynchronous sends and receives not yet done */
     ddp__op *batch, *batch_tail;
 };
@@ -891,9 +893,23 @@ static const char *ddp__op_name(ddp_op op) {
 static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
 
+/* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE };
+
+static const char *ddp__call_title(const ddp_call *call) {
+    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free"};
+    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_FREE ? names[call->tag - 1] : ddp__call_name(call->kind);
+}
+
 /* "ddp_all_reduce f32 count=10 sum": what ranks compare, in words. */
 static void ddp__describe(char *out, size_t size, const ddp_call *call) {
     char root[48] = "";
+    if (!ddp__is_p2p(call->kind) && call->tag) {
+        snprintf(out, size, "%s", ddp__call_title(call));
+        if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "ddp_group_alloc size_bytes=%llu", (unsigned long long)call->count);
+        if (call->tag == DDP__FOR_FREE) snprintf(out, size, "ddp_group_free of block %llu", (unsigned long long)call->count);
+        return;
+    }
     if (call->kind == DDP_CALL_BARRIER) { snprintf(out, size, "ddp_barrier"); return; }
     if (ddp__is_p2p(call->kind)) snprintf(root, sizeof root, " peer=%d tag=%d", call->root, call->tag);
     else if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
@@ -904,11 +920,19 @@ static void ddp__describe(char *out, size_t size, const ddp_call *call) {
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
     char dtype[80] = "";
-    if (call->kind != DDP_CALL_BARRIER)
+    if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp__call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
-    return ddp__fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+    return ddp__fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
                      (unsigned long long)call->seq, dtype, cause);
+}
+
+/* A notice for the user's log: nothing failed, but something is not as fast as it could be. */
+static void ddp__log(const ddp_group *group, const char *text) {
+    char line[DDP__TEXT_MAX];
+    if (!group->desc.log_fn) return;
+    snprintf(line, sizeof line, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, text);
+    group->desc.log_fn(line, group->desc.user);
 }
 
 //== memory, dtypes, time ============================================================================= >>impl-memory
@@ -1655,19 +1679,25 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
 #define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 #define DDP__HUGE ((size_t)2 << 20)
 
-static int ddp__heap_file(void) {
+/* *folder tells where the file is when there is no memfd (old kernels, strict sandboxes): it then has lost its name already. A /dev/shm with
+   little room is passed over: containers have 64 MB there. */
+static int ddp__heap_file(const char **folder) {
+    static const char *const folders[] = {"/dev/shm", "/tmp", "."};
+    struct statvfs disk;
     int fd = -1;
+    *folder = NULL;
 #ifdef SYS_memfd_create
     fd = (int)syscall(SYS_memfd_create, "ddp", 1u /* MFD_CLOEXEC */);
 #endif
-    if (fd < 0) { /* old kernels and strict sandboxes: a file without a name */
-        const char *folders[] = {"/dev/shm", "/tmp", "."};
-        for (int i = 0; i < 3 && fd < 0; i++) {
-            char path[64];
-            snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
-            fd = mkstemp(path);
-            if (fd >= 0) { unlink(path); fcntl(fd, F_SETFD, FD_CLOEXEC); }
-        }
+    for (int i = 0; i < 3 && fd < 0; i++) {
+        char path[64];
+        if (i == 0 && (statvfs(folders[i], &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30)) continue;
+        snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
+        fd = mkstemp(path);
+        if (fd < 0) continue;
+        unlink(path);
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+        *folder = folders[i];
     }
     return fd;
 }
@@ -1819,14 +1849,20 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__heap *heap;
-    int fd = ddp__heap_file();
+    const char *folder;
+    int fd = ddp__heap_file(&folder);
     *out = NULL;
     if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(errno));
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
-    while (ftruncate(fd, (off_t)size) != 0 && size > (UINT64_C(1) << 30)) size /= 2;
+    while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
+    if (size < 2 * DDP__HUGE) {
+        close(fd);
+        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
+    }
     heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     heap->job->magic = DDP__MAGIC;
+    if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
     heap->job->version = DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH;
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
@@ -1858,11 +1894,11 @@ static uint64_t ddp__process_start_time(int pid, char *state) {
     return strtoull(p, NULL, 10);
 }
 
-/* Notes that this process or thread is rank `rank` of the job. */
-static void ddp__rank_enter(ddp__heap *heap, int rank) {
+/* Notes that process pid is rank `rank` of the job. */
+static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
     char state = '?';
-    me->pid = (int32_t)getpid();
+    me->pid = (int32_t)pid;
     me->start_time = ddp__process_start_time(me->pid, &state);
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
@@ -1926,7 +1962,7 @@ typedef struct ddp__local {
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     int no_vm_read;                  /* process_vm_readv was refused */
-    double liveness_checked;
+    double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
@@ -1995,12 +2031,9 @@ static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) 
 /* DDP_OK, or the recorded cause with its text copied out. */
 static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size) {
     uint32_t state = ddp__load(&l->control->poison);
+    double start;
     if (state == 0) return DDP_OK;
-    while (state == 1) { /* its writer is between two stores, or died there */
-        sched_yield();
-        state = ddp__load(&l->control->poison);
-        if (state == 1 && ddp_now() - l->liveness_checked > 1.0) break;
-    }
+    for (start = ddp_now(); state == 1 && ddp_now() - start < 1.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
     snprintf(text, size, "%s", state == 2 ? l->control->poison_text : "a rank died while reporting a failure");
     return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
 }
@@ -2048,6 +2081,16 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *word, uint64
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
 
+/* Poisons the group when a rank that has not reached target is gone; not only the one waited for, which may be long in coming. */
+static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
+    char text[DDP__TEXT_MAX];
+    for (int r = 0; r < l->world_size; r++) {
+        const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)r * stride);
+        if (r == l->rank || ddp__load(word) >= target || !ddp__member_gone(l, r, text, sizeof text)) continue;
+        if (ddp__load(word) < target) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return; } /* it may have got there before it left */
+    }
+}
+
 /* Waits until *word of `peer` reaches target. words and stride say where the same word of the other ranks is. Spins, then yields, then sleeps;
    while it sleeps it looks after failures, the time, and pending sends and receives. */
 static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
@@ -2066,12 +2109,9 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         ddp__sleep_for(l, peer, word, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
         now = ddp_now();
-        if (now - checked > 0.004) {
+        if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
             checked = now;
-            if (ddp__member_gone(l, peer, text, sizeof text) && ddp__load(word) < target) {
-                ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
-                continue;
-            }
+            ddp__look_for_lost(l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
@@ -2095,7 +2135,7 @@ static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, u
     ddp_result result;
     if (l->seen_filled[peer] >= round) return DDP_OK;
     result = ddp__await(group, l, peer, &l->line[0].filled, sizeof(ddp__rank_line), round);
-    if (result == DDP_OK) l->seen_filled[peer] = ddp__load_relaxed(&l->line[peer].filled);
+    if (result == DDP_OK) l->seen_filled[peer] = ddp__load(&l->line[peer].filled);
     return result;
 }
 
@@ -2106,7 +2146,7 @@ static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t ro
         if (l->seen_passed[peer] >= round) continue;
         result = ddp__await(group, l, peer, &l->line[0].passed, sizeof(ddp__rank_line), round);
         if (result != DDP_OK) return result;
-        l->seen_passed[peer] = ddp__load_relaxed(&l->line[peer].passed);
+        l->seen_passed[peer] = ddp__load(&l->line[peer].passed);
     }
     return DDP_OK;
 }
@@ -2133,28 +2173,32 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
 
 /* Buffers that only some calls have, found in the announcements: a pointer into this process, or NULL for private memory. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
-    if (address == 0) return NULL;
-    if (l->heap->threads) return (unsigned char *)(uintptr_t)address;
-    for (const ddp__local *owner = l; owner; owner = owner->parent)
-        for (const ddp__region *region = owner->regions; region; region = region->next)
-            if (address - 1 - region->offset < region->total) return region->base + (address - 1 - region->offset);
-    return NULL;
+    unsigned char *found = NULL;
+    if (!address || l->heap->threads) return (unsigned char *)(uintptr_t)address;
+    pthread_mutex_lock(&l->heap->lock);
+    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
+        for (const ddp__region *region = owner->regions; region && !found; region = region->next)
+            if (address - 1 - region->offset < region->total) found = region->base + (address - 1 - region->offset);
+    pthread_mutex_unlock(&l->heap->lock);
+    return found;
 }
 
 /* How peers find [pointer, pointer + size): heap offset + 1, a plain pointer among threads, or 0. */
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
-    if (!pointer) return 0;
-    if (l->heap->threads) return (uint64_t)(uintptr_t)pointer;
-    for (const ddp__local *owner = l; owner; owner = owner->parent)
-        for (const ddp__region *region = owner->regions; region; region = region->next) {
+    uint64_t found = 0;
+    if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
+    pthread_mutex_lock(&l->heap->lock);
+    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
+        for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
             uintptr_t inside = (uintptr_t)pointer - (uintptr_t)region->base;
-            if (inside < region->total && size <= region->total - inside) return region->offset + inside + 1;
+            if (inside < region->total && size <= region->total - inside) found = region->offset + inside + 1;
         }
-    return 0;
+    pthread_mutex_unlock(&l->heap->lock);
+    return found;
 }
 
 static uint64_t ddp__signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 |
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
@@ -2165,6 +2209,7 @@ static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
     call.kind = (ddp_call_kind)(post->signature & 255);
     call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
     call.op = (ddp_op)(post->signature >> 16 & 255);
+    call.tag = (int)(post->signature >> 24 & 255);
     call.root = (int)(uint32_t)(post->signature >> 32) - 1;
     call.count = (size_t)post->count;
     if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
@@ -2324,10 +2369,11 @@ static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp_
 
 /* Copies the others' sums of chunk k out of the own slot. */
 static ddp_result ddp__staged_drain(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
-    unsigned char *recv = (unsigned char *)s->call->recv + k * s->chunk * s->element;
     const unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
+    unsigned char *recv;
     ddp_result result = ddp__await_passed(group, l, s->first + k);
     if (result != DDP_OK || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
+    recv = (unsigned char *)s->call->recv + k * s->chunk * s->element;
     for (int r = 0; r < l->world_size; r++) {
         ddp__part part = ddp__part_of(ddp__staged_count(s, k), r, l->world_size, s->element);
         if (r != l->rank) memcpy(recv + part.begin * s->element, slot + part.begin * s->element, part.count * s->element);
@@ -2655,7 +2701,7 @@ static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const
     return ddp__move_staged(group, l, &m);
 }
 
-/* recv_counts are compared by a hash, as count; a rank that differs is then found by its row. */
+/* recv_counts are compared by their total, as count, and then one by one: each rank's row lies in its payload. */
 static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
     uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
     char text[DDP__TEXT_MAX];
@@ -2769,7 +2815,7 @@ static void ddp__send_progress(ddp__local *l, ddp__request *r) {
     if (state == DDP__TAKEN) {
         ddp__store(&m->state, (uint32_t)DDP__FREE);
         r->done = 1;
-    } else if (state == DDP__CLAIMED && m->how == DDP__HOW_STAGED) {
+    } else if (state == DDP__CLAIMED && ddp__load(&m->how) == DDP__HOW_STAGED) {
         while (r->moved < r->size && c->filled - ddp__load(&c->drained) < DDP__STAGES) {
             size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
             memcpy(c->stage[c->filled % DDP__STAGES], (const unsigned char *)r->call.send + r->moved, n);
@@ -2822,7 +2868,7 @@ static int ddp__vm_read(ddp__request *r, const ddp__message *m) {
 #ifdef SYS_process_vm_readv
         n = syscall(SYS_process_vm_readv, (long)m->pid, &here, 1ul, &there, 1ul, 0ul);
 #else
-        n = -1;
+        n = (void)here, (void)there, -1;
 #endif
         if (n <= 0) return 0;
         r->moved += (size_t)n;
@@ -2850,8 +2896,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
             r->moved = 0;
             if (c->active) return;
             c->active = mine;
-            m->how = DDP__HOW_STAGED;
-            ddp__store(&m->state, (uint32_t)DDP__CLAIMED);
+            ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
         }
     } else {
         while (r->moved < r->size && c->drained < ddp__load(&c->filled)) {
@@ -2863,16 +2908,19 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         }
         if (r->moved == r->size) { c->active = 0; r->done = 1; }
     }
+    if (r->done && (m->how == DDP__HOW_DIRECT || m->how == DDP__HOW_VM)) { /* a sender that gave up may have changed its buffer meanwhile */
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        r->done = !ddp__load(&l->control->poison);
+    }
     if (r->done && m->how != DDP__HOW_INLINE) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
     ddp__ring(l, r->call.root);
 }
 
-/* Moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
-static void ddp__local_progress(ddp_group *group, ddp__local *l) {
+/* With the lock held, moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
+static void ddp__requests_step(ddp__local *l) {
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
     uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
-    (void)group;
-    if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
+    if (ddp__load(&l->control->poison)) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
         int send = r->call.kind == DDP_CALL_SEND;
         if (r->done) continue;
@@ -2888,7 +2936,28 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l) {
             if (r->message) ddp__recv_progress(l, r);
         }
     }
+}
+
+static void ddp__local_progress(ddp_group *group, ddp__local *l) {
+    int refused;
+    if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
+    refused = l->no_vm_read;
+    ddp__requests_step(l);
+    refused = !refused && l->no_vm_read;
     pthread_mutex_unlock(&l->p2p_lock);
+    if (refused) ddp__log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
+}
+
+/* With the lock held, poisons the group when a peer of any unfinished request is gone. */
+static void ddp__requests_look_for_lost(ddp__local *l) {
+    uint64_t alive = 0;
+    char text[DDP__TEXT_MAX];
+    for (ddp__request *r = l->requests; r; r = r->next) {
+        if (r->done || (alive >> r->call.root & 1)) continue;
+        if (!ddp__member_gone(l, r->call.root, text, sizeof text)) { alive |= UINT64_C(1) << r->call.root; continue; }
+        ddp__requests_step(l); /* it may have sent before it left */
+        if (!r->done) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return; }
+    }
 }
 
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
@@ -2928,22 +2997,16 @@ static void ddp__request_end(ddp__local *l, ddp__request *r) {
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request;
-    char text[DDP__TEXT_MAX];
-    double now;
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
+    if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
+        l->looked_for_lost = ddp_now();
+        ddp__requests_look_for_lost(l);
+    }
     *done = r->done;
     pthread_mutex_unlock(&l->p2p_lock);
     if (*done) { ddp__request_end(l, r); return DDP_OK; }
     if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); return DDP_ERR_POISONED; }
-    now = ddp_now();
-    if (now - l->liveness_checked > 0.004) {
-        l->liveness_checked = now;
-        if (ddp__member_gone(l, r->call.root, text, sizeof text)) {
-            ddp__local_progress(group, l); /* it may have sent before it left */
-            if (!r->done) ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
-        }
-    }
     return DDP_OK;
 }
 
@@ -3066,18 +3129,32 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     return DDP_OK;
 }
 
+static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work);
+
+/* A barrier in which all ranks must mean the same by number. */
+static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_BARRIER;
+    call.dtype = DDP_U8;
+    call.root = -1;
+    call.tag = purpose;
+    call.count = (size_t)number;
+    return ddp__submit(group, &call, NULL);
+}
+
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
     size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW;
+    ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     uint64_t offset = 0;
     int32_t ok;
-    ddp_result result;
     *out = NULL;
     if (stride < size_bytes || stride > SIZE_MAX / (size_t)l->world_size) { ddp_group_mfree(group, region); region = NULL; }
-    if (group->rank == 0 && region) offset = ddp__heap_take(l->heap, stride * (size_t)l->world_size);
-    result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
+    if (result == DDP_OK && group->rank == 0 && region) offset = ddp__heap_take(l->heap, stride * (size_t)l->world_size);
+    if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
     if (result == DDP_OK && offset && region) {
         region->offset = offset;
         region->stride = stride;
@@ -3085,11 +3162,13 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         region->base = (unsigned char *)ddp__heap_map(l->heap, offset, region->total);
         region->mine = region->base ? region->base + (size_t)l->rank * stride : NULL;
     }
-    ok = region && region->mine && ddp__populate(l->heap, region->mine, offset + (size_t)l->rank * stride, size_bytes);
+    ok = result == DDP_OK && region && region->mine && ddp__populate(l->heap, region->mine, offset + (size_t)l->rank * stride, size_bytes);
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && ok) {
+        pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, look regions up */
         region->next = l->regions;
         l->regions = region;
+        pthread_mutex_unlock(&l->heap->lock);
         *out = region->mine;
         return DDP_OK;
     }
@@ -3107,8 +3186,10 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     for (ddp__region **link = &l->regions; *link; link = &(*link)->next) {
         ddp__region *region = *link;
         if (region->mine != memory) continue;
-        result = ddp_barrier(group); /* nobody reads it any more */
+        result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
+        pthread_mutex_lock(&l->heap->lock);
         *link = region->next;
+        pthread_mutex_unlock(&l->heap->lock);
         ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
         ddp__heap_unmap(l->heap, region->base);
         ddp_group_mfree(group, region);
@@ -3382,14 +3463,20 @@ static ddp__op *ddp__op_new(ddp_group *group) {
     op = group->free_ops;
     if (op) group->free_ops = op->next;
     pthread_mutex_unlock(&group->lock);
-    if (!op) op = (ddp__op *)ddp_group_malloc(group, sizeof *op);
-    if (!op) return NULL;
+    if (!op) {
+        op = (ddp__op *)ddp_group_malloc(group, sizeof *op);
+        if (!op) return NULL;
+        pthread_mutex_lock(&group->lock);
+        op->older = group->all_ops;
+        group->all_ops = op;
+        pthread_mutex_unlock(&group->lock);
+    }
     memset(op, 0, offsetof(ddp__op, arrays));
     op->done = 0;
     op->result = DDP_OK;
     op->text[0] = 0;
     op->next = NULL;
-    op->ticket = ++group->tickets;
+    op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
     return op;
 }
 
@@ -3556,8 +3643,8 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     result = group->backend->status(group, group->state);
-    if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result == DDP_OK && work && !ddp__is_runner(group)) result = ddp__thread_start(group);
+    if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         result = ddp__call_failed(group, call, result);
         ddp__op_free(group, op);
@@ -3684,6 +3771,11 @@ static int ddp__identity_from(ddp__identity *id, const char *rank, const char *s
         ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", rank, id->rank, size, id->world_size, id->world_size - 1);
         return -1;
     }
+    if (id->local_world_size < 1 || id->local_world_size > id->world_size || id->local_rank >= id->local_world_size) {
+        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", local_rank, id->local_rank, *local_size ? local_size : "local ranks",
+                  id->local_world_size, size, id->world_size);
+        return -1;
+    }
     id->source = rank;
     id->found = 1;
     return 1;
@@ -3716,7 +3808,12 @@ static int ddp__identity_resolve(ddp__identity *id) {
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
    are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
 
-typedef struct ddp__hello { uint64_t magic; uint32_t version; int32_t world_size, rank, pid; char token[256]; } ddp__hello;
+typedef struct ddp__hello {
+    uint64_t magic;
+    uint32_t version;
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char token[256];
+} ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
@@ -3766,7 +3863,7 @@ static void ddp__send_welcome(int fd, ddp_result result, const char *text, int h
 
 static int ddp__socket(void) {
     int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-    if (fd >= 0) fcntl(fd, F_SETFD, FD_CLOEXEC);
+    if (fd >= 0) { fcntl(fd, F_SETFD, FD_CLOEXEC); fcntl(fd, F_SETFL, O_NONBLOCK); } /* connect waits for a full backlog otherwise */
     return fd;
 }
 
@@ -3784,8 +3881,21 @@ static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const 
     return DDP_ERR_MISMATCH;
 }
 
-/* Rank 0: admits all others. */
-static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, int heap_fd) {
+/* Visitors that went away again, such as a rank that its launcher starts anew. How many. */
+static int ddp__drop_departed(int *fds, int world_size) {
+    int dropped = 0;
+    for (int r = 1; r < world_size; r++) {
+        char byte;
+        if (fds[r] < 0 || recv(fds[r], &byte, 1, MSG_DONTWAIT | MSG_PEEK) != 0) continue;
+        close(fds[r]);
+        fds[r] = -1;
+        dropped++;
+    }
+    return dropped;
+}
+
+/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
+static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
     enum { WAITING_MAX = 128 };
     int fds[DDP_MAX_LOCAL_RANKS], pids[DDP_MAX_LOCAL_RANKS], waiting[WAITING_MAX], waiting_count = 0, present = 1;
     double deadline = ddp_now() + timeout_ms * 1e-3;
@@ -3798,16 +3908,23 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
             if (ddp__peer_of(fd).uid == geteuid() && waiting_count < WAITING_MAX) waiting[waiting_count++] = fd;
             else close(fd); /* another user, or a flood */
         }
+        present -= ddp__drop_departed(fds, id->world_size);
         for (int i = 0; i < waiting_count && result == DDP_OK; i++) {
             ddp__hello hello;
             ssize_t size = recv(waiting[i], &hello, sizeof hello, MSG_DONTWAIT);
             if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
             result = ddp__judge_hello(&hello, size, id, fds, pids, text, sizeof text);
-            if (result == DDP_OK) { fds[hello.rank] = waiting[i]; pids[hello.rank] = hello.pid; present++; }
-            else if (result == DDP_ERR_INVALID) { close(waiting[i]); result = DDP_OK; }
+            if (result == DDP_OK) {
+                double patience = ddp_now() + hello.patience_ms * 1e-3; /* whoever gives up first, all learn from us who is missing */
+                fds[hello.rank] = waiting[i];
+                pids[hello.rank] = (int)ddp__peer_of(waiting[i]).pid;
+                present++;
+                if (patience < deadline) deadline = patience;
+            } else if (result == DDP_ERR_INVALID) { close(waiting[i]); result = DDP_OK; }
             else { ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
             waiting[i--] = waiting[--waiting_count];
         }
+        if (present == id->world_size) present -= ddp__drop_departed(fds, id->world_size);
         if (result == DDP_OK && present < id->world_size && ddp_now() > deadline) {
             size_t used = (size_t)snprintf(text, sizeof text, "timed out after %d ms: missing rank", timeout_ms);
             for (int r = 1; r < id->world_size && used < sizeof text - 8; r++)
@@ -3817,8 +3934,9 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
         if (fd < 0 && present < id->world_size) usleep(500);
     }
     for (int i = 0; i < waiting_count; i++) { if (result != DDP_OK) ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
+    for (int r = 1; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(heap, r, pids[r]);
     for (int r = 1; r < id->world_size; r++)
-        if (fds[r] >= 0) { ddp__send_welcome(fds[r], result, text, result == DDP_OK ? heap_fd : -1); close(fds[r]); }
+        if (fds[r] >= 0) { ddp__send_welcome(fds[r], result, text, result == DDP_OK ? heap->fd : -1); close(fds[r]); }
     return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank 0/%d ddp_group_create: %s", id->world_size, text);
 }
 
@@ -3878,8 +3996,9 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: this job's socket belongs to another user (uid %ld)", id->rank, id->world_size, (long)ddp__peer_of(fd).uid);
     } else {
+        hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline, heap_fd);
+        result = ddp__await_welcome(fd, id, deadline + 0.25, heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
     close(fd);
     return result;
@@ -3891,7 +4010,6 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     int listener = ddp__socket();
     ddp_result result;
     if (listener < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: socket: %s", id->world_size, strerror(errno));
-    fcntl(listener, F_SETFL, O_NONBLOCK);
     if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
         int error = errno;
         close(listener);
@@ -3902,7 +4020,7 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     }
     result = ddp__heap_create(out, id->world_size, 0, 0);
     if (result == DDP_OK) {
-        result = ddp__rendezvous_serve(listener, id, timeout_ms, (*out)->fd);
+        result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
         if (result != DDP_OK) { ddp__heap_release(*out); *out = NULL; }
     }
     close(listener);
@@ -3925,7 +4043,7 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__
     }
     if (result != DDP_OK) return result;
     (*out)->rank = id->rank;
-    ddp__rank_enter(*out, id->rank);
+    if (id->rank == 0) ddp__rank_enter(*out, 0, (int)getpid());
     return DDP_OK;
 }
 
@@ -3973,7 +4091,7 @@ static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world
 
 static void ddp__group_delete(ddp_group *group) {
     ddp_group_desc desc = group->desc;
-    while (group->free_ops) { ddp__op *op = group->free_ops; group->free_ops = op->next; ddp_group_mfree(group, op); }
+    while (group->all_ops) { ddp__op *op = group->all_ops; group->all_ops = op->older; ddp_group_mfree(group, op); }
     pthread_cond_destroy(&group->done_cond);
     pthread_cond_destroy(&group->work_cond);
     pthread_mutex_destroy(&group->lock);
@@ -3989,6 +4107,11 @@ static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc
     result = ddp__local_world(group, heap);
     if (result != DDP_OK) { ddp__group_delete(group); return result; }
     ((ddp__local *)group->state)->owns_rank = owns_rank;
+    if (heap->job->folder[0]) {
+        char text[96];
+        snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
+        ddp__log(group, text);
+    }
     *out = group;
     return DDP_OK;
 }
@@ -4068,6 +4191,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int *members, count = 0, me = 0;
     ddp_group_desc desc;
     ddp_group *child = NULL;
+    ddp_call call;
     char name[32];
     ddp_result result;
     if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
@@ -4077,7 +4201,15 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     members = (int *)(table + 2 * group->world_size);
     mine[0] = color < 0 ? -1 : color;
     mine[1] = key;
-    result = ddp_all_gather(group, mine, table, 2, DDP_I32, NULL);
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_ALL_GATHER;
+    call.tag = DDP__FOR_SPLIT;
+    call.dtype = DDP_I32;
+    call.root = -1;
+    call.send = mine;
+    call.recv = table;
+    call.count = 2;
+    result = ddp__submit(group, &call, NULL);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         desc = group->desc;
@@ -4132,9 +4264,6 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         pthread_mutex_unlock(&group->lock);
         pthread_join(group->thread, NULL);
     }
-    while (group->head) { ddp__op *op = group->head; group->head = op->next; ddp_group_mfree(group, op); }
-    while (group->p2p) { ddp__op *op = group->p2p; group->p2p = op->next; ddp_group_mfree(group, op); }
-    while (group->batch) { ddp__op *op = group->batch; group->batch = op->next; ddp_group_mfree(group, op); }
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
@@ -4219,7 +4348,7 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp_result result;
     char text[DDP__TEXT_MAX];
     ddp__error_text[0] = 0;
-    ddp__rank_enter(launch->heap, rank);
+    ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
     ddp__here.rank = rank;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
@@ -4906,28 +5035,19 @@ static ddp_result ddp__reducer_check_overlap(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* Cuts one block into the arrays of n parameters. */
+/* Cuts one block into the arrays of n parameters, by falling alignment. */
 static ddp_result ddp__reducer_make_arrays(ddp_reducer *reducer, size_t n) {
-    size_t sizes[8], total = 0;
-    unsigned char *at;
-    sizes[0] = n * sizeof(ddp__grad);
-    sizes[1] = n * sizeof(ddp__bucket);
-    sizes[2] = n * sizeof(ddp__range);
-    sizes[3] = n * sizeof(ddp__grad_key);
-    sizes[4] = sizes[5] = sizes[6] = n * sizeof(int);
-    sizes[7] = n * sizeof(int) + n;
-    for (int i = 0; i < 8; i++) total += ddp__round_up(sizes[i], DDP__ALIGN);
-    reducer->block = ddp__group_calloc(reducer->group, total);
+    size_t each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + sizeof(ddp__grad_key) + 4 * sizeof(int) + 1;
+    reducer->block = ddp__group_calloc(reducer->group, n * each);
     if (!reducer->block) return DDP_ERR_NO_MEMORY;
-    at = (unsigned char *)reducer->block;
-    reducer->grads = (ddp__grad *)at;
-    reducer->buckets = (ddp__bucket *)(at += ddp__round_up(sizes[0], DDP__ALIGN));
-    reducer->ranges = (ddp__range *)(at += ddp__round_up(sizes[1], DDP__ALIGN));
-    reducer->keys = (ddp__grad_key *)(at += ddp__round_up(sizes[2], DDP__ALIGN));
-    reducer->order = (int *)(at += ddp__round_up(sizes[3], DDP__ALIGN));
-    reducer->walk = (int *)(at += ddp__round_up(sizes[4], DDP__ALIGN));
-    reducer->scratch = (int *)(at += ddp__round_up(sizes[5], DDP__ALIGN));
-    reducer->ready_order = (int *)(at += ddp__round_up(sizes[6], DDP__ALIGN));
+    reducer->buckets = (ddp__bucket *)reducer->block;
+    reducer->grads = (ddp__grad *)(reducer->buckets + n);
+    reducer->ranges = (ddp__range *)(reducer->grads + n);
+    reducer->keys = (ddp__grad_key *)(reducer->ranges + n);
+    reducer->order = (int *)(reducer->keys + n);
+    reducer->walk = reducer->order + n;
+    reducer->scratch = reducer->walk + n;
+    reducer->ready_order = reducer->scratch + n;
     reducer->used = (unsigned char *)(reducer->ready_order + n);
     return DDP_OK;
 }

@@ -144,7 +144,8 @@ static ddp_result text_load(text_buffer *t, const char **paths, int path_count) 
     char folder[4096];
     ddp_result result = DDP_OK;
     if (path_count == 0) {
-        if (!text__find_repository(folder, sizeof folder - 16)) return ddp_fail(DDP_ERR_INVALID, "there is no text here; give files or folders to train on");
+        if (!text__find_repository(folder, sizeof folder - 16))
+            return ddp_fail(DDP_ERR_INVALID, "there is no text here; give files or folders to train on");
         result = text_add_folder(t, folder, 1);
         strcat(folder, "/examples");
         return result == DDP_OK ? text_add_folder(t, folder, 0) : result;

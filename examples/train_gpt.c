@@ -77,7 +77,7 @@ static const flag FLAGS[] = {
     {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: one per core"},
     {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, "ranks are threads of one process"},
     {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 700"},
-    {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default 16, or what is near it and splits"},
+    {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default near 16"},
     {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, "N windows per forward and backward; default 4"},
     {"--context", FLAG_INT32, FIXED, AT(config.context), 1, 65536, "N bytes that a prediction sees; default 128"},
     {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"},
@@ -102,24 +102,24 @@ static void print_help(void) {
     printf("The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit.\n");
 }
 
-static int flag_set(const flag *f, run_options *o, const char *value) {
+static void flag_set(const flag *f, run_options *o, const char *value) {
     char *end = NULL, *target = (char *)o + f->offset;
     double number;
     if (f->kind == FLAG_TEXT) {
         memcpy(target, &value, sizeof value);
-        return value[0] ? 1 : (snprintf(o->wrong, sizeof o->wrong, "%s needs the name of a file", f->name), 0);
+        if (!value[0]) snprintf(o->wrong, sizeof o->wrong, "%s needs the name of a file", f->name);
+        return;
     }
     errno = 0;
     number = f->kind == FLAG_DOUBLE ? strtod(value, &end) : (double)strtoll(value, &end, 10);
     if (end == value || *end || errno || !(number >= f->least && number <= f->most)) {
         snprintf(o->wrong, sizeof o->wrong, "%s %.60s: give %s from %.15g to %.15g", f->name, value,
                  f->kind == FLAG_DOUBLE ? "a number" : "a whole number", f->least, f->most);
-        return 0;
+        return;
     }
     if (f->kind == FLAG_DOUBLE) memcpy(target, &number, sizeof number);
     else if (f->kind == FLAG_INT64) { int64_t wide = (int64_t)number; memcpy(target, &wide, sizeof wide); }
     else { int32_t narrow = (int32_t)number; memcpy(target, &narrow, sizeof narrow); }
-    return 1;
 }
 
 /* Fills *o. What is wrong goes to o->wrong, so that rank 0 alone says it, under any launcher. */
@@ -127,6 +127,7 @@ static void parse_options(int argc, char **argv, run_options *o) {
     memset(o, 0, sizeof *o);
     o->config.seed = -1;
     o->paths = (const char **)calloc((size_t)argc + 1, sizeof *o->paths);
+    if (!o->paths) snprintf(o->wrong, sizeof o->wrong, "%d arguments do not fit in memory", argc);
     for (int i = 1; i < argc && !o->wrong[0]; i++) {
         const char *value = strchr(argv[i], '=');
         size_t length = value ? (size_t)(value - argv[i]) : strlen(argv[i]);
@@ -197,7 +198,8 @@ static ddp_result config_merge(run_config *config, const run_config *saved, cons
         if (given == (f->kind == FLAG_INT64 ? -1 : 0))
             memcpy((char *)config + offset, (const char *)saved + offset, f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
         else if (f->rule == FIXED && given != had)
-            return WRONG("%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint", path, f->name, had, given, f->name);
+            return WRONG("%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint", path, f->name, had, given,
+                         f->name);
     }
     return DDP_OK;
 }
@@ -261,7 +263,8 @@ static ddp_result check_writable(const char *path) {
     struct stat info;
     int existed, fd;
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    if (stat(path, &info) == 0 && !S_ISREG(info.st_mode)) return WRONG("%s cannot be written, it is not a file; remove it or choose another place", path);
+    if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
+        return WRONG("%s cannot be written, it is not a file; remove it or choose another place", path);
     existed = stat(temporary, &info) == 0;
     fd = open(temporary, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
@@ -292,7 +295,8 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, text_b
     window = p->config.context + 1;
     validation = t->count / 10 > window ? t->count / 10 : window;
     if (t->count < 2 * window)
-        return WRONG("the text has %lld bytes, and training and validation need %lld each with --context %d; give more text or use a shorter --context",
+        return WRONG("the text has %lld bytes, and training and validation need %lld each with --context %d; "
+                     "give more text or use a shorter --context",
                      (long long)t->count, (long long)window, p->config.context);
     p->text_bytes = t->count;
     p->train_bytes = t->count - validation;
@@ -335,22 +339,23 @@ static void report_progress(run_report *r, const run_plan *p, int64_t step, doub
     int64_t interval = p->config.steps / 20 > 1 ? p->config.steps / 20 : 1;
     if (r->terminal ? now - r->shown < 0.1 && step < p->config.steps : step % interval != 0 && step < p->config.steps) return;
     r->shown = now;
-    printf("%sstep %*lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.3f   ETA %d:%02d%s", r->terminal ? "\r" : "", 4, (long long)step,
+    printf("%sstep %4lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.4g   ETA %d:%02d%s", r->terminal ? "\r" : "", (long long)step,
            p->config.steps, loss, tokens_per_second, norm, (int)(left + 0.5) / 60, (int)(left + 0.5) % 60, r->terminal ? "\033[K" : "\n");
     fflush(stdout);
 }
 
 static void report_validation(run_report *r, const run_plan *p, int64_t step, double loss) {
     curve_add(&r->validation, (double)step, loss);
-    printf("%sstep %*lld/%d   validation loss %.4f   (unigram entropy %.4f)\n", r->terminal ? "\r\033[K" : "", 4, (long long)step, p->config.steps,
-           loss, p->entropy);
+    printf("%sstep %4lld/%d   validation loss %.4f   (unigram entropy %.4f)\n", r->terminal ? "\r\033[K" : "", (long long)step,
+           p->config.steps, loss, p->entropy);
     fflush(stdout);
 }
 
 static ddp_result draw_curve(const run_report *r, const run_plan *p) {
     const run_config *c = &p->config;
     char title[128];
-    snprintf(title, sizeof title, "%d layers, %d channels, context %d, batch %d, learning rate %.4g", c->layers, c->channels, c->context, c->batch, c->lr);
+    snprintf(title, sizeof title, "%d layers, %d channels, context %d, batch %d, learning rate %.4g", c->layers, c->channels, c->context,
+             c->batch, c->lr);
     return curve_draw(SVG_PATH, title, (double)p->first_step, c->steps, &r->training, &r->validation, p->entropy);
 }
 
@@ -404,7 +409,8 @@ static ddp_result receive_plan(trainer *t) {
     if (t->rank != 0) {
         t->text.count = t->text.capacity = t->plan.text_bytes;
         t->text.bytes = (uint8_t *)malloc((size_t)t->plan.text_bytes);
-        if (!t->text.bytes) return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)t->plan.text_bytes);
+        if (!t->text.bytes)
+            return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)t->plan.text_bytes);
     }
     return ddp_broadcast(t->world, t->text.bytes, (size_t)t->plan.text_bytes, DDP_U8, 0, NULL);
 }
@@ -433,7 +439,8 @@ static ddp_result build_model(trainer *t) {
     t->tokens = (int *)calloc((size_t)tokens, sizeof *t->tokens);
     t->targets = (int *)calloc((size_t)tokens, sizeof *t->targets);
     t->losses = (double *)calloc((size_t)losses, sizeof *t->losses);
-    if (!t->infos || !t->params || !t->moment || !t->tokens || !t->targets || !t->losses) return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
+    if (!t->infos || !t->params || !t->moment || !t->tokens || !t->targets || !t->losses)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
     for (int i = 0; i < count; i++) {
         ddp_tensor *value = &t->params[i].value;
         gpt_param_info(&config, i, &t->infos[i]);
@@ -447,7 +454,8 @@ static ddp_result build_model(trainer *t) {
     }
     t->first = (float *)calloc((size_t)t->parameter_count, sizeof(float));
     t->second = (float *)calloc((size_t)t->parameter_count, sizeof(float));
-    if (!t->first || !t->second) return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %lld parameters; use a smaller --channels or --layers", (long long)t->parameter_count);
+    if (!t->first || !t->second)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %lld parameters; use a smaller --channels or --layers", (long long)t->parameter_count);
     return DDP_OK;
 }
 
@@ -463,7 +471,8 @@ static ddp_result start_values(trainer *t) {
     TRY(share_result(t->world, result));
     if (t->rank == 0) {
         for (int i = 0; i < t->model.param_count; i++)
-            if (t->moment[i] >= 0) memcpy(t->model.values[i], from + (size_t)t->moment[i] * sizeof(float), (size_t)t->infos[i].count * sizeof(float));
+            if (t->moment[i] >= 0)
+                memcpy(t->model.values[i], from + (size_t)t->moment[i] * sizeof(float), (size_t)t->infos[i].count * sizeof(float));
         memcpy(t->first, from + moment_bytes, moment_bytes);
         memcpy(t->second, from + moment_bytes * 2, moment_bytes);
         free(t->saved.bytes);
@@ -574,7 +583,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     TRY(gather_losses(t, t->micro_count, (int64_t)t->micro_count * t->world_size, loss));
     t->gather_seconds += ddp_now() - gather;
     t->train_seconds += ddp_now() - start;
-    if (!isfinite(*loss) || !isfinite(*norm)) return WRONG("the loss is not a number any more at step %lld; use a smaller --lr", (long long)step);
+    if (!isfinite(*loss) || !isfinite(*norm))
+        return WRONG("the loss is not a number any more at step %lld; use a smaller --lr", (long long)step);
     return DDP_OK;
 }
 
@@ -694,8 +704,8 @@ static void print_table(const trainer *t, const double *exposed) {
         worst = exposed[r] > worst ? exposed[r] : worst;
     }
     printf("\n  ranks   tokens/s   communication not hidden by compute\n");
-    printf("  %5d   %8.0f   %.2f%% of the time, %.2f%% on the rank that waited longest\n\n", t->world_size, tokens_per_second(t, t->plan.config.steps),
-           100 * mean, 100 * worst);
+    printf("  %5d   %8.0f   %.2f%% of the time, %.2f%% on the rank that waited longest\n\n", t->world_size,
+           tokens_per_second(t, t->plan.config.steps), 100 * mean, 100 * worst);
 }
 
 /* Sample, table, drawing, both losses, and the hash, which all ranks must agree on. Collective. */
@@ -710,7 +720,8 @@ static ddp_result finish(trainer *t, double validation) {
     TRY(ddp_all_gather(t->world, &exposed[t->rank], exposed, 1, DDP_F64, NULL));
     TRY(ddp_all_gather(t->world, &hashes[t->rank], hashes, 1, DDP_U64, NULL));
     for (int r = 1; r < t->world_size; r++)
-        if (hashes[r] != hashes[0]) return ddp_fail(DDP_ERR_CORRUPT, "rank %d has other weights than rank 0: its machine or its build computes differently", r);
+        if (hashes[r] != hashes[0])
+            return ddp_fail(DDP_ERR_CORRUPT, "rank %d has other weights than rank 0: its machine or its build computes differently", r);
     if (t->rank == 0) {
         result = print_sample(t);
         if (result == DDP_OK) {
