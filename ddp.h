@@ -2868,7 +2868,9 @@ static int ddp__vm_read(ddp__request *r, const ddp__message *m) {
 #ifdef SYS_process_vm_readv
         n = syscall(SYS_process_vm_readv, (long)m->pid, &here, 1ul, &there, 1ul, 0ul);
 #else
-        n = (void)here, (void)there, -1;
+        (void)here;
+        (void)there;
+        n = -1;
 #endif
         if (n <= 0) return 0;
         r->moved += (size_t)n;
@@ -4883,7 +4885,8 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 /* What ranks tell each other at create: how far they got, and hashes of what must be equal. */
 typedef struct ddp__schema {
-    int64_t result;                   /* this rank's own; not DDP_OK = it takes no part */
+    int64_t result;                   /* this rank's own; not DDP_OK = it takes no part, for the reason in text */
+    char text[DDP__TEXT_MAX];
     int64_t param_count, buffer_count;
     uint64_t params, buffers;         /* hashes over the descriptions */
     int64_t option[DDP__SCHEMA_OPTIONS];
@@ -5121,6 +5124,7 @@ static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schem
     char text[DDP__SCHEMA_TEXT];
     memset(schema, 0, sizeof *schema);
     schema->result = own;
+    if (own != DDP_OK) snprintf(schema->text, sizeof schema->text, "%s", ddp_last_error());
     if (own != DDP_OK) return;
     schema->param_count = reducer->param_count;
     schema->buffer_count = reducer->desc.buffer_count;
@@ -5137,20 +5141,6 @@ static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schem
     schema->option[7] = !!reducer->desc.skip_initial_broadcast;
 }
 
-/* A rank that failed alone says so here, so that all fail at once with its text. */
-static ddp_result ddp__reducer_relay(ddp_reducer *reducer, ddp_result own, int culprit, ddp_result code) {
-    char *text = (char *)reducer->host;
-    ddp_result result;
-    memset(text, 0, DDP__TEXT_MAX);
-    memcpy(text, ddp_last_error(), strlen(ddp_last_error()));
-    reducer->device->copy(reducer->exchange, text, DDP__TEXT_MAX);
-    result = ddp_broadcast(reducer->group, reducer->exchange, DDP__TEXT_MAX, DDP_U8, culprit, NULL);
-    if (result != DDP_OK) return result;
-    if (own != DDP_OK) return ddp__fail(own, "%s", text);
-    reducer->device->copy(text, reducer->exchange, DDP__TEXT_MAX);
-    return ddp__fail(code, "rank %d/%d ddp_reducer_create: rank %d failed: %.400s", reducer->rank, reducer->world_size, culprit, text);
-}
-
 /* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
@@ -5165,7 +5155,10 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     result = ddp__reducer_gather(reducer, &mine, sizeof mine);
     if (result != DDP_OK) return result;
     for (int r = 0; r < reducer->world_size; r++) {
-        if (all[r].result != DDP_OK) return ddp__reducer_relay(reducer, own, r, (ddp_result)all[r].result);
+        if (all[r].result != DDP_OK && own != DDP_OK) return ddp__fail(own, "%s", mine.text);
+        if (all[r].result != DDP_OK)
+            return ddp__fail((ddp_result)all[r].result, "rank %d/%d ddp_reducer_create: rank %d failed: %.400s", reducer->rank, reducer->world_size, r,
+                             all[r].text);
         if (all[r].param_count < params) params = all[r].param_count;
         if (all[r].buffer_count < buffers) buffers = all[r].buffer_count;
         params_differ |= all[r].params != all[0].params || all[r].param_count != all[0].param_count;
@@ -5248,47 +5241,39 @@ static const ddp_tensor *ddp__reducer_tensor(const ddp_reducer *reducer, int k) 
     return reducer->grads[k].first_use == k ? &reducer->desc.params[k].value : NULL;
 }
 
-static size_t ddp__tensor_bytes(const ddp_tensor *tensor) { return (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype); }
-
-/* Tensors first to last - 1 from root: those small enough travel together, through exchange. */
-static ddp_result ddp__reducer_broadcast_small(ddp_reducer *reducer, int first, int last, size_t total, int root) {
-    unsigned char *exchange = (unsigned char *)reducer->exchange;
-    ddp_result result = DDP_OK;
-    for (int pass = 0; pass < 2 && total > 0 && result == DDP_OK; pass++) {
-        size_t at = 0;
-        for (int k = first; k < last; k++) {
-            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
-            size_t bytes = tensor ? ddp__tensor_bytes(tensor) : 0;
-            if (bytes == 0 || bytes > DDP__BROADCAST_SMALL) continue;
-            if (pass == 0 && reducer->rank == root) reducer->device->copy(exchange + at, tensor->data, bytes);
-            if (pass == 1 && reducer->rank != root) reducer->device->copy(tensor->data, exchange + at, bytes);
-            at += bytes;
-        }
-        if (pass == 0) result = ddp_broadcast(reducer->group, exchange, total, DDP_U8, root, NULL);
-    }
-    return result;
+static size_t ddp__tensor_bytes(const ddp_tensor *tensor) {
+    return tensor ? (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype) : 0;
 }
 
-/* The first count tensors of root, everywhere. */
+/* The first count tensors of root, everywhere; those small enough travel together, through exchange. */
 static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
-    size_t gathered = 0;
+    unsigned char *exchange = (unsigned char *)reducer->exchange;
     int first = 0;
-    ddp_result result = DDP_OK;
     if (reducer->world_size == 1) return DDP_OK;
-    for (int k = 0; k < count && result == DDP_OK; k++) {
-        const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
-        size_t bytes = tensor ? ddp__tensor_bytes(tensor) : 0;
-        if (bytes > DDP__BROADCAST_SMALL) {
-            result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
-        } else if (gathered + bytes > reducer->exchange_bytes) {
-            result = ddp__reducer_broadcast_small(reducer, first, k, gathered, root);
-            first = k;
-            gathered = bytes;
-        } else {
-            gathered += bytes;
+    while (first < count) {
+        size_t total = 0;
+        int last = first;
+        ddp_result result = DDP_OK;
+        for (int k = first; k < count && total + DDP__BROADCAST_SMALL <= reducer->exchange_bytes && result == DDP_OK; last = ++k) {
+            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
+            size_t bytes = ddp__tensor_bytes(tensor);
+            if (bytes > DDP__BROADCAST_SMALL) result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
+            else if (bytes > 0) {
+                if (reducer->rank == root) reducer->device->copy(exchange + total, tensor->data, bytes);
+                total += bytes;
+            }
+        }
+        if (result == DDP_OK && total > 0) result = ddp_broadcast(reducer->group, exchange, total, DDP_U8, root, NULL);
+        if (result != DDP_OK) return result;
+        for (total = 0; first < last; first++) {
+            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, first);
+            size_t bytes = ddp__tensor_bytes(tensor);
+            if (bytes == 0 || bytes > DDP__BROADCAST_SMALL) continue;
+            if (reducer->rank != root) reducer->device->copy(tensor->data, exchange + total, bytes);
+            total += bytes;
         }
     }
-    return result == DDP_OK ? ddp__reducer_broadcast_small(reducer, first, count, gathered, root) : result;
+    return DDP_OK;
 }
 
 /* What follows once every rank has been given the same. */
@@ -5332,7 +5317,7 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
     reducer->world_size = reducer->active = ddp_world_size(group);
     reducer->exchange_bytes = DDP__EXCHANGE_MIN;
     if (reducer->exchange_bytes < n * 16) reducer->exchange_bytes = n * 16;
-    if (reducer->exchange_bytes < world * DDP__SCHEMA_TEXT) reducer->exchange_bytes = world * DDP__SCHEMA_TEXT;
+    if (reducer->exchange_bytes < world * sizeof(ddp__schema)) reducer->exchange_bytes = world * sizeof(ddp__schema);
     reducer->host = ddp_group_malloc(group, reducer->exchange_bytes);
     if (reducer->host && reducer->device->alloc(group, reducer->exchange_bytes, &reducer->exchange) == DDP_OK) return reducer;
     reducer->exchange = NULL;

@@ -76,7 +76,7 @@ typedef struct flag {
 static const flag FLAGS[] = {
     {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: one per core"},
     {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, "ranks are threads of one process"},
-    {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 700"},
+    {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"},
     {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default near 16"},
     {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, "N windows per forward and backward; default 4"},
     {"--context", FLAG_INT32, FIXED, AT(config.context), 1, 65536, "N bytes that a prediction sees; default 128"},
@@ -239,7 +239,7 @@ static ddp_result config_resolve(run_config *c, int ranks) {
     if (!c->channels) c->channels = 128;
     if (!c->context) c->context = 128;
     if (!c->micro_batch) c->micro_batch = 4;
-    if (!c->steps) c->steps = 700;
+    if (!c->steps) c->steps = 500;
     if (c->seed < 0) c->seed = 1;
     if (c->lr == 0) c->lr = 3e-3;
     if (!c->batch) for (c->batch = c->micro_batch * ranks; c->batch * 3 / 2 < 16;) c->batch *= 2;
