@@ -767,7 +767,8 @@ typedef struct ddp__rank_line {
     unsigned char pad1[DDP__LINE - 8];
     ddp__sleeper collective, p2p;
     uint32_t left;       /* 1: destroyed its handle */
-    unsigned char pad2[DDP__LINE - 4];
+    uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
+    unsigned char pad2[DDP__LINE - 8];
 } ddp__rank_line;
 
 typedef struct ddp__control {
@@ -2016,7 +2017,7 @@ static inline void ddp__announce(ddp__local *l) {
 static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) {
     uint32_t healthy = 0;
     ddp__control *c = l->control;
-    if (!__atomic_compare_exchange_n(&c->poison, &healthy, 1u, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
+    if (!__atomic_compare_exchange_n(&c->poison, &healthy, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE)) return;
     c->poison_code = (int32_t)code;
     snprintf(c->poison_text, sizeof c->poison_text, "%s", text);
     ddp__store(&c->poison, 2u);
@@ -2197,6 +2198,30 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
     return found;
 }
 
+/* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
+   the others are out: no buffer is touched that its owner has back. */
+static int ddp__reach_begin(ddp__local *l) {
+    if (!l->heap->threads) return 1;
+    ddp__fetch_add(&l->line[l->rank].reaching, 1u);
+    if (__atomic_load_n(&l->control->poison, __ATOMIC_SEQ_CST) == 0) return 1;
+    ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1);
+    return 0;
+}
+
+static void ddp__reach_end(ddp__local *l) { if (l->heap->threads) ddp__fetch_add(&l->line[l->rank].reaching, (uint32_t)-1); }
+
+static void ddp__reach_await(const ddp__local *l) {
+    for (int r = 0; r < l->world_size && l->heap->threads; r++)
+        while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
+}
+
+/* Every direct call ends by this: nobody leaves before all are done with its buffers. */
+static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
+    ddp__reach_end(l);
+    ddp__tick_passed(l, ++l->round);
+    return ddp__await_passed(group, l, l->round);
+}
+
 static uint64_t ddp__signature(const ddp_call *call) {
     return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
            (uint64_t)(uint32_t)(call->root + 1) << 32;
@@ -2293,7 +2318,7 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0, apart = 0;
-    uint64_t round = ++l->round;
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     for (int i = 0; i < l->world_size; i++) {
         const ddp__post *post = ddp__post_of(l, i, call->seq);
         unsigned char *send = ddp__resolve(l, post->send), *recv = ddp__resolve(l, post->recv);
@@ -2304,8 +2329,7 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor,
                      apart == out_count && part.count * element >= DDP__NT_BYTES);
-    ddp__tick_passed(l, round);
-    return ddp__await_passed(group, l, round);
+    return ddp__direct_end(group, l);
 }
 
 typedef struct ddp__staged {   /* one reduction through slots */
@@ -2463,13 +2487,12 @@ static ddp_result ddp__scatter_direct(ddp_group *group, ddp__local *l, const ddp
     const void *sources[DDP_MAX_LOCAL_RANKS];
     size_t block = call->count * ddp__dtype_size(call->dtype);
     void *out = call->recv;
-    uint64_t round = ++l->round;
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     for (int r = 0; r < l->world_size; r++)
         sources[r] = ddp__resolve(l, ddp__post_of(l, r, call->seq)->send) + (size_t)l->rank * block;
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor,
                      out != sources[l->rank] && block >= DDP__NT_BYTES);
-    ddp__tick_passed(l, round);
-    return ddp__await_passed(group, l, round);
+    return ddp__direct_end(group, l);
 }
 
 /* Slot of a round: W blocks of `sub` elements, block p for rank p. The sum goes back into the blocks that were read, too. */
@@ -2618,14 +2641,13 @@ static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp_cal
 
 /* Takes straight from the givers' buffers. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    uint64_t round = ++l->round;
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
         if (m->take_size[p]) memcpy(m->take[p], ddp__resolve(l, ddp__post_of(l, p, call->seq)->send) + m->take_at[p], m->take_size[p]);
     }
-    ddp__tick_passed(l, round);
-    return ddp__await_passed(group, l, round);
+    return ddp__direct_end(group, l);
 }
 
 static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp__move *m) {
@@ -2727,16 +2749,19 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
+    ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
     switch (call->kind) {
-    case DDP_CALL_BARRIER: return ddp__enter(group, l, call, 0, 0);
+    case DDP_CALL_BARRIER: result = ddp__enter(group, l, call, 0, 0); break;
     case DDP_CALL_ALL_REDUCE:
-    case DDP_CALL_REDUCE: return ddp__local_reduce(group, l, call);
-    case DDP_CALL_REDUCE_SCATTER: return ddp__local_reduce_scatter(group, l, call);
-    case DDP_CALL_ALL_TO_ALL_V: return ddp__local_all_to_all_v(group, l, call);
-    case DDP_CALL_ALL_GATHER_V: return ddp__local_all_gather_v(group, l, call);
-    default: return ddp__local_move(group, l, call);
+    case DDP_CALL_REDUCE: result = ddp__local_reduce(group, l, call); break;
+    case DDP_CALL_REDUCE_SCATTER: result = ddp__local_reduce_scatter(group, l, call); break;
+    case DDP_CALL_ALL_TO_ALL_V: result = ddp__local_all_to_all_v(group, l, call); break;
+    case DDP_CALL_ALL_GATHER_V: result = ddp__local_all_gather_v(group, l, call); break;
+    default: result = ddp__local_move(group, l, call); break;
     }
+    if (result != DDP_OK) ddp__reach_await(l);
+    return result;
 }
 
 //== the local backend: point to point ==================================================================== >>impl-p2p
@@ -2886,9 +2911,13 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
     if (m->how == DDP__HOW_INLINE) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-        ddp__store(&m->state, (uint32_t)DDP__FREE);
+        ddp__store(&m->state, (uint32_t)DDP__FREE); /* the message is the sender's from here on */
+        ddp__ring(l, r->call.root);
+        return;
     } else if (m->how == DDP__HOW_DIRECT) {
+        if (!ddp__reach_begin(l)) return;
         memcpy(r->call.recv, ddp__resolve(l, m->address), r->size);
+        ddp__reach_end(l);
         r->done = 1;
     } else if (m->how == DDP__HOW_VM) {
         if (!l->no_vm_read && ddp__vm_read(r, m)) {
@@ -2914,7 +2943,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         r->done = !ddp__load(&l->control->poison);
     }
-    if (r->done && m->how != DDP__HOW_INLINE) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
+    if (r->done) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
     ddp__ring(l, r->call.root);
 }
 
@@ -3008,7 +3037,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     *done = r->done;
     pthread_mutex_unlock(&l->p2p_lock);
     if (*done) { ddp__request_end(l, r); return DDP_OK; }
-    if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); return DDP_ERR_POISONED; }
+    if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); ddp__reach_await(l); return DDP_ERR_POISONED; }
     return DDP_OK;
 }
 
@@ -3222,6 +3251,7 @@ static void ddp__local_abort(ddp_group *group, void *state, ddp_result cause, co
 
 static void ddp__local_close(ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
+    if (ddp__load(&l->control->poison)) ddp__reach_await(l);
     ddp__store(&l->line[l->rank].left, 1u);
     if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
     for (int r = 0; r < l->world_size; r++)
@@ -4892,9 +4922,14 @@ typedef struct ddp__schema {
     int64_t option[DDP__SCHEMA_OPTIONS];
 } ddp__schema;
 
-static uint64_t ddp__hash_text(uint64_t hash, const char *text) { /* FNV-1a, the end included */
-    do hash = (hash ^ (unsigned char)*text) * UINT64_C(0x100000001b3); while (*text++);
+static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
+}
+
+/* Texts may be cut short, so the shape counts as well. */
+static uint64_t ddp__hash_tensor(uint64_t hash, const char *text, const ddp_tensor *tensor) {
+    return ddp__hash_bytes(ddp__hash_bytes(hash, text, strlen(text) + 1), tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
 /* "parameter 3 'wte'" */
@@ -4931,7 +4966,7 @@ static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index,
     if (buffers) {
         if (index >= reducer->desc.buffer_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such buffer"); return; }
         ddp__shape_text(&reducer->desc.buffers[index], text, DDP__SCHEMA_TEXT);
-        *hash = ddp__hash_text(*hash, text);
+        *hash = ddp__hash_tensor(*hash, text, &reducer->desc.buffers[index]);
         return;
     }
     if (index >= reducer->param_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such parameter"); return; }
@@ -4942,23 +4977,19 @@ static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index,
     if (reducer->grads[index].first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", reducer->grads[index].first_use);
     snprintf(text, DDP__SCHEMA_TEXT, "'%.40s' %.60s%s, gradient %.60s %s", param->name ? param->name : "", value, tied, grad_text,
              reducer->grads[index].placed ? "NULL" : "given");
-    *hash = ddp__hash_text(ddp__hash_text(*hash, param->name ? param->name : ""), text);
+    *hash = ddp__hash_tensor(ddp__hash_tensor(*hash, text, &param->value), param->name ? param->name : "", &grad);
 }
 
 static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
     if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: desc is NULL");
     if (!d->params || d->param_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: params=%p param_count=%d; pass the array of trained parameters", (void *)d->params,
-                         d->param_count);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
     if (d->micro_batch_count < 0)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: micro_batch_count=%d; set how many micro-batches each gradient sums, or 0 for one",
-                         d->micro_batch_count);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
     if (d->comm_dtype != DDP_DTYPE_DEFAULT && d->comm_dtype != DDP_F16 && d->comm_dtype != DDP_BF16)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: comm_dtype is %s; use DDP_F16, DDP_BF16, or 0 for the gradient's own",
-                         ddp_dtype_name(d->comm_dtype));
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
     if (d->buffer_count < 0 || (d->buffer_count > 0 && !d->buffers))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffers=%p buffer_count=%d; pass the array, or 0 buffers", (const void *)d->buffers,
-                         d->buffer_count);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
     for (int i = 0; i < d->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&d->buffers[i]);
         if (count < 0 || !ddp_dtype_size(d->buffers[i].dtype) || (count > 0 && !d->buffers[i].data))
@@ -5584,11 +5615,9 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
     char label[128];
     if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: desc is NULL");
     if (!d->params || d->param_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: params=%p param_count=%d; pass the array of trained parameters", (void *)d->params,
-                         d->param_count);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
     if (d->micro_batch_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d; set how many micro-batches make a step, at least 1",
-                         d->micro_batch_count);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
     if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->param_count))
         return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: params are not those of the reducer; pass the same array and count to both");
     if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)

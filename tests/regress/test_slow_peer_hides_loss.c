@@ -22,7 +22,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         return ddp_fail(DDP_ERR_CORRUPT, "gone on purpose");
     }
     if (ddp_rank(world) == 1) {
-        ranks_sleep_us(3000000L * DDP_TEST_SLOWDOWN);
+        ranks_sleep_us(1800000L * DDP_TEST_SLOWDOWN);
         return note(world, world, ddp_barrier(world));
     }
     if (what == BARRIER) return note(world, world, ddp_barrier(world));
