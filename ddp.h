@@ -1177,17 +1177,14 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
 //== division ===================================================================================== >>impl-divide
 
 /* x / divisor rounded once. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
-static void ddp__divide_f32(float *data, size_t count, uint64_t divisor) {
-    float d = (float)divisor, r = 1.0f / d;
-    if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);
-    else DDP__FOR_EACH(count, data[i] = data[i] * r);
-}
-
-static void ddp__divide_f64(double *data, size_t count, uint64_t divisor) {
-    double d = (double)divisor, r = 1.0 / d;
-    if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);
-    else DDP__FOR_EACH(count, data[i] = data[i] * r);
-}
+#define DDP__DIVIDE_FN(type, suffix)                                                        \
+    static void ddp__divide_##suffix(type *data, size_t count, uint64_t divisor) {          \
+        type d = (type)divisor, r = (type)1 / d;                                            \
+        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);           \
+        else DDP__FOR_EACH(count, data[i] = data[i] * r);                                   \
+    }
+DDP__DIVIDE_FN(float, f32) DDP__DIVIDE_FN(double, f64)
+#undef DDP__DIVIDE_FN
 
 /* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
@@ -1250,22 +1247,14 @@ DDP__FORCED_INLINE uint64_t ddp__prod_u64(uint64_t a, uint64_t b) { return a * b
 
 /* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0 (of two equal values the signs are or-ed, and-ed), so the
    result does not depend on the order. */
-DDP__FORCED_INLINE float ddp__min_f32(float a, float b) {
-    uint32_t x = ddp__f32_bits(a), y = ddp__f32_bits(b), tie = a == b ? x | y : y;
-    return ddp__f32_from_bits(((a < b) | (a != a)) ? x : tie);
-}
-DDP__FORCED_INLINE float ddp__max_f32(float a, float b) {
-    uint32_t x = ddp__f32_bits(a), y = ddp__f32_bits(b), tie = a == b ? x & y : y;
-    return ddp__f32_from_bits(((a > b) | (a != a)) ? x : tie);
-}
-DDP__FORCED_INLINE double ddp__min_f64(double a, double b) {
-    uint64_t x = ddp__f64_bits(a), y = ddp__f64_bits(b), tie = a == b ? x | y : y;
-    return ddp__f64_from_bits(((a < b) | (a != a)) ? x : tie);
-}
-DDP__FORCED_INLINE double ddp__max_f64(double a, double b) {
-    uint64_t x = ddp__f64_bits(a), y = ddp__f64_bits(b), tie = a == b ? x & y : y;
-    return ddp__f64_from_bits(((a > b) | (a != a)) ? x : tie);
-}
+#define DDP__FLOAT_LESS_FN(name, less, join, type, word, suffix)                                                  \
+    DDP__FORCED_INLINE type ddp__##name##_##suffix(type a, type b) {                                              \
+        word x = ddp__##suffix##_bits(a), y = ddp__##suffix##_bits(b), tie = a == b ? x join y : y;               \
+        return ddp__##suffix##_from_bits(((a less b) | (a != a)) ? x : tie);                                      \
+    }
+DDP__FLOAT_LESS_FN(min, <, |, float, uint32_t, f32) DDP__FLOAT_LESS_FN(min, <, |, double, uint64_t, f64)
+DDP__FLOAT_LESS_FN(max, >, &, float, uint32_t, f32) DDP__FLOAT_LESS_FN(max, >, &, double, uint64_t, f64)
+#undef DDP__FLOAT_LESS_FN
 
 #define DDP__MERGE_FNS(op, suffix)                                                                                      \
     static void ddp__merge2_##op##_##suffix(void *out, const void *a, const void *b, size_t count) {                    \
@@ -1282,11 +1271,7 @@ DDP__FORCED_INLINE double ddp__max_f64(double a, double b) {
 #define DDP__LESS_FNS(type, suffix)                                                              \
     DDP__FORCED_INLINE type ddp__min_##suffix(type a, type b) { return a < b ? a : b; }                 \
     DDP__FORCED_INLINE type ddp__max_##suffix(type a, type b) { return a > b ? a : b; }
-DDP__LESS_FNS(int8_t, i8)
-DDP__LESS_FNS(uint8_t, u8)
-DDP__LESS_FNS(int32_t, i32)
-DDP__LESS_FNS(int64_t, i64)
-DDP__LESS_FNS(uint64_t, u64)
+DDP__LESS_FNS(int8_t, i8) DDP__LESS_FNS(uint8_t, u8) DDP__LESS_FNS(int32_t, i32) DDP__LESS_FNS(int64_t, i64) DDP__LESS_FNS(uint64_t, u64)
 DDP__MERGE_FNS(sum, f32) DDP__MERGE_FNS(sum, f64) DDP__MERGE_FNS(sum, u8) DDP__MERGE_FNS(sum, u32) DDP__MERGE_FNS(sum, u64)
 DDP__MERGE_FNS(prod, f32) DDP__MERGE_FNS(prod, f64) DDP__MERGE_FNS(prod, u8) DDP__MERGE_FNS(prod, u32) DDP__MERGE_FNS(prod, u64)
 DDP__MERGE_FNS(min, f32) DDP__MERGE_FNS(min, f64) DDP__MERGE_FNS(min, i8) DDP__MERGE_FNS(min, u8) DDP__MERGE_FNS(min, i32)
@@ -3913,6 +3898,8 @@ static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const 
     return DDP_ERR_MISMATCH;
 }
 
+enum { DDP__NOT_YET = -1, DDP__DEPARTED = -2 }; /* in place of a visitor's socket */
+
 /* Visitors that went away again, such as a rank that its launcher starts anew. How many. */
 static int ddp__drop_departed(int *fds, int world_size) {
     int dropped = 0;
@@ -3920,7 +3907,7 @@ static int ddp__drop_departed(int *fds, int world_size) {
         char byte;
         if (fds[r] < 0 || recv(fds[r], &byte, 1, MSG_DONTWAIT | MSG_PEEK) != 0) continue;
         close(fds[r]);
-        fds[r] = -1;
+        fds[r] = DDP__DEPARTED;
         dropped++;
     }
     return dropped;
@@ -3933,7 +3920,7 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
     double deadline = ddp_now() + timeout_ms * 1e-3;
     ddp_result result = DDP_OK;
     char text[DDP__TEXT_MAX] = "";
-    for (int r = 0; r < DDP_MAX_LOCAL_RANKS; r++) { fds[r] = -1; pids[r] = (int)getpid(); }
+    for (int r = 0; r < DDP_MAX_LOCAL_RANKS; r++) { fds[r] = DDP__NOT_YET; pids[r] = (int)getpid(); }
     while (result == DDP_OK && present < id->world_size) {
         int fd = accept(listener, NULL, NULL);
         if (fd >= 0) {
@@ -3957,6 +3944,13 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
             waiting[i--] = waiting[--waiting_count];
         }
         if (present == id->world_size) present -= ddp__drop_departed(fds, id->world_size);
+        for (int r = 1, missing = id->world_size - present; r < id->world_size && result == DDP_OK; r++) { /* only departed ones are missing */
+            if (fds[r] == DDP__NOT_YET) break;
+            if (fds[r] == DDP__DEPARTED && --missing == 0) {
+                snprintf(text, sizeof text, "rank %d (pid %d) went away before the world was complete", r, pids[r]);
+                result = DDP_ERR_PEER_LOST;
+            }
+        }
         if (result == DDP_OK && present < id->world_size && ddp_now() > deadline) {
             size_t used = (size_t)snprintf(text, sizeof text, "timed out after %d ms: missing rank", timeout_ms);
             for (int r = 1; r < id->world_size && used < sizeof text - 8; r++)
@@ -6027,9 +6021,8 @@ static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap
     s->gap_count = gap_count;
     s->gap_used = gap_used;
     s->gap_block = gap_block;
-    s->left = rest;
-    if (rest >= gap_count * gap_block) s->left -= gap_count * gap_used;
-    else {                                             /* the order ends inside the interrupted batch */
+    s->left = rest - gap_count * gap_used;
+    if (rest < gap_count * gap_block) {                /* the order ends inside the interrupted batch */
         tail = rest % gap_block;
         s->left = rest / gap_block * (gap_block - gap_used) + (tail > gap_used ? tail - gap_used : 0);
     }
@@ -6037,10 +6030,8 @@ static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap
     if (s->desc.drop_last) s->total -= s->left % unit;
     else if (!s->desc.no_pad && s->left % unit) s->total += unit - s->left % unit;
     s->length = ddp__sampler_share(s, s->total);
-    s->first = 0;
-    s->cursor = 0;
+    s->first = s->cursor = s->window_count = 0;
     s->ended = 0;
-    s->window_count = 0;
 }
 
 /* -- TORCH: windows of randperm -- */
@@ -6175,8 +6166,7 @@ static void ddp__sampler_hash_setup(ddp_sampler *s) {
     s->half_bits[0] = bits / 2;
     s->half_bits[1] = bits - bits / 2;
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
-    for (int i = 0; i < s->round_count; i++)
-        s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
+    for (int i = 0; i < s->round_count; i++) s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
 
 static inline uint64_t ddp__sampler_round(uint64_t half, uint64_t key) {
@@ -6207,19 +6197,16 @@ static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
     if (n < 1) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld; set it to the number of samples, at least 1", n);
     if (d->num_replicas < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: num_replicas=%d is negative", d->num_replicas);
     if (d->rank < 0 || d->rank >= d->num_replicas)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank,
-                         d->num_replicas - 1, d->num_replicas);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, d->num_replicas - 1, d->num_replicas);
     if ((int)d->shuffle < 0 || (int)d->shuffle > (int)DDP_SHUFFLE_HASHED)
         return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
     if (batch < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is negative", batch);
     if (batch % d->num_replicas)
         return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is not divisible by num_replicas=%d", batch, d->num_replicas);
     if (n > INT64_MAX - (batch ? batch : d->num_replicas - 1))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld is too large to pad to whole rounds of %lld", n,
-                         batch ? batch : (long long)d->num_replicas);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch ? batch : (long long)d->num_replicas);
     if (window < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: window=%lld is negative", window);
-    if (!d->alloc_fn != !d->free_fn)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
+    if (!d->alloc_fn != !d->free_fn) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -6279,16 +6266,14 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
         entry = ddp__sampler_deal(sampler, index);
         if (is_padding) *is_padding = entry >= sampler->left;
         if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_place(sampler, entry);
-        if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED)
-            return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_place(sampler, entry));
+        if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_place(sampler, entry));
     }
     if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) ddp__sampler_fill(sampler, index);
     return (int64_t)sampler->table[index - sampler->window_first];
 }
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
-    if (!sampler || sampler->desc.dataset_size < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: sampler is NULL or was not initialised");
+    if (!sampler || sampler->desc.dataset_size < 1) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: sampler is NULL or was not initialised");
     if (position < 0 || position > ddp_sampler_length(sampler))
         return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: position=%lld, allowed are 0 to %lld on rank %d", (long long)position,
                          (long long)ddp_sampler_length(sampler), sampler->desc.rank);
@@ -6334,11 +6319,9 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
 
 static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_sampler_state *state) {
     if (state->dataset_size != d->dataset_size)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=%lld, the sampler has %lld",
-                         (long long)state->dataset_size, (long long)d->dataset_size);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=%lld, the sampler has %lld", (long long)state->dataset_size, (long long)d->dataset_size);
     if (state->seed != d->seed)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=%llu, the sampler has %llu",
-                         (unsigned long long)state->seed, (unsigned long long)d->seed);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=%llu, the sampler has %llu", (unsigned long long)state->seed, (unsigned long long)d->seed);
     if (state->shuffle != (int32_t)d->shuffle)
         return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of shuffle=%d, the sampler has %d", (int)state->shuffle, (int)d->shuffle);
     if (!state->no_shuffle != !d->no_shuffle)

@@ -450,12 +450,12 @@ static ddp_result free_slot(rig *g, slot *s) {
 
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
-    long stride = w <= 4 ? 1 : w <= 7 ? 7 : w <= 8 ? 23 : w <= 16 ? 61 : w <= 33 ? 307 : 997;
+    long stride = w <= 2 ? 1 : w <= 4 ? 7 : w <= 7 ? 17 : w <= 8 ? 41 : w <= 16 ? 61 : w <= 33 ? 307 : 997;
     ddp_result result;
     if (DDP_TEST_SLOWDOWN > 1) stride = stride * 13 - 2;
     result = run_cross(g, stride);
     if (result == DDP_OK) result = run_thresholds(g, DDP_TEST_SLOWDOWN > 1 || w > 8 ? 16 : 1000);
-    if (result == DDP_OK) result = run_random(g, (w <= 8 ? 2000 : w <= 16 ? 500 : 100) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
+    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w <= 8 ? 1000 : w <= 16 ? 500 : 100) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
     if (result == DDP_OK) result = run_barriers(g, p->entered, (w <= 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
     return result;
 }

@@ -11,11 +11,21 @@ static pid_t start_rank(int rank) {
     pid_t pid = fork();
     ddp_group_desc desc = DDP_ZERO;
     ddp_group *world = NULL;
+    ddp_result result;
     if (pid != 0) return pid;
     desc.rank = rank;
     desc.world_size = 3;
     desc.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
-    if (ddp_group_create(&world, &desc) == DDP_OK) note(world, world, ddp_barrier(world));
+    result = ddp_group_create(&world, &desc);
+    if (result == DDP_OK) {
+        note(world, world, ddp_barrier(world));
+    } else { /* rank 0 saw it go before the last one came: nobody gets a world */
+        seen *s = &stage_shared->rank[rank];
+        s->first = result;
+        s->first_at = ranks_now();
+        snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
+        s->done = 1;
+    }
     ddp_group_destroy(world);
     _exit(0);
 }

@@ -4,14 +4,7 @@
     set of destinations and store path must then give the same bits. NaN matches any NaN. */
 #include <float.h>
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <cmocka.h>
+#include "../support/unit.h"
 
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
