@@ -3547,15 +3547,6 @@ static void ddp__run_here_end(ddp_group *group) {
     pthread_mutex_unlock(&group->lock);
 }
 
-static void ddp__enqueue_op(ddp_group *group, ddp__op *op) {
-    pthread_mutex_lock(&group->lock);
-    if (group->tail) group->tail->next = op;
-    else group->head = op;
-    group->tail = op;
-    pthread_cond_signal(&group->work_cond);
-    pthread_mutex_unlock(&group->lock);
-}
-
 /* Waits for an op; carries out the queue meanwhile where nobody else does. p2p moves on here as well, up to timeout_ms. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
@@ -3590,6 +3581,27 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     return result;
 }
 
+/* Queues a call or task, or carries it out here when there is no other rank or this thread is the one that works off the queue. */
+static ddp_result ddp__issue(ddp_group *group, ddp__op *op, ddp_work *work) {
+    if (group->world_size == 1 || ddp__is_runner(group)) {
+        ddp__op_run(group, op);
+        op->done = 1;
+    } else {
+        ddp_result result = ddp__thread_start(group);
+        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+        pthread_mutex_lock(&group->lock);
+        if (group->tail) group->tail->next = op;
+        else group->head = op;
+        group->tail = op;
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
+    if (!work) return ddp__op_wait(group, op);
+    work->op = op;
+    work->ticket = op->ticket;
+    return DDP_OK;
+}
+
 /* Runs, or queues, a checked collective. */
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) {
     ddp__op *op;
@@ -3607,18 +3619,7 @@ static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) 
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     ddp__op_copy_arrays(group, op);
-    if (group->world_size == 1 || ddp__is_runner(group)) {
-        ddp__op_run(group, op);
-        op->done = 1;
-    } else {
-        result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
-        ddp__enqueue_op(group, op);
-    }
-    if (!work) return ddp__op_wait(group, op);
-    work->op = op;
-    work->ticket = op->ticket;
-    return DDP_OK;
+    return ddp__issue(group, op, work);
 }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
@@ -3636,18 +3637,7 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     if (!op) return DDP_ERR_NO_MEMORY;
     op->task = fn;
     op->argument = argument;
-    if (group->world_size == 1 || ddp__is_runner(group)) {
-        ddp__op_run(group, op);
-        op->done = 1;
-    } else {
-        result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
-        ddp__enqueue_op(group, op);
-    }
-    if (!work) return ddp__op_wait(group, op);
-    work->op = op;
-    work->ticket = op->ticket;
-    return DDP_OK;
+    return ddp__issue(group, op, work);
 }
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
