@@ -239,6 +239,7 @@ typedef struct ddp_reducer_stats {
     double comm_seconds;    /* last step: carrying out the buckets */
     double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
     double total_comm_seconds, total_wait_seconds;
+    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1 */
 } ddp_reducer_stats;
 
 typedef struct ddp_accumulator_desc {
@@ -366,7 +367,8 @@ DDPDEF ddp_result ddp_barrier(ddp_group *group);
 
 /* --- point to point ---
    Matched by (peer, tag) in the order issued, independent of collectives. tag >= 0. A small blocking send may return before the
-   receive is posted; do not count on it. A receive of another count or dtype than what was sent is DDP_ERR_MISMATCH on both sides. */
+   receive is posted; do not count on it. A receive of another count or dtype than what was sent is DDP_ERR_MISMATCH on both sides.
+   Up to 16 messages from one rank to another are under way at once; later ones wait for these, whatever their tags. */
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
 
@@ -1106,16 +1108,6 @@ static float ddp__f64_to_f32_odd(double value) {
     return ddp__f32_from_bits(bits | 1);
 }
 
-static void ddp__load_bf16(float *DDP__RESTRICT out, const void *data, size_t count) {
-    const ddp__any_u16 *in = (const ddp__any_u16 *)data;
-    DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(in[i]));
-}
-
-static void ddp__store_bf16(void *data, const float *DDP__RESTRICT in, size_t count) {
-    ddp__any_u16 *out = (ddp__any_u16 *)data;
-    DDP__FOR_EACH(count, out[i] = ddp__f32_to_bf16(in[i]));
-}
-
 static void ddp__load_f16(float *DDP__RESTRICT out, const void *data, size_t count) {
     const ddp__any_u16 *in = (const ddp__any_u16 *)data;
 #if defined(DDP__HAVE_F16C)
@@ -1136,18 +1128,20 @@ static void ddp__store_f16(void *data, const float *DDP__RESTRICT in, size_t cou
 
 /* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
+    const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
     if (dtype == DDP_F16) ddp__load_f16(out, data, count);
-    else if (dtype == DDP_BF16) ddp__load_bf16(out, data, count);
+    else if (dtype == DDP_BF16) DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(half[i]));
     else if (dtype == DDP_F32) memcpy(out, data, count * sizeof *out);
     else if (odd) for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
     else DDP__FOR_EACH(count, out[i] = (float)wide[i]);
 }
 
 static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
+    ddp__any_u16 *half = (ddp__any_u16 *)data;
     ddp__any_f64 *wide = (ddp__any_f64 *)data;
     if (dtype == DDP_F16) ddp__store_f16(data, in, count);
-    else if (dtype == DDP_BF16) ddp__store_bf16(data, in, count);
+    else if (dtype == DDP_BF16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
     else if (dtype == DDP_F32) memcpy(data, in, count * sizeof *in);
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
@@ -1159,7 +1153,6 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
     size_t dst_size = ddp__dtype_size(dst_dtype), src_size = ddp__dtype_size(src_dtype);
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-
     if (dst_dtype == src_dtype) {
         if (count && dst != src) memcpy(dst, src, count * dst_size);
         return;
@@ -1213,7 +1206,6 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
     size_t size = ddp__dtype_size(dtype), step = dtype == DDP_F64 || size == 8 ? DDP__BLOCK_BYTES / 8 : DDP__BLOCK_BYTES / 4;
     int half = dtype == DDP_F16 || dtype == DDP_BF16;
     unsigned char *at = (unsigned char *)data;
-
     if (divisor <= 1) return;
     while (count) {
         size_t n = count < step ? count : step;
@@ -1234,16 +1226,11 @@ typedef void (*ddp__merge2_fn)(void *out, const void *a, const void *b, size_t c
 typedef void (*ddp__merge4_fn)(void *out, const void *a, const void *b, const void *c, const void *d, size_t count);
 typedef struct ddp__merge { ddp__merge2_fn two; ddp__merge4_fn four; } ddp__merge;
 
-DDP__FORCED_INLINE float ddp__sum_f32(float a, float b) { return a + b; }
-DDP__FORCED_INLINE double ddp__sum_f64(double a, double b) { return a + b; }
-DDP__FORCED_INLINE uint8_t ddp__sum_u8(uint8_t a, uint8_t b) { return (uint8_t)(a + b); }
-DDP__FORCED_INLINE uint32_t ddp__sum_u32(uint32_t a, uint32_t b) { return a + b; }
-DDP__FORCED_INLINE uint64_t ddp__sum_u64(uint64_t a, uint64_t b) { return a + b; }
-DDP__FORCED_INLINE float ddp__prod_f32(float a, float b) { return a * b; }
-DDP__FORCED_INLINE double ddp__prod_f64(double a, double b) { return a * b; }
-DDP__FORCED_INLINE uint8_t ddp__prod_u8(uint8_t a, uint8_t b) { return (uint8_t)(a * b); }
-DDP__FORCED_INLINE uint32_t ddp__prod_u32(uint32_t a, uint32_t b) { return a * b; }
-DDP__FORCED_INLINE uint64_t ddp__prod_u64(uint64_t a, uint64_t b) { return a * b; }
+#define DDP__SUM_PROD_FNS(type, suffix)                                                      \
+    DDP__FORCED_INLINE type ddp__sum_##suffix(type a, type b) { return (type)(a + b); }      \
+    DDP__FORCED_INLINE type ddp__prod_##suffix(type a, type b) { return (type)(a * b); }
+DDP__SUM_PROD_FNS(float, f32) DDP__SUM_PROD_FNS(double, f64) DDP__SUM_PROD_FNS(uint8_t, u8) DDP__SUM_PROD_FNS(uint32_t, u32) DDP__SUM_PROD_FNS(uint64_t, u64)
+#undef DDP__SUM_PROD_FNS
 
 /* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0 (of two equal values the signs are or-ed, and-ed), so the
    result does not depend on the order. */
@@ -1377,7 +1364,6 @@ static void ddp__reduce_block(ddp__block level[5], const void *const *src, int s
     ddp__block room[4];
     const void *in[4];
     int depth = 0;
-
     for (int base = 0; base < src_count; base += 4) {
         int n = src_count - base < 4 ? src_count - base : 4;
         for (int i = 0; i < n; i++) in[i] = ddp__source(src, base + i, first, count, dtype, &room[i]);
@@ -1393,9 +1379,12 @@ static void ddp__reduce_block(ddp__block level[5], const void *const *src, int s
     for (; depth > 1; depth--) merge->two(level[depth - 2], level[depth - 2], level[depth - 1], count);
 }
 
-/* Bit k: destination k is none of the sources, and may be written past the caches. */
+/* Bit k: destination k is none of the sources, and may be written past the caches, where this CPU can do so. */
 static uint64_t ddp__stream_mask(void *const *dst, int dst_count, const void *const *src, int src_count) {
     uint64_t mask = 0;
+#if !defined(__SSE2__)
+    dst_count = 0;
+#endif
     for (int k = 0; k < dst_count; k++) {
         int apart = 1;
         for (int j = 0; j < src_count; j++) apart &= dst[k] != src[j];
@@ -1412,7 +1401,6 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
     size_t size = ddp__dtype_size(dtype), n;
     size_t step = (stream_mask ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (half ? 4 : size);
     const void *result = half ? level[1] : level[0];
-
     for (size_t first = 0; first < count; first += n) {
         n = count - first < step ? count - first : step;
         if (stream_mask && first == 0) { /* the first block is short, so that later ones begin on a cache line */
@@ -1446,11 +1434,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
             if (dst[k] != src[0]) memcpy(dst[k], src[0], count * ddp__dtype_size(dtype));
         return;
     }
-#if defined(__SSE2__)
     if (stream) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
-#else
-    (void)stream;
-#endif
     if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && !stream_mask &&
         ddp__reduce_fused(dst, dst_count, src, src_count, count, divisor)) return;
     ddp__reduce_blocks(dst, dst_count, src, src_count, count, dtype, op, divisor, stream_mask);
@@ -4665,12 +4649,13 @@ static size_t ddp__grad_extent(const ddp__grad *grad) {
     return grad->placed ? ddp__round_up(grad->size_bytes, DDP__ALIGN) : grad->size_bytes;
 }
 
-/* Sorts the gradients that have memory by address; returns how many. */
-static int ddp__grads_sort(ddp_reducer *reducer) {
+/* Sorts the parameters that are not empty by the address of their value or gradient, leaving out NULL; returns how many. */
+static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
     int count = 0;
     for (int i = 0; i < reducer->param_count; i++) {
-        if (!reducer->grads[i].data || reducer->grads[i].count == 0) continue;
-        reducer->keys[count].address = (uintptr_t)reducer->grads[i].data;
+        const void *address = by_value ? reducer->desc.params[i].value.data : reducer->grads[i].data;
+        if (!address || reducer->grads[i].count == 0) continue;
+        reducer->keys[count].address = (uintptr_t)address;
         reducer->keys[count++].index = i;
     }
     qsort(reducer->keys, (size_t)count, sizeof reducer->keys[0], ddp__grad_key_compare);
@@ -4680,11 +4665,9 @@ static int ddp__grads_sort(ddp_reducer *reducer) {
 /* Whether b's gradient continues a's inside one bucket. Gaps of the arena hold zeros and may be sent, except to hooks and
    through casts, which see gradients only. */
 static int ddp__grads_joined(const ddp_reducer *reducer, int a, int b, int tight) {
-    const ddp__grad *left, *right;
-    if (a < 0 || b < 0) return 0;
-    left = &reducer->grads[a];
-    right = &reducer->grads[b];
-    return left->bucket == right->bucket && (!tight || left->data + left->size_bytes == right->data);
+    const ddp__grad *grads = reducer->grads;
+    if (a < 0 || b < 0 || grads[a].bucket != grads[b].bucket) return 0;
+    return !tight || grads[a].data + grads[a].size_bytes == grads[b].data;
 }
 
 /* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
@@ -4711,17 +4694,6 @@ static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket)
         if (!range->in_place) bucket->flat_count += range->count;
     }
     return bucket->flat_count * ddp__dtype_size(bucket->wire);
-}
-
-static void ddp__bucket_open(ddp_reducer *reducer, int index, ddp_dtype dtype) {
-    ddp__bucket *bucket = &reducer->buckets[index];
-    ddp_dtype comm = reducer->desc.comm_dtype;
-    memset(bucket, 0, sizeof *bucket);
-    bucket->reducer = reducer;
-    bucket->index = index;
-    bucket->dtype = dtype;
-    bucket->wire = dtype;
-    if (comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp__dtype_size(comm) < ddp__dtype_size(dtype)) bucket->wire = comm;
 }
 
 /* Buckets in the order in which their last parameter comes in the walk: the order in which they get ready. */
@@ -4760,9 +4732,10 @@ static void ddp__buckets_reset(ddp_reducer *reducer) {
 }
 
 /* Fills buckets in the order of walk, each dtype on its own: add one, close once the limit is reached, so that buckets
-   overshoot (PyTorch DDP's rule). Sets *flat_bytes to what the largest packed bucket needs. */
-static void ddp__buckets_plan(ddp_reducer *reducer, int walk_count, size_t *flat_bytes) {
-    int open[DDP__DTYPES], closed[DDP__DTYPES];
+   overshoot (PyTorch DDP's rule). Returns the bytes that the largest packed bucket needs. */
+static size_t ddp__buckets_plan(ddp_reducer *reducer, int walk_count) {
+    int open[DDP__DTYPES], closed[DDP__DTYPES], cast = reducer->desc.comm_dtype != DDP_DTYPE_DEFAULT && reducer->world_size > 1;
+    size_t flat_bytes = 0, *largest = &reducer->stats.largest_bucket_bytes;
     for (int d = 0; d < DDP__DTYPES; d++) { open[d] = -1; closed[d] = 0; }
     for (int i = 0; i < reducer->param_count; i++) reducer->grads[i].bucket = -1;
     reducer->bucket_count = reducer->range_count = 0;
@@ -4770,12 +4743,17 @@ static void ddp__buckets_plan(ddp_reducer *reducer, int walk_count, size_t *flat
         ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         int d = (int)grad->dtype;
         size_t limit = closed[d] ? reducer->desc.bucket_cap_bytes : reducer->desc.first_bucket_bytes;
+        int fresh = open[d] < 0;
         ddp__bucket *bucket;
-        if (open[d] < 0) {
-            open[d] = reducer->bucket_count++;
-            ddp__bucket_open(reducer, open[d], grad->dtype);
-        }
+        if (fresh) open[d] = reducer->bucket_count++;
         bucket = &reducer->buckets[open[d]];
+        if (fresh) {
+            memset(bucket, 0, sizeof *bucket);
+            bucket->reducer = reducer;
+            bucket->index = open[d];
+            bucket->dtype = grad->dtype;
+            bucket->wire = cast && ddp__dtype_size(reducer->desc.comm_dtype) < ddp__dtype_size(grad->dtype) ? reducer->desc.comm_dtype : grad->dtype;
+        }
         grad->bucket = open[d];
         bucket->param_count++;
         bucket->size_bytes += grad->size_bytes;
@@ -4783,31 +4761,24 @@ static void ddp__buckets_plan(ddp_reducer *reducer, int walk_count, size_t *flat
         if (bucket->size_bytes >= limit) { open[d] = -1; closed[d] = 1; }
     }
     ddp__buckets_sort(reducer, walk_count);
-    *flat_bytes = reducer->stats.largest_bucket_bytes = 0;
+    *largest = 0;
     for (int i = 0; i < reducer->bucket_count; i++) {
         size_t bytes = ddp__bucket_make_ranges(reducer, &reducer->buckets[i]);
-        if (bytes > *flat_bytes) *flat_bytes = bytes;
-        if (reducer->buckets[i].size_bytes > reducer->stats.largest_bucket_bytes)
-            reducer->stats.largest_bucket_bytes = reducer->buckets[i].size_bytes;
+        if (bytes > flat_bytes) flat_bytes = bytes;
+        if (reducer->buckets[i].size_bytes > *largest) *largest = reducer->buckets[i].size_bytes;
     }
     reducer->stats.bucket_count = reducer->bucket_count;
     ddp__buckets_reset(reducer);
+    return flat_bytes;
 }
 
 /* A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
 static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
-    ddp_bucket view = DDP_ZERO;
+    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->bucket_count, bucket->divisor, reducer->stats.steps};
     ddp_result result;
     char text[DDP__TEXT_MAX];
-    view.data = data;
-    view.count = count;
-    view.dtype = bucket->wire;
-    view.index = bucket->index;
-    view.bucket_count = reducer->bucket_count;
-    view.divisor = bucket->divisor;
-    view.step = reducer->stats.steps;
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
@@ -4831,15 +4802,11 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     for (int k = 0; k < bucket->range_count; k++) {
         const ddp__range *range = &reducer->ranges[bucket->first_range + k];
         unsigned char *flat = (unsigned char *)reducer->flat + range->flat_first * size;
+        unsigned char *from = pack ? range->data : flat, *to = pack ? flat : range->data;
         if (range->in_place) continue;
         bucket->copied += range->count * size;
-        if (bucket->wire == bucket->dtype) {
-            if (pack) device->copy(flat, range->data, range->count * size);
-            else device->copy(range->data, flat, range->count * size);
-        } else {
-            if (pack) device->cast(flat, bucket->wire, range->data, bucket->dtype, range->count);
-            else device->cast(range->data, bucket->dtype, flat, bucket->wire, range->count);
-        }
+        if (bucket->wire == bucket->dtype) device->copy(to, from, range->count * size);
+        else device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, range->count);
     }
 }
 
@@ -4856,17 +4823,14 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     bucket->seconds = 0;
     if (local && bucket->divisor == 1) return DDP_OK;
     begin = ddp_now();
-    if (local) {
-        for (int k = 0; k < bucket->range_count; k++)
-            reducer->device->divide(ranges[k].data, ranges[k].count, bucket->dtype, bucket->divisor);
-    } else {
-        if (bucket->flat_count) {
-            ddp__bucket_copy(bucket, 1);
-            result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
-            if (result == DDP_OK) ddp__bucket_copy(bucket, 0);
-        }
-        for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
-            if (ranges[k].in_place) result = ddp__bucket_reduce(bucket, ranges[k].data, ranges[k].count);
+    if (!local && bucket->flat_count) {
+        ddp__bucket_copy(bucket, 1);
+        result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
+        if (result == DDP_OK) ddp__bucket_copy(bucket, 0);
+    }
+    for (int k = 0; k < bucket->range_count && result == DDP_OK; k++) {
+        if (local) reducer->device->divide(ranges[k].data, ranges[k].count, bucket->dtype, bucket->divisor);
+        else if (ranges[k].in_place) result = ddp__bucket_reduce(bucket, ranges[k].data, ranges[k].count);
     }
     bucket->seconds = ddp_now() - begin;
     return result;
@@ -4894,15 +4858,18 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 #define DDP__SCHEMA_TEXT 240          /* one parameter in words */
 #define DDP__SCHEMA_OPTIONS 8
+#define DDP__HASH_START UINT64_C(0xcbf29ce484222325)
 #define DDP__BROADCAST_SMALL ((size_t)16 * 1024) /* bytes; smaller tensors share a broadcast */
 #define DDP__EXCHANGE_MIN ((size_t)64 * 1024)
+#define DDP__CREATE_FAIL(...) ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
+#define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp__fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
 
 /* What ranks tell each other at create: how far they got, and hashes of what must be equal. */
 typedef struct ddp__schema {
     int64_t result;                   /* this rank's own; not DDP_OK = it takes no part, for the reason in text */
     char text[DDP__TEXT_MAX];
-    int64_t param_count, buffer_count;
-    uint64_t params, buffers;         /* hashes over the descriptions */
+    int64_t count[2];                 /* parameters, buffers */
+    uint64_t hash[2];                 /* over their descriptions */
     int64_t option[DDP__SCHEMA_OPTIONS];
 } ddp__schema;
 
@@ -4916,11 +4883,13 @@ static uint64_t ddp__hash_tensor(uint64_t hash, const char *text, const ddp_tens
     return ddp__hash_bytes(ddp__hash_bytes(hash, text, strlen(text) + 1), tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
-/* "parameter 3 'wte'" */
-static const char *ddp__param_label(const ddp_param *params, int index, char *text, size_t size) {
-    if (params[index].name) snprintf(text, size, "parameter %d '%.80s'", index, params[index].name);
-    else snprintf(text, size, "parameter %d", index);
-    return text;
+typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'" */
+
+static ddp__label ddp__param_label(const ddp_param *params, int index) {
+    ddp__label label;
+    if (params[index].name) snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
+    else snprintf(label.text, sizeof label.text, "parameter %d", index);
+    return label;
 }
 
 static void ddp__shape_text(const ddp_tensor *tensor, char *text, size_t size) {
@@ -4946,14 +4915,16 @@ static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index,
     char value[96], grad_text[96], tied[48] = "";
     ddp_tensor grad;
     const ddp_param *param;
-    memset(text, 0, DDP__SCHEMA_TEXT);
+    memset(text, 0, DDP__SCHEMA_TEXT); /* all of it is compared */
+    if (index >= (buffers ? reducer->desc.buffer_count : reducer->param_count)) {
+        snprintf(text, DDP__SCHEMA_TEXT, "no such %s", buffers ? "buffer" : "parameter");
+        return;
+    }
     if (buffers) {
-        if (index >= reducer->desc.buffer_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such buffer"); return; }
         ddp__shape_text(&reducer->desc.buffers[index], text, DDP__SCHEMA_TEXT);
         *hash = ddp__hash_tensor(*hash, text, &reducer->desc.buffers[index]);
         return;
     }
-    if (index >= reducer->param_count) { snprintf(text, DDP__SCHEMA_TEXT, "no such parameter"); return; }
     param = &reducer->desc.params[index];
     grad = ddp__param_grad(param);
     ddp__shape_text(&param->value, value, sizeof value);
@@ -4965,46 +4936,42 @@ static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index,
 }
 
 static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
-    if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: desc is NULL");
+    if (!d) return DDP__CREATE_FAIL("desc is NULL");
     if (!d->params || d->param_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    if (d->micro_batch_count < 0)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
+        return DDP__CREATE_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
+    if (d->micro_batch_count < 0) return DDP__CREATE_FAIL("micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
     if (d->comm_dtype != DDP_DTYPE_DEFAULT && d->comm_dtype != DDP_F16 && d->comm_dtype != DDP_BF16)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
+        return DDP__CREATE_FAIL("comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
     if (d->buffer_count < 0 || (d->buffer_count > 0 && !d->buffers))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
+        return DDP__CREATE_FAIL("buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
     for (int i = 0; i < d->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&d->buffers[i]);
         if (count < 0 || !ddp_dtype_size(d->buffers[i].dtype) || (count > 0 && !d->buffers[i].data))
-            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+            return DDP__CREATE_FAIL("buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     return DDP_OK;
 }
 
 /* Checks one parameter and takes it over into grads. */
 static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
-    const ddp_param *param = &reducer->desc.params[index];
+    const ddp_tensor *value = &reducer->desc.params[index].value;
     ddp__grad *own = &reducer->grads[index];
-    ddp_tensor grad = ddp__param_grad(param);
-    int64_t count = ddp_tensor_count(&param->value), grad_count = ddp_tensor_count(&grad);
-    char label[128];
-    ddp__param_label(reducer->desc.params, index, label, sizeof label);
-    if (!ddp_dtype_size(param->value.dtype))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.dtype is %d; set it to a ddp_dtype", label, (int)param->value.dtype);
+    ddp_tensor grad = ddp__param_grad(&reducer->desc.params[index]);
+    int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
+    ddp__label label = ddp__param_label(reducer->desc.params, index);
+    const char *dtype = ddp_dtype_name(grad.dtype);
+    if (!ddp_dtype_size(value->dtype)) return DDP__CREATE_FAIL("%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
     if (count < 0 || count > INT64_MAX / 16)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative",
-                         label, param->value.ndim, DDP_MAX_NDIM);
-    if (count > 0 && !param->value.data)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: value.data is NULL; point it at the parameter", label);
+        return DDP__CREATE_FAIL("%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative", label.text, value->ndim,
+                                DDP_MAX_NDIM);
+    if (count > 0 && !value->data) return DDP__CREATE_FAIL("%s: value.data is NULL; point it at the parameter", label.text);
     if (grad.dtype != DDP_F32 && grad.dtype != DDP_F64 && grad.dtype != DDP_F16 && grad.dtype != DDP_BF16)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16", label,
-                         ddp_dtype_name(grad.dtype));
+        return DDP__CREATE_FAIL("%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16", label.text, dtype);
     if (grad_count != count)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: the gradient has %lld elements, the value %lld; give both the same shape", label,
-                         (long long)grad_count, (long long)count);
+        return DDP__CREATE_FAIL("%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text, (long long)grad_count,
+                                (long long)count);
     if ((uintptr_t)grad.data % ddp__dtype_size(grad.dtype))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s: grad.data=%p is not aligned to %s", label, grad.data, ddp_dtype_name(grad.dtype));
+        return DDP__CREATE_FAIL("%s: grad.data=%p is not aligned to %s", label.text, grad.data, dtype);
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
@@ -5017,38 +4984,27 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     return DDP_OK;
 }
 
-/* Entries with one value.data are uses of one parameter; each points at the first of them. */
-static ddp_result ddp__reducer_find_tied(ddp_reducer *reducer) {
-    int count = 0;
-    char label[128], other[128];
-    for (int i = 0; i < reducer->param_count; i++) {
-        if (reducer->grads[i].count == 0) continue;
-        reducer->keys[count].address = (uintptr_t)reducer->desc.params[i].value.data;
-        reducer->keys[count++].index = i;
-    }
-    qsort(reducer->keys, (size_t)count, sizeof reducer->keys[0], ddp__grad_key_compare);
+/* Entries with one value.data are uses of one parameter, and each points at the first of them. Gradients lie apart. */
+static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
+    const ddp_param *params = reducer->desc.params;
+    const ddp__grad_key *keys = reducer->keys;
+    ddp__grad *grads = reducer->grads;
+    int count = ddp__params_sort(reducer, 1);
     for (int k = 1; k < count; k++) {
-        int i = reducer->keys[k].index, first = reducer->grads[reducer->keys[k - 1].index].first_use;
-        if (reducer->keys[k].address != reducer->keys[k - 1].address) continue;
-        if (reducer->grads[i].count != reducer->grads[first].count || reducer->grads[i].dtype != reducer->grads[first].dtype)
-            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: %s and %s share value.data but differ in shape or gradient dtype; "
-                             "uses of one tied parameter have both equal", ddp__param_label(reducer->desc.params, first, label, sizeof label),
-                             ddp__param_label(reducer->desc.params, i, other, sizeof other));
-        reducer->grads[i].first_use = first;
+        int i = keys[k].index, first = grads[keys[k - 1].index].first_use;
+        if (keys[k].address != keys[k - 1].address) continue;
+        if (grads[i].count != grads[first].count || grads[i].dtype != grads[first].dtype)
+            return DDP__CREATE_FAIL("%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
+                                    ddp__param_label(params, first).text, ddp__param_label(params, i).text);
+        grads[i].first_use = first;
         reducer->has_tied = 1;
     }
-    return DDP_OK;
-}
-
-static ddp_result ddp__reducer_check_overlap(ddp_reducer *reducer) {
-    int count = ddp__grads_sort(reducer);
-    char label[128], other[128];
+    count = ddp__params_sort(reducer, 0);
     for (int k = 1; k < count; k++) {
-        int a = reducer->keys[k - 1].index, b = reducer->keys[k].index;
-        if (reducer->keys[k].address - reducer->keys[k - 1].address < reducer->grads[a].size_bytes)
-            return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: the gradients of %s and %s overlap; give each its own memory, also "
-                             "the uses of a tied parameter", ddp__param_label(reducer->desc.params, a, label, sizeof label),
-                             ddp__param_label(reducer->desc.params, b, other, sizeof other));
+        int before = keys[k - 1].index;
+        if (keys[k].address - keys[k - 1].address < grads[before].size_bytes)
+            return DDP__CREATE_FAIL("the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
+                                    ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
     }
     return DDP_OK;
 }
@@ -5073,20 +5029,15 @@ static ddp_result ddp__reducer_make_arrays(ddp_reducer *reducer, size_t n) {
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     ddp_result result = ddp__reducer_check_desc(desc);
-    if (result != DDP_OK) return result;
-    result = ddp__reducer_make_arrays(reducer, (size_t)desc->param_count);
+    if (result == DDP_OK) result = ddp__reducer_make_arrays(reducer, (size_t)desc->param_count);
     if (result != DDP_OK) return result;
     reducer->desc = *desc;
     if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
     reducer->param_count = desc->param_count;
-    for (int i = 0; i < desc->param_count; i++) {
-        result = ddp__reducer_take_param(reducer, i);
-        if (result != DDP_OK) return result;
-    }
-    result = ddp__reducer_find_tied(reducer);
-    return result == DDP_OK ? ddp__reducer_check_overlap(reducer) : result;
+    for (int i = 0; i < desc->param_count && result == DDP_OK; i++) result = ddp__reducer_take_param(reducer, i);
+    return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
 }
 
 /* host (count elements) becomes op over ranks of host. */
@@ -5119,7 +5070,7 @@ static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers
     int other = 1;
     ddp_result result;
     for (int64_t i = 0; i < common; i++) {
-        hashes[i] = UINT64_C(0xcbf29ce484222325);
+        hashes[i] = DDP__HASH_START;
         ddp__schema_text(reducer, buffers, (int)i, mine, &hashes[i]);
         hashes[common + i] = ~hashes[i]; /* the smallest complement belongs to the largest hash */
     }
@@ -5129,31 +5080,27 @@ static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers
     ddp__schema_text(reducer, buffers, (int)index, mine, &hashes[0]);
     result = ddp__reducer_gather(reducer, mine, sizeof mine);
     if (result != DDP_OK) return result;
-    for (int r = 1; r < reducer->world_size; r++)
-        if (strncmp(texts, texts + (size_t)r * DDP__SCHEMA_TEXT, DDP__SCHEMA_TEXT) != 0) { other = r; break; }
-    return ddp__fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d", reducer->rank,
-                     reducer->world_size, buffers ? "buffer" : "parameter", (int)index, texts, texts + (size_t)other * DDP__SCHEMA_TEXT, other);
+    while (other + 1 < reducer->world_size && strncmp(texts, texts + (size_t)other * sizeof mine, sizeof mine) == 0) other++;
+    return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
+                             buffers ? "buffer" : "parameter", (int)index, texts, texts + (size_t)other * sizeof mine, other);
 }
 
 static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schema *schema) {
+    const ddp_reducer_desc *d = &reducer->desc;
+    const int64_t option[DDP__SCHEMA_OPTIONS] = {(int64_t)d->bucket_cap_bytes, (int64_t)d->first_bucket_bytes, d->micro_batch_count, !!d->find_unused,
+                                                 !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
     char text[DDP__SCHEMA_TEXT];
     memset(schema, 0, sizeof *schema);
     schema->result = own;
     if (own != DDP_OK) snprintf(schema->text, sizeof schema->text, "%s", ddp_last_error());
     if (own != DDP_OK) return;
-    schema->param_count = reducer->param_count;
-    schema->buffer_count = reducer->desc.buffer_count;
-    schema->params = schema->buffers = UINT64_C(0xcbf29ce484222325);
-    for (int i = 0; i < reducer->param_count; i++) ddp__schema_text(reducer, 0, i, text, &schema->params);
-    for (int i = 0; i < reducer->desc.buffer_count; i++) ddp__schema_text(reducer, 1, i, text, &schema->buffers);
-    schema->option[0] = (int64_t)reducer->desc.bucket_cap_bytes;
-    schema->option[1] = (int64_t)reducer->desc.first_bucket_bytes;
-    schema->option[2] = reducer->desc.micro_batch_count;
-    schema->option[3] = !!reducer->desc.find_unused;
-    schema->option[4] = !!reducer->desc.static_graph;
-    schema->option[5] = reducer->desc.comm_dtype;
-    schema->option[6] = !!reducer->desc.hook;
-    schema->option[7] = !!reducer->desc.skip_initial_broadcast;
+    memcpy(schema->option, option, sizeof option);
+    schema->count[0] = d->param_count;
+    schema->count[1] = d->buffer_count;
+    for (int kind = 0; kind < 2; kind++) {
+        schema->hash[kind] = DDP__HASH_START;
+        for (int i = 0; i < schema->count[kind]; i++) ddp__schema_text(reducer, kind, i, text, &schema->hash[kind]);
+    }
 }
 
 /* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
@@ -5161,8 +5108,8 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
                                                            "static_graph", "comm_dtype", "hook", "skip_initial_broadcast"};
     const ddp__schema *all = (const ddp__schema *)reducer->host;
-    int64_t params = INT64_MAX, buffers = INT64_MAX;
-    int params_differ = 0, buffers_differ = 0;
+    int64_t common[2] = {INT64_MAX, INT64_MAX};
+    int differ[2] = {0, 0};
     ddp__schema mine;
     ddp_result result;
     if (reducer->world_size == 1) return own;
@@ -5172,20 +5119,19 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     for (int r = 0; r < reducer->world_size; r++) {
         if (all[r].result != DDP_OK && own != DDP_OK) return ddp__fail(own, "%s", mine.text);
         if (all[r].result != DDP_OK)
-            return ddp__fail((ddp_result)all[r].result, "rank %d/%d ddp_reducer_create: rank %d failed: %.400s", reducer->rank, reducer->world_size, r,
-                             all[r].text);
-        if (all[r].param_count < params) params = all[r].param_count;
-        if (all[r].buffer_count < buffers) buffers = all[r].buffer_count;
-        params_differ |= all[r].params != all[0].params || all[r].param_count != all[0].param_count;
-        buffers_differ |= all[r].buffers != all[0].buffers || all[r].buffer_count != all[0].buffer_count;
+            return DDP__REDUCER_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+        for (int kind = 0; kind < 2; kind++) {
+            if (all[r].count[kind] < common[kind]) common[kind] = all[r].count[kind];
+            differ[kind] |= all[r].hash[kind] != all[0].hash[kind] || all[r].count[kind] != all[0].count[kind];
+        }
     }
     for (int r = 1; r < reducer->world_size; r++)
         for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
             if (all[r].option[i] != all[0].option[i])
-                return ddp__fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same on every rank",
-                                 reducer->rank, reducer->world_size, names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
-    if (params_differ) return ddp__reducer_name_difference(reducer, 0, params);
-    if (buffers_differ) return ddp__reducer_name_difference(reducer, 1, buffers);
+                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
+                                         "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
+    for (int kind = 0; kind < 2; kind++)
+        if (differ[kind]) return ddp__reducer_name_difference(reducer, kind, common[kind]);
     return DDP_OK;
 }
 
@@ -5212,7 +5158,7 @@ static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
 
 /* Neighbours in memory; a link that some rank does not have is dropped everywhere. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
-    int count = ddp__grads_sort(reducer), n = reducer->param_count;
+    int count = ddp__params_sort(reducer, 0), n = reducer->param_count;
     int32_t *links = (int32_t *)reducer->host;
     ddp_result result;
     for (int i = 0; i < 2 * n; i++) links[i] = i < n ? -1 : 1;
@@ -5235,29 +5181,23 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
 
 /* Fills the buckets from walk and makes sure that the largest packed one has room. Collective. */
 static ddp_result ddp__reducer_plan(ddp_reducer *reducer, int walk_count) {
-    size_t flat_bytes;
-    void *flat = NULL;
+    size_t flat_bytes = ddp__buckets_plan(reducer, walk_count);
     ddp_result result;
-    ddp__buckets_plan(reducer, walk_count, &flat_bytes);
     if (flat_bytes <= reducer->flat_bytes) return DDP_OK;
     result = ddp_group_free(reducer->group, reducer->flat);
     reducer->flat = NULL;
     reducer->flat_bytes = 0;
-    if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &flat);
-    if (result != DDP_OK) return result;
-    reducer->flat = flat;
-    reducer->flat_bytes = flat_bytes;
-    return DDP_OK;
+    if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &reducer->flat);
+    if (result == DDP_OK) reducer->flat_bytes = flat_bytes;
+    return result;
 }
 
-/* The k-th tensor that ranks share: values, then buffers. NULL for a later use of a tied value. */
-static const ddp_tensor *ddp__reducer_tensor(const ddp_reducer *reducer, int k) {
-    if (k >= reducer->param_count) return &reducer->desc.buffers[k - reducer->param_count];
-    return reducer->grads[k].first_use == k ? &reducer->desc.params[k].value : NULL;
-}
-
-static size_t ddp__tensor_bytes(const ddp_tensor *tensor) {
-    return tensor ? (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype) : 0;
+/* The k-th tensor that ranks share: values, then buffers; *bytes is 0 for a later use of a tied value. */
+static const ddp_tensor *ddp__reducer_tensor(const ddp_reducer *reducer, int k, size_t *bytes) {
+    int n = reducer->param_count;
+    const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
+    *bytes = k < n && reducer->grads[k].first_use != k ? 0 : (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype);
+    return tensor;
 }
 
 /* The first count tensors of root, everywhere; those small enough travel together, through exchange. */
@@ -5266,25 +5206,24 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     int first = 0;
     if (reducer->world_size == 1) return DDP_OK;
     while (first < count) {
-        size_t total = 0;
+        size_t bytes, total = 0;
         int last = first;
         ddp_result result = DDP_OK;
-        for (int k = first; k < count && total + DDP__BROADCAST_SMALL <= reducer->exchange_bytes && result == DDP_OK; last = ++k) {
-            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, k);
-            size_t bytes = ddp__tensor_bytes(tensor);
-            if (bytes > DDP__BROADCAST_SMALL) result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
-            else if (bytes > 0) {
-                if (reducer->rank == root) reducer->device->copy(exchange + total, tensor->data, bytes);
-                total += bytes;
+        for (; last < count && total + DDP__BROADCAST_SMALL <= reducer->exchange_bytes && result == DDP_OK; last++) {
+            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, last, &bytes);
+            if (bytes > DDP__BROADCAST_SMALL) {
+                result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
+                continue;
             }
+            if (bytes > 0 && reducer->rank == root) reducer->device->copy(exchange + total, tensor->data, bytes);
+            total += bytes;
         }
         if (result == DDP_OK && total > 0) result = ddp_broadcast(reducer->group, exchange, total, DDP_U8, root, NULL);
         if (result != DDP_OK) return result;
         for (total = 0; first < last; first++) {
-            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, first);
-            size_t bytes = ddp__tensor_bytes(tensor);
-            if (bytes == 0 || bytes > DDP__BROADCAST_SMALL) continue;
-            if (reducer->rank != root) reducer->device->copy(tensor->data, exchange + total, bytes);
+            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, first, &bytes);
+            if (bytes > DDP__BROADCAST_SMALL) continue;
+            if (bytes > 0 && reducer->rank != root) reducer->device->copy(tensor->data, exchange + total, bytes);
             total += bytes;
         }
     }
@@ -5365,21 +5304,20 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
-    char label[128];
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
     if (param_index < 0 || param_index >= reducer->param_count)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", reducer->rank,
-                         reducer->world_size, param_index, reducer->param_count);
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
+                                 reducer->param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
     if (grad->ready)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and ddp_reducer_wait "
-                         "before the next", reducer->rank, reducer->world_size,
-                         ddp__param_label(reducer->desc.params, param_index, label, sizeof label), (unsigned long long)reducer->stats.steps);
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
+                                 "ddp_reducer_wait before the next", ddp__param_label(reducer->desc.params, param_index).text,
+                                 (unsigned long long)reducer->stats.steps);
     if (!grad->expected)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same for "
-                         "every step; leave static_graph 0 and set find_unused", reducer->rank, reducer->world_size,
-                         ddp__param_label(reducer->desc.params, param_index, label, sizeof label));
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
+                                 "for every step; leave static_graph 0 and set find_unused",
+                                 ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = reducer->used[param_index] = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
@@ -5414,7 +5352,6 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer) {
    knows; the calls of a rank that lacks a parameter went on and the group stays whole. */
 static ddp_result ddp__reducer_agree_on_step(ddp_reducer *reducer, int bitmap, int missing) {
     int64_t first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
-    char label[128];
     ddp_result result;
     if (bitmap) {
         int32_t *own = reducer->scratch;
@@ -5433,10 +5370,9 @@ static ddp_result ddp__reducer_agree_on_step(ddp_reducer *reducer, int bitmap, i
     }
     result = ddp__reducer_agree(reducer, &first, 1, DDP_I64, DDP_OP_MIN);
     if (result != DDP_OK || first == INT64_MAX) return result;
-    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
-                     "every step, or set find_unused", reducer->rank, reducer->world_size,
-                     ddp__param_label(reducer->desc.params, (int)(first / reducer->world_size), label, sizeof label),
-                     (int)(first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
+                             "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(first / reducer->world_size)).text,
+                             (int)(first % reducer->world_size), (unsigned long long)reducer->stats.steps);
 }
 
 /* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
@@ -5451,30 +5387,13 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     for (int i = n - 1; i >= 0; i--)
         if (!reducer->scratch[i] && !(drop && reducer->grads[i].unused)) reducer->walk[count++] = i;
     for (int k = count; k < n; k++) reducer->walk[k] = -1;
-    if (reducer->world_size > 1) {
-        reducer->device->copy(reducer->exchange, reducer->walk, (size_t)n * sizeof(int));
-        result = ddp_broadcast(reducer->group, reducer->exchange, (size_t)n, DDP_I32, 0, NULL);
-        if (result != DDP_OK) return result;
-        reducer->device->copy(reducer->walk, reducer->exchange, (size_t)n * sizeof(int));
-    }
+    for (int k = 0; k < n && reducer->rank > 0; k++) reducer->walk[k] = INT32_MAX; /* rank 0's is the smallest */
+    result = ddp__reducer_agree(reducer, reducer->walk, (size_t)n, DDP_I32, DDP_OP_MIN);
+    if (result != DDP_OK) return result;
     for (count = 0; count < n && reducer->walk[count] >= 0;) count++;
     result = ddp__reducer_plan(reducer, count);
     reducer->stats.rebuilt = result == DDP_OK;
     return result;
-}
-
-/* Later uses of a tied parameter into the first, in definition order. */
-static void ddp__reducer_add_tied(ddp_reducer *reducer) {
-    for (int i = 0; i < reducer->param_count && reducer->has_tied; i++) {
-        ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
-        if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
-    }
-}
-
-static int ddp__reducer_first_missing(const ddp_reducer *reducer) {
-    for (int i = 0; i < reducer->param_count; i++)
-        if (!reducer->grads[i].ready && reducer->grads[i].expected) return i;
-    return -1;
 }
 
 static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, double begin) {
@@ -5487,6 +5406,7 @@ static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, doubl
         stats->comm_seconds += reducer->buckets[i].seconds;
     }
     stats->wait_seconds = ddp_now() - begin;
+    stats->overlap = stats->comm_seconds > 0 && stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     if (result == DDP_OK) stats->steps++;
@@ -5494,17 +5414,21 @@ static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, doubl
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     double begin;
-    int bitmap, missing;
+    int bitmap, missing = -1; /* missing: the first parameter that is */
     ddp_result result = DDP_OK;
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
     begin = ddp_now();
     bitmap = reducer->desc.find_unused || (reducer->desc.static_graph && !reducer->first_done);
     reducer->lenient = bitmap || reducer->shadow;
-    missing = reducer->lenient ? -1 : ddp__reducer_first_missing(reducer);
+    for (int i = reducer->param_count - 1; i >= 0 && !reducer->lenient; i--)
+        if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
     if (missing < 0 || reducer->world_size > 1) result = ddp__reducer_drain(reducer);
     if (result == DDP_OK) result = ddp__reducer_agree_on_step(reducer, bitmap, missing);
-    if (result == DDP_OK) ddp__reducer_add_tied(reducer);
+    for (int i = 0; i < reducer->param_count && reducer->has_tied && result == DDP_OK; i++) { /* later uses into the first, in definition order */
+        const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
+        if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
+    }
     reducer->lenient = 0;
     ddp__reducer_end_step(reducer, result, begin);
     if (result == DDP_OK && !reducer->first_done) {
@@ -5518,8 +5442,8 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
     if (reducer->ready_count > 0)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_no_sync: %d parameters of this step are ready already; call it between ddp_reducer_wait "
-                         "and the next backward", reducer->rank, reducer->world_size, reducer->ready_count);
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
+                                 "ddp_reducer_wait and the next backward", reducer->ready_count);
     reducer->no_sync = on != 0;
     return DDP_OK;
 }
@@ -5529,8 +5453,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     float length;
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", reducer->rank,
-                         reducer->world_size, (double)max_norm);
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < reducer->param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
@@ -5570,6 +5493,7 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
 //== micro-batches ============================================================================== >>impl-accumulator
 
 #define DDP__ACCUMULATE_BLOCK 4096 /* elements; a chain of additions stays in L1 */
+#define DDP__ACCUMULATOR_FAIL(...) ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: " __VA_ARGS__)
 
 /* A binary counter of partial sums. After t micro-batches level buffers 0 .. popcount(t) - 1 hold sums of blocks of 2^k micro-batches, one
    per set bit of t, the earliest and largest block first:
@@ -5589,32 +5513,24 @@ struct ddp_accumulator {
     int micro_batch;           /* t */
 };
 
-static int ddp__bit_count(unsigned value) {
-    int count = 0;
-    for (; value; value &= value - 1) count++;
-    return count;
-}
-
 static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
-    char label[128];
-    if (!d) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: desc is NULL");
+    if (!d) return DDP__ACCUMULATOR_FAIL("desc is NULL");
     if (!d->params || d->param_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    if (d->micro_batch_count < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
+        return DDP__ACCUMULATOR_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
+    if (d->micro_batch_count < 1) return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
     if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->param_count))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: params are not those of the reducer; pass the same array and count to both");
+        return DDP__ACCUMULATOR_FAIL("params are not those of the reducer; pass the same array and count to both");
     if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: micro_batch_count=%d, but the reducer divides for %d; give both the same",
-                         d->micro_batch_count, d->reducer->desc.micro_batch_count);
+        return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d, but the reducer divides for %d; give both the same", d->micro_batch_count,
+                                     d->reducer->desc.micro_batch_count);
     for (int i = 0; i < d->param_count; i++) {
         ddp_tensor grad = ddp__param_grad(&d->params[i]);
+        ddp__label label = ddp__param_label(d->params, i);
         int64_t count = ddp_tensor_count(&grad);
-        ddp__param_label(d->params, i, label, sizeof label);
         if (count < 0 || !ddp_dtype_size(grad.dtype))
-            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: %s has no dtype or an impossible shape; fill in its ddp_tensor", label);
+            return DDP__ACCUMULATOR_FAIL("%s has no dtype or an impossible shape; fill in its ddp_tensor", label.text);
         if (count > 0 && !grad.data)
-            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: %s: grad.data is NULL; create the reducer first, or point it at memory", label);
+            return DDP__ACCUMULATOR_FAIL("%s: grad.data is NULL; create the reducer first, or point it at memory", label.text);
     }
     return DDP_OK;
 }
@@ -5641,12 +5557,11 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth > 0 && accumulator->level_bytes > 0) {
+    if (depth > 0 && accumulator->level_bytes > 0)
         result = accumulator->device->alloc(group, accumulator->level_bytes * (size_t)depth, &levels);
-        if (result != DDP_OK) {
-            ddp_group_mfree(group, accumulator);
-            return result;
-        }
+    if (result != DDP_OK) {
+        ddp_group_mfree(group, accumulator);
+        return result;
     }
     accumulator->levels = (unsigned char *)levels;
     *out = accumulator;
@@ -5672,7 +5587,6 @@ static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int d
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
     int t, depth, last, joined = 0;
-    char label[128];
     if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
@@ -5680,9 +5594,9 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     t = accumulator->micro_batch;
     if (accumulator->announced[param_index])
         return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
-                         ddp__param_label(accumulator->desc.params, param_index, label, sizeof label), t);
+                         ddp__param_label(accumulator->desc.params, param_index).text, t);
     accumulator->announced[param_index] = 1;
-    depth = ddp__bit_count((unsigned)t);
+    depth = __builtin_popcount((unsigned)t);
     last = t + 1 == accumulator->desc.micro_batch_count;
     while (!last && t >> joined & 1) joined++;
     if (last) joined = depth;
@@ -5691,16 +5605,14 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 }
 
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
-    char label[128];
     if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: accumulator is NULL");
     for (int i = 0; i < accumulator->desc.param_count; i++)
         if (!accumulator->announced[i])
             return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: %s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
-                             ddp__param_label(accumulator->desc.params, i, label, sizeof label), accumulator->micro_batch);
+                             ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
-    accumulator->micro_batch++;
-    if (last) *last = accumulator->micro_batch == accumulator->desc.micro_batch_count;
-    if (accumulator->micro_batch == accumulator->desc.micro_batch_count) accumulator->micro_batch = 0;
+    accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
+    if (last) *last = accumulator->micro_batch == 0;
     return DDP_OK;
 }
 
@@ -5755,16 +5667,6 @@ static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *active, int
     return result;
 }
 
-/* The step of a rank without a batch. */
-static ddp_result ddp__join_shadow(ddp_join *join) {
-    ddp_result result;
-    join->desc.reducer->shadow = 1;
-    result = ddp_reducer_wait(join->desc.reducer);
-    join->desc.reducer->shadow = 0;
-    if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
-    return result;
-}
-
 /* Nobody has a batch: values that missed steps come from a rank that took the last one. */
 static ddp_result ddp__join_end(ddp_join *join) {
     ddp_reducer *reducer = join->desc.reducer;
@@ -5784,8 +5686,8 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     reducer = join->desc.reducer;
     *active = 0;
     if (reducer->ready_count > 0)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait", reducer->rank,
-                         reducer->world_size);
+        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
+                         reducer->rank, reducer->world_size);
     for (;;) {
         int count = 0;
         result = ddp__join_ask(join, have_batch, &count, &lowest);
@@ -5802,7 +5704,10 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
             *active = count;
             return DDP_OK;
         }
-        result = ddp__join_shadow(join);
+        reducer->shadow = 1;
+        result = ddp_reducer_wait(reducer);
+        reducer->shadow = 0;
+        if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
         if (result != DDP_OK) return result;
     }
 }
@@ -5832,11 +5737,6 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 static int ddp__bit_length(uint64_t x) { int n = 0; while (x) { x >>= 1; n++; } return n; }
 
 /* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
-
-static void ddp__mt_seed(uint32_t *x, uint32_t seed) {
-    x[0] = seed;
-    for (uint32_t i = 1; i < DDP__MT_WORDS; i++) x[i] = UINT32_C(1812433253) * (x[i - 1] ^ x[i - 1] >> 30) + i;
-}
 
 static uint32_t ddp__mt_mix(uint32_t upper, uint32_t lower) {
     uint32_t y = (upper & 0x80000000u) | (lower & 0x7fffffffu);
@@ -5876,7 +5776,8 @@ static uint32_t ddp__mt_temper(uint32_t y) {
 /* Brings sampler->mt to a block of the epoch's draws. Windows follow each other, so this mostly moves on from the last. */
 static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
     if (s->mt_block < 0 || s->mt_block > block) {
-        ddp__mt_seed(s->mt, (uint32_t)(s->desc.seed + s->epoch));
+        s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
+        for (uint32_t i = 1; i < DDP__MT_WORDS; i++) s->mt[i] = UINT32_C(1812433253) * (s->mt[i - 1] ^ s->mt[i - 1] >> 30) + i;
         ddp__mt_forward(s->mt);
         s->mt_block = 0;
     }
@@ -5892,6 +5793,7 @@ typedef struct ddp__tokens {
     int filter_shift;
     uint64_t settled;                 /* this bit of a location: no longer a location but the sample; fills its place, is never found */
     int slot_bits;
+    int64_t first, slot;              /* the window starts with this sample of the dealing, and this one of its slots is met next */
 } ddp__tokens;
 
 static int64_t ddp__tokens_capacity(int64_t count) { return count + count / 3 * 2 + 8; }
@@ -5931,17 +5833,14 @@ static void ddp__tokens_insert(ddp__tokens *t, uint64_t location, uint64_t slot)
 }
 
 static void ddp__tokens_remove(ddp__tokens *t, uint64_t hole) {
-    uint64_t i = hole;
-    for (;;) {
-        uint64_t entry, home, from_home, from_hole;
+    for (uint64_t i = hole;; ) {
+        uint64_t entry, home;
         if (++i == t->capacity) i = 0;
         entry = t->table[i];
+        home = ddp__tokens_home(t, entry >> t->slot_bits);
         if (entry == DDP__SAMPLER_EMPTY) break;
         if (entry >> t->slot_bits & t->settled) continue;
-        home = ddp__tokens_home(t, entry >> t->slot_bits);
-        from_home = i >= home ? i - home : i + t->capacity - home;
-        from_hole = i >= hole ? i - hole : i + t->capacity - hole;
-        if (from_home < from_hole) continue;
+        if ((i >= home ? i - home : i + t->capacity - home) < (i >= hole ? i - hole : i + t->capacity - hole)) continue;
         t->table[hole] = entry;
         hole = i;
     }
@@ -6003,19 +5902,19 @@ static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
     return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
 }
 
+static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
+
 /* Starts a dealing at position origin of the epoch, of which gap_* say what else is used up. */
 static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap_count, uint64_t gap_used, uint64_t gap_block) {
-    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, tail;
+    uint64_t rest = (uint64_t)s->desc.dataset_size - origin;
     uint64_t unit = s->desc.global_batch ? (uint64_t)s->desc.global_batch : (uint64_t)s->desc.num_replicas;
+    uint64_t whole = gap_count && rest / gap_block < gap_count ? rest / gap_block : gap_count;   /* the order may end inside the batch */
+    uint64_t tail = rest - whole * gap_block, tail_used = whole == gap_count ? 0 : tail < gap_used ? tail : gap_used;
     s->origin = origin;
     s->gap_count = gap_count;
     s->gap_used = gap_used;
     s->gap_block = gap_block;
-    s->left = rest - gap_count * gap_used;
-    if (rest < gap_count * gap_block) {                /* the order ends inside the interrupted batch */
-        tail = rest % gap_block;
-        s->left = rest / gap_block * (gap_block - gap_used) + (tail > gap_used ? tail - gap_used : 0);
-    }
+    s->left = rest - whole * gap_used - tail_used;
     s->total = s->left;
     if (s->desc.drop_last) s->total -= s->left % unit;
     else if (!s->desc.no_pad && s->left % unit) s->total += unit - s->left % unit;
@@ -6030,82 +5929,71 @@ static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap
    at draw j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the
    window do not matter, so an epoch's first window takes few of them. A block of draws is first sifted, so that the loads of
    filter and table overlap: a draw stays if it is one of the window's, or its target is in the filter or inside the block. */
-static void ddp__sampler_pass_swap(ddp_sampler *s, ddp__tokens *t, int64_t first, int64_t slot) {
-    uint64_t target[DDP__MT_WORDS], n = (uint64_t)s->desc.dataset_size;
-    uint64_t next = ddp__sampler_place(s, ddp__sampler_deal(s, first + --slot));   /* position of slot */
-    int64_t block = (int64_t)(next / DDP__MT_WORDS);
-    int top = (int)(next % DDP__MT_WORDS), stays[DDP__MT_WORDS];
-    uint32_t x[DDP__MT_WORDS];
-
-    ddp__sampler_mt_goto(s, block);
-    memcpy(x, s->mt, sizeof x);
-    for (; block >= 0; block--, top = DDP__MT_WORDS - 1) {
-        uint64_t base = (uint64_t)block * DDP__MT_WORDS;
-        int64_t mine = slot;
-        unsigned char is_mine[DDP__MT_WORDS] = {0};
-        int stay_count = 0;
-        for (int i = 0; i <= top; i++) {
-            uint64_t room = n - base - (uint64_t)i;
-            uint32_t draw = ddp__mt_temper(x[i]);
-            target[i] = base + (uint64_t)i + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
-        }
-        for (uint64_t at = next; mine >= 0 && at >= base; ) {
-            is_mine[at - base] = 1;
-            ddp__tokens_expect(t, target[at - base]);
-            if (--mine >= 0) at = ddp__sampler_place(s, ddp__sampler_deal(s, first + mine));
-        }
-        for (int i = top; i >= 0; i--) {
-            stays[stay_count] = i;
-            stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
-        }
-        for (int c = 0; c < stay_count; c++) {
-            __builtin_prefetch(&t->table[ddp__tokens_home(t, target[stays[c]])]);
-            __builtin_prefetch(&t->table[ddp__tokens_home(t, base + (uint64_t)stays[c])]);
-        }
-        for (int c = 0; c < stay_count; c++) {
-            uint64_t to = target[stays[c]], place = ddp__tokens_find(t, to);
-            if (place != t->capacity) ddp__tokens_move(t, place, base + (uint64_t)stays[c]);
-            if (!is_mine[stays[c]]) continue;
-            ddp__tokens_insert(t, to, (uint64_t)slot);
-            if (--slot >= 0) next = ddp__sampler_place(s, ddp__sampler_deal(s, first + slot));
-        }
-        if (block) ddp__mt_backward(x);
+static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint32_t *x, uint64_t base, int top) {
+    uint64_t target[DDP__MT_WORDS], n = (uint64_t)s->desc.dataset_size, at;
+    int stays[DDP__MT_WORDS], stay_count = 0;
+    unsigned char is_mine[DDP__MT_WORDS] = {0};
+    for (int i = 0; i <= top; i++) {
+        uint64_t room = n - base - (uint64_t)i;
+        uint32_t draw = ddp__mt_temper(x[i]);
+        target[i] = base + (uint64_t)i + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
+        __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+    }
+    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, t->first + slot)) >= base; slot--) {
+        is_mine[at - base] = 1;
+        ddp__tokens_expect(t, target[at - base]);
+    }
+    for (int i = top; i >= 0; i--) {
+        stays[stay_count] = i;
+        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
+    }
+    for (int c = 0; c < stay_count; c++) {
+        __builtin_prefetch(&t->table[ddp__tokens_home(t, target[stays[c]])]);
+        __builtin_prefetch(&t->table[ddp__tokens_home(t, base + (uint64_t)stays[c])]);
+    }
+    for (int c = 0; c < stay_count; c++) {
+        uint64_t to = target[stays[c]], place = ddp__tokens_find(t, to);
+        if (place != t->capacity) ddp__tokens_move(t, place, base + (uint64_t)stays[c]);
+        if (is_mine[stays[c]]) ddp__tokens_insert(t, to, (uint64_t)t->slot--);
     }
 }
 
 /* Draw i of the inside-out rule moves entry z to i and puts sample i at z. Undone from the last draw of all down: what lies at z
    is sample i; else what lies at i came from z. Each pass takes all N draws of 64 bits, two words each, high half first. */
-static void ddp__sampler_pass_inside_out(ddp_sampler *s, ddp__tokens *t, int64_t first, int64_t count) {
-    uint32_t x[DDP__MT_WORDS];
+static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint32_t *x, uint64_t base, int top) {
     uint64_t target[DDP__MT_WORDS / 2], slot_mask = (UINT64_C(1) << t->slot_bits) - 1, place;
-    int64_t last = s->desc.dataset_size - 1, block = last / (DDP__MT_WORDS / 2);
-    int top = (int)(last % (DDP__MT_WORDS / 2));
-
-    for (int64_t slot = 0; slot < count; slot++)
-        ddp__tokens_insert(t, ddp__sampler_place(s, ddp__sampler_deal(s, first + slot)), (uint64_t)slot);
-    ddp__sampler_mt_goto(s, block);
-    memcpy(x, s->mt, sizeof x);
-    for (; block >= 0; block--, top = DDP__MT_WORDS / 2 - 1) {
-        uint64_t base = (uint64_t)block * (DDP__MT_WORDS / 2);
-        for (int i = 0; i <= top; i++) {
-            uint64_t draw = (uint64_t)ddp__mt_temper(x[2 * i]) << 32 | ddp__mt_temper(x[2 * i + 1]);
-            target[i] = draw % (base + (uint64_t)i + 1);
-            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
-        }
-        for (int i = top; i >= 0; i--) {
-            uint64_t j = base + (uint64_t)i;
-            place = ddp__tokens_maybe(t, target[i]) ? ddp__tokens_find(t, target[i]) : t->capacity;
-            if (place != t->capacity) t->table[place] = (t->settled | j) << t->slot_bits | (t->table[place] & slot_mask);
-            place = ddp__tokens_maybe(t, j) ? ddp__tokens_find(t, j) : t->capacity;
-            if (place != t->capacity) ddp__tokens_move(t, place, target[i]);
-        }
-        if (block) ddp__mt_backward(x);
+    for (int i = 0; i <= top; i++) {
+        uint64_t draw = (uint64_t)ddp__mt_temper(x[2 * i]) << 32 | ddp__mt_temper(x[2 * i + 1]);
+        target[i] = draw % (base + (uint64_t)i + 1);
+        __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+    }
+    for (int i = top; i >= 0; i--) {
+        uint64_t j = base + (uint64_t)i;
+        place = ddp__tokens_maybe(t, target[i]) ? ddp__tokens_find(t, target[i]) : t->capacity;
+        if (place != t->capacity) t->table[place] = (t->settled | j) << t->slot_bits | (t->table[place] & slot_mask);
+        place = ddp__tokens_maybe(t, j) ? ddp__tokens_find(t, j) : t->capacity;
+        if (place != t->capacity) ddp__tokens_move(t, place, target[i]);
     }
 }
 
 static int ddp__sampler_is_inside_out(const ddp_sampler *s) {
     return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+}
+
+/* Takes the samples of slots 0 to t->slot back through the draws, block by block; base is a block's first draw, top its last one. */
+static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
+    int inside_out = ddp__sampler_is_inside_out(s), draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
+    int64_t last = inside_out ? s->desc.dataset_size - 1 : (int64_t)ddp__sampler_position(s, t->first + t->slot);
+    int top = (int)(last % draws);
+    uint32_t x[DDP__MT_WORDS];
+    ddp__sampler_mt_goto(s, last / draws);
+    memcpy(x, s->mt, sizeof x);
+    for (; inside_out && t->slot >= 0; t->slot--) ddp__tokens_insert(t, ddp__sampler_position(s, t->first + t->slot), (uint64_t)t->slot);
+    for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
+        if (inside_out) ddp__sampler_undo_inside_out(t, x, (uint64_t)base, top);
+        else ddp__sampler_undo_swaps(s, t, x, (uint64_t)base, top);
+        if (base) ddp__mt_backward(x);
+    }
 }
 
 /* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
@@ -6114,7 +6002,6 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
     int64_t replicas = s->desc.num_replicas, count = s->desc.window, want;
     ddp__tokens t;
-
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
     if (!ddp__sampler_is_inside_out(s)) {
@@ -6123,6 +6010,8 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     }
     if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
 
+    t.first = first;
+    t.slot = count - 1;
     t.table = s->table;
     t.capacity = (uint64_t)ddp__tokens_capacity(count);
     t.settled = UINT64_C(1) << ddp__bit_length(n);
@@ -6132,8 +6021,7 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     while (n >> t.filter_shift >= (uint64_t)ddp__tokens_filter_words(count) * 64) t.filter_shift++;
     memset(t.table, 0xff, (size_t)t.capacity * sizeof *t.table);
     memset(t.filter, 0, (size_t)ddp__tokens_filter_words(count) * sizeof *t.filter);
-    if (ddp__sampler_is_inside_out(s)) ddp__sampler_pass_inside_out(s, &t, first, count);
-    else ddp__sampler_pass_swap(s, &t, first, count);
+    ddp__sampler_pass(s, &t);
     ddp__tokens_to_samples(&t, (uint64_t)count);
     s->window_first = first;
     s->window_count = count;
@@ -6181,22 +6069,22 @@ static uint64_t ddp__sampler_hash(const ddp_sampler *s, uint64_t x) {
 
 static int ddp__sampler_is_torch(const ddp_sampler_desc *d) { return !d->no_shuffle && d->shuffle != DDP_SHUFFLE_HASHED; }
 
+#define DDP__SAMPLER_INVALID(...) ddp__fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
+
 static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
     long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
-    if (d->num_replicas == 0) d->num_replicas = 1;
-    if (n < 1) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld; set it to the number of samples, at least 1", n);
-    if (d->num_replicas < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: num_replicas=%d is negative", d->num_replicas);
-    if (d->rank < 0 || d->rank >= d->num_replicas)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, d->num_replicas - 1, d->num_replicas);
-    if ((int)d->shuffle < 0 || (int)d->shuffle > (int)DDP_SHUFFLE_HASHED)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
-    if (batch < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is negative", batch);
-    if (batch % d->num_replicas)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: global_batch=%lld is not divisible by num_replicas=%d", batch, d->num_replicas);
-    if (n > INT64_MAX - (batch ? batch : d->num_replicas - 1))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch ? batch : (long long)d->num_replicas);
-    if (window < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: window=%lld is negative", window);
-    if (!d->alloc_fn != !d->free_fn) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: set both alloc_fn and free_fn, or neither");
+    int shuffle = (int)d->shuffle, rank = d->rank, replicas = d->num_replicas ? d->num_replicas : 1;
+    d->num_replicas = replicas;
+    if (n < 1) return DDP__SAMPLER_INVALID("init: dataset_size=%lld; set it to the number of samples, at least 1", n);
+    if (replicas < 0) return DDP__SAMPLER_INVALID("init: num_replicas=%d is negative", replicas);
+    if (rank < 0 || rank >= replicas) return DDP__SAMPLER_INVALID("init: rank=%d, allowed are 0 to %d with num_replicas=%d", rank, replicas - 1, replicas);
+    if (shuffle < 0 || shuffle > (int)DDP_SHUFFLE_HASHED) return DDP__SAMPLER_INVALID("init: shuffle=%d is none of the ddp_shuffle values", shuffle);
+    if (batch < 0) return DDP__SAMPLER_INVALID("init: global_batch=%lld is negative", batch);
+    if (batch % replicas) return DDP__SAMPLER_INVALID("init: global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
+    if (n > INT64_MAX - (batch ? batch : replicas - 1))
+        return DDP__SAMPLER_INVALID("init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch ? batch : (long long)replicas);
+    if (window < 0) return DDP__SAMPLER_INVALID("init: window=%lld is negative", window);
+    if (!d->alloc_fn != !d->free_fn) return DDP__SAMPLER_INVALID("init: set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -6204,33 +6092,31 @@ static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
 /* Table entries hold a location of bit_length(N) + 1 bits and a slot of the window in 64 bits. */
 static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
     int64_t room_bits = 63 - ddp__bit_length((uint64_t)s->desc.dataset_size);
-    size_t table_bytes, size_bytes;
+    size_t table_words, size_bytes;
     if (s->desc.window == 0) s->desc.window = room_bits < 22 ? (INT64_C(1) << room_bits) - 1 : DDP__SAMPLER_WINDOW;
     if (s->desc.window > s->length) s->desc.window = s->length > 0 ? s->length : 1;
     if (s->desc.window >> (room_bits < 31 ? room_bits : 31))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
-                         "use a smaller window or DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
-    table_bytes = (size_t)(ddp__tokens_capacity(s->desc.window) + ddp__tokens_filter_words(s->desc.window)) * sizeof *s->table;
-    size_bytes = table_bytes + DDP__MT_WORDS * sizeof *s->mt;
+        return DDP__SAMPLER_INVALID("init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; use a smaller window or "
+                                    "DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
+    table_words = (size_t)(ddp__tokens_capacity(s->desc.window) + ddp__tokens_filter_words(s->desc.window));
+    size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
     if (!s->memory)
         return ddp__fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)s->desc.window);
     s->table = (uint64_t *)s->memory;
-    s->mt = (uint32_t *)(void *)((char *)s->memory + table_bytes);
+    s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc) {
     ddp_result result;
-    if (!sampler) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: sampler is NULL");
+    if (!sampler) return DDP__SAMPLER_INVALID("init: sampler is NULL");
     memset(sampler, 0, sizeof *sampler);
-    if (!desc) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_init: desc is NULL");
+    if (!desc) return DDP__SAMPLER_INVALID("init: desc is NULL");
     sampler->desc = *desc;
     result = ddp__sampler_desc_resolve(&sampler->desc);
-    if (result == DDP_OK) {
-        ddp_sampler_set_epoch(sampler, 0);
-        if (ddp__sampler_is_torch(&sampler->desc)) result = ddp__sampler_alloc(sampler);
-    }
+    if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
+    if (result == DDP_OK && ddp__sampler_is_torch(&sampler->desc)) result = ddp__sampler_alloc(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
     return result;
 }
@@ -6263,10 +6149,10 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
 }
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
-    if (!sampler || sampler->desc.dataset_size < 1) return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: sampler is NULL or was not initialised");
-    if (position < 0 || position > ddp_sampler_length(sampler))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_seek: position=%lld, allowed are 0 to %lld on rank %d", (long long)position,
-                         (long long)ddp_sampler_length(sampler), sampler->desc.rank);
+    long long length = (long long)ddp_sampler_length(sampler);
+    if (!sampler || sampler->desc.dataset_size < 1) return DDP__SAMPLER_INVALID("seek: sampler is NULL or was not initialised");
+    if (position < 0 || position > length)
+        return DDP__SAMPLER_INVALID("seek: position=%lld, allowed are 0 to %lld on rank %d", (long long)position, length, sampler->desc.rank);
     sampler->cursor = sampler->first + position;
     sampler->ended = 0;
     return DDP_OK;
@@ -6274,76 +6160,72 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
     const ddp_sampler *s = sampler;
-    uint64_t used, in_block = 0, in_gap;
+    uint64_t replicas, used, in_block = 0, in_gap;
+    int untouched;
     if (!s || !state || s->desc.dataset_size < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_save: sampler or state is NULL, or the sampler was not initialised");
-    used = (uint64_t)s->cursor * (uint64_t)s->desc.num_replicas;       /* entries used up by all ranks together */
-    if (s->desc.global_batch) {
-        in_block = (uint64_t)s->cursor % ddp__sampler_block(s);
-        used = ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;
-    }
-    if (s->ended) { used = s->total; in_block = 0; }
+        return DDP__SAMPLER_INVALID("save: sampler or state is NULL, or the sampler was not initialised");
+    replicas = (uint64_t)s->desc.num_replicas;
+    if (s->desc.global_batch && !s->ended) in_block = (uint64_t)s->cursor % ddp__sampler_block(s);
+    used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * replicas;   /* entries used up by all ranks together */
     if (used > s->left) used = s->left;
     in_gap = s->gap_count * (s->gap_block - s->gap_used);
-    if (used < in_gap && used < s->left && used + in_block > 0)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_save: the epoch was loaded inside a global batch, of which %llu samples are still out; "
-                         "save after them", (unsigned long long)((in_gap < s->left ? in_gap : s->left) - used));
+    if (in_gap > s->left) in_gap = s->left;
+    if (used < in_gap && used + in_block > 0)
+        return DDP__SAMPLER_INVALID("save: the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
+                                    (unsigned long long)(in_gap - used));
+    untouched = used < in_gap;                         /* nothing taken since a load inside a batch: the same state again */
     memset(state, 0, sizeof *state);
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    state->position = used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
-    state->block_offset = (int64_t)in_block;
-    state->num_replicas = s->desc.num_replicas;
-    state->global_batch = s->desc.global_batch;
-    if (used < in_gap && used < s->left) {                              /* nothing taken since the load: the same state again */
-        state->position = (int64_t)s->origin;
-        state->block_offset = (int64_t)s->gap_used;
-        state->num_replicas = (int64_t)s->gap_count;
-        state->global_batch = (int64_t)(s->gap_count * s->gap_block);
-    }
+    state->position = untouched ? (int64_t)s->origin : used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
+    state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
+    state->num_replicas = (int64_t)(untouched ? s->gap_count : replicas);
+    state->global_batch = untouched ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
     return DDP_OK;
 }
 
 static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_sampler_state *state) {
-    if (state->dataset_size != d->dataset_size)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of dataset_size=%lld, the sampler has %lld", (long long)state->dataset_size, (long long)d->dataset_size);
+    long long n = (long long)state->dataset_size, position = (long long)state->position, offset = (long long)state->block_offset;
+    long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
+    const struct { const char *name; long long saved, here; } same[3] = {
+        {"dataset_size", n, (long long)d->dataset_size}, {"shuffle", state->shuffle, (long long)d->shuffle},
+        {"no_shuffle", state->no_shuffle != 0, d->no_shuffle != 0}};
+    for (int i = 0; i < 3; i++)
+        if (same[i].saved != same[i].here)
+            return DDP__SAMPLER_INVALID("load: the state is of %s=%lld, the sampler has %lld", same[i].name, same[i].saved, same[i].here);
     if (state->seed != d->seed)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of seed=%llu, the sampler has %llu", (unsigned long long)state->seed, (unsigned long long)d->seed);
-    if (state->shuffle != (int32_t)d->shuffle)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of shuffle=%d, the sampler has %d", (int)state->shuffle, (int)d->shuffle);
-    if (!state->no_shuffle != !d->no_shuffle)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: the state is of no_shuffle=%d, the sampler has %d", (int)state->no_shuffle, d->no_shuffle);
-    if (state->position < 0 || state->position > state->dataset_size || state->num_replicas < 1 || state->global_batch < 0 ||
-        state->global_batch % state->num_replicas || state->block_offset < 0 ||
-        (state->block_offset > 0 && (state->block_offset >= state->global_batch / state->num_replicas || state->position == state->dataset_size)))
-        return ddp__fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place "
-                         "in an epoch of %lld samples", (long long)state->position, (long long)state->block_offset,
-                         (long long)state->num_replicas, (long long)state->global_batch, (long long)state->dataset_size);
+        return DDP__SAMPLER_INVALID("load: the state is of seed=%llu, the sampler has %llu", (unsigned long long)state->seed, (unsigned long long)d->seed);
+    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
+        (offset > 0 && (offset >= batch / replicas || position == n)))
+        return ddp__fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
+                         "epoch of %lld samples", position, offset, replicas, batch, n);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
     ddp_result result;
-    int same_blocks;
+    int other_blocks;
     if (!sampler || !state || sampler->desc.dataset_size < 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_sampler_load: sampler or state is NULL, or the sampler was not initialised");
+        return DDP__SAMPLER_INVALID("load: sampler or state is NULL, or the sampler was not initialised");
     result = ddp__sampler_state_check(&sampler->desc, state);
     if (result != DDP_OK) return result;
     ddp_sampler_set_epoch(sampler, state->epoch);
-    same_blocks = state->num_replicas == sampler->desc.num_replicas && state->global_batch == sampler->desc.global_batch;
-    if (state->block_offset > 0 && !same_blocks)
-        ddp__sampler_deal_from(sampler, (uint64_t)state->position, (uint64_t)state->num_replicas, (uint64_t)state->block_offset,
-                               (uint64_t)(state->global_batch / state->num_replicas));
-    else {
-        ddp__sampler_deal_from(sampler, (uint64_t)state->position, 0, 0, 0);
-        sampler->first = sampler->cursor = state->block_offset;
-        if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
+    other_blocks = state->num_replicas != sampler->desc.num_replicas || state->global_batch != sampler->desc.global_batch;
+    if (state->block_offset > 0 && other_blocks) {
+        uint64_t gap_block = (uint64_t)(state->global_batch / state->num_replicas);
+        ddp__sampler_deal_from(sampler, (uint64_t)state->position, (uint64_t)state->num_replicas, (uint64_t)state->block_offset, gap_block);
+        return DDP_OK;
     }
+    ddp__sampler_deal_from(sampler, (uint64_t)state->position, 0, 0, 0);
+    sampler->first = sampler->cursor = state->block_offset;
+    if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
     return DDP_OK;
 }
+
+#undef DDP__SAMPLER_INVALID
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     if (!sampler) return;
@@ -6486,7 +6368,7 @@ static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end;
+    size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end, element = ddp__dtype_size(dtype);
     char text[160];
     ddp_call call;
     ddp_result result;
@@ -6498,13 +6380,15 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
     result = ddp__check_call(group, &call, 1);
     if (result != DDP_OK) return result;
     if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
-    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, ddp__dtype_size(dtype), offsets, &end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
+    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
     for (int r = 0; r < group->world_size; r++) total += recv_counts[r];
     if (recv_counts[group->rank] != send_count) {
         snprintf(text, sizeof text, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
         return ddp__bad_call(group, &call, text);
     }
     if ((send_count && !send) || (total && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
+    if ((const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element && ddp__overlap(send, send_count * element, recv, end * element))
+        return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
     call.send = send;
     call.recv = recv;
     call.count = total;

@@ -6,10 +6,7 @@
 CONTENTS      (search for the tags)
     >>reference  >>math  >>gemm  >>parameters  >>gradients  >>announcements  >>determinism  >>generation  >>optimizer  >>main
 */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <cmocka.h>
+#include "../support/unit.h"
 #include <pthread.h>
 
 #include "../../examples/gpt.h"
