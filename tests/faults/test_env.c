@@ -358,7 +358,7 @@ static void test_one_dies(void) {
         for (int r = 0; r < 3; r++) spawn(&families[0], r, r, 3, tag, 10000, forever, NULL);
         wait_for_counter(3);
         ranks_sleep_us(20000);
-        stage_shared->event_at = ranks_now();
+        event_now();
         kill(stage_shared->rank[victim].pid, SIGKILL);
         /* it stays a zombie for a while: its parent (this test) looks the other way, as mpirun may */
         for (int r = 0; r < 3; r++)

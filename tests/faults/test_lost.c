@@ -68,7 +68,7 @@ static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group
     default:
         while (__atomic_load_n(&stage_shared->counter, __ATOMIC_SEQ_CST) == 0) ranks_sleep_us(500);
         ranks_sleep_us(50000);
-        stage_shared->event_at = ranks_now(); /* promptness counts from the call */
+        event_now(); /* promptness counts from the call */
         result = ddp_barrier(g);
         break;
     }
@@ -88,7 +88,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_barrier(world));
     if (rank == p->victim) {
         if (!p->late) ranks_sleep_us(30000);
-        stage_shared->event_at = ranks_now();
+        event_now();
         __atomic_store_n(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
         switch (p->how) {
         case END_KILL: kill(getpid(), SIGKILL); break;

@@ -156,7 +156,7 @@ static ddp_result absence_main(ddp_group *world, void *user) {
     ddp_result result;
     seen_by(world)->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
-    stage_shared->event_at = ranks_now();
+    event_now();
     if (missing && a->stopped) kill(getpid(), SIGSTOP);
     if (missing) ranks_sleep_us(1500000 * DDP_TEST_SLOWDOWN); /* comes after the others gave up */
     result = note(world, world, ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL));
@@ -234,7 +234,7 @@ static ddp_result abort_main(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_barrier(world));
     if (rank == 1) {
         ranks_sleep_us(30000);
-        stage_shared->event_at = ranks_now();
+        event_now();
         RANKS_OK(world, ddp_group_abort(world));
         RANKS_CHECK(world, ddp_group_status(world) != DDP_OK, "status after one's own abort");
     }

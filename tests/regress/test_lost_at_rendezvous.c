@@ -42,7 +42,7 @@ int main(void) {
     ranks_sleep_us(300000L * DDP_TEST_SLOWDOWN); /* the hello is under way */
     kill(pids[1], SIGKILL);
     waitpid(pids[1], NULL, 0);
-    stage_shared->event_at = ranks_now();
+    event_now();
     pids[2] = start_rank(2);
     for (int r = 0; r < 3; r += 2) {
         const seen *s = &stage_shared->rank[r];

@@ -18,7 +18,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     ddp_result result;
     RANKS_OK(world, ddp_barrier(world));
     if (ddp_rank(world) == 2) {
-        stage_shared->event_at = ranks_now();
+        event_now();
         return ddp_fail(DDP_ERR_CORRUPT, "gone on purpose");
     }
     if (ddp_rank(world) == 1) {

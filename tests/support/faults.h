@@ -94,6 +94,12 @@ static RANKS_UNUSED ddp_result note(ddp_group *world, ddp_group *group, ddp_resu
     return ddp_fail(result, "%s", s->text);
 }
 
+/* The fault happens now; several ranks may say so. */
+static RANKS_UNUSED void event_now(void) {
+    double now = ranks_now();
+    __atomic_store(&stage_shared->event_at, &now, __ATOMIC_RELAXED);
+}
+
 /* Waits until count ranks have called this, so that a rank does not leave while others still look. */
 static RANKS_UNUSED void meet_outside(int count) {
     double until = ranks_now() + 20 * DDP_TEST_SLOWDOWN;
