@@ -836,7 +836,7 @@ struct ddp_group {
     void *state;                 /* the backend's */
     ddp_group *parent;
     uint64_t seq, p2p_seq, tickets;
-    int cause_delivered;         /* the first call that met the failure has returned its code */
+    int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     int in_batch;
     /* the queue, under lock. Whoever sets running may carry out the head; runner is that thread. */
     pthread_mutex_t lock;
@@ -3334,14 +3334,21 @@ static const ddp_backend *ddp__backend_self(void) {
 /* Blocking calls run on the caller. Asynchronous ones wait in a queue; whoever holds `running` may carry out its head: the
    communication thread, or a caller inside ddp_wait that would only watch. So issue order is kept and nothing is handed over without need. */
 
-/* Turns a failed call into this rank's error: the first one to meet the group's failure returns its code, later ones POISONED. */
+/* Turns a failed call into this rank's error. Until a caller has been told, every call that the failure meets gets its first code: those
+   that were pending together fail alike. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     char cause[DDP__TEXT_MAX];
     ddp_result first = group->backend->status(group, group->state);
     snprintf(cause, sizeof cause, "%s", ddp_last_error());
     if (first == DDP_OK) return ddp__call_fail(group, call, result, cause);
-    if (!__atomic_exchange_n(&group->cause_delivered, 1, __ATOMIC_ACQ_REL)) return ddp__call_fail(group, call, first, cause);
-    return ddp__call_fail(group, call, DDP_ERR_POISONED, cause);
+    ddp__store(&group->cause_seen, 1);
+    return ddp__call_fail(group, call, ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first, cause);
+}
+
+/* What goes back to the caller: calls made after it are only told that the group is poisoned. */
+static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
+    if (result != DDP_OK && ddp__load(&group->cause_seen)) ddp__store(&group->cause_delivered, 1);
+    return result;
 }
 
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
@@ -3562,7 +3569,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     result = op->result;
     if (result != DDP_OK) ddp__fail(result, "%s", op->text);
     ddp__op_free(group, op);
-    return result;
+    return ddp__deliver(group, result);
 }
 
 /* Queues a call or task, or carries it out here when there is no other rank or this thread is the one that works off the queue. */
@@ -3592,11 +3599,12 @@ static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) 
     ddp_result result;
     if (work) memset(work, 0, sizeof *work);
     if (!work) {
-        if (!group->thread_started || ddp__is_runner(group)) return ddp__execute(group, call);
+        if (!group->thread_started) return ddp__deliver(group, ddp__execute(group, call));
+        if (ddp__is_runner(group)) return ddp__execute(group, call);
         if (ddp__run_here_begin(group)) {
             result = ddp__execute(group, call);
             ddp__run_here_end(group);
-            return result;
+            return ddp__deliver(group, result);
         }
     }
     op = ddp__op_new(group);
@@ -3639,7 +3647,7 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (result != DDP_OK) {
         result = ddp__call_failed(group, call, result);
         ddp__op_free(group, op);
-        return result;
+        return ddp__deliver(group, result);
     }
     if (!work && group->in_batch) {
         if (group->batch_tail) group->batch_tail->next = op;

@@ -209,9 +209,9 @@ static ddp_result no_message_main(ddp_group *world, void *user) {
         stage_shared->event_at = ranks_now() - start;
         snprintf(stage_shared->rank[0].text, sizeof stage_shared->rank[0].text, "%s", ddp_last_error());
         stage_shared->rank[0].first = result;
-        stage_shared->rank[0].done = 1;
+        __atomic_store_n(&stage_shared->rank[0].done, 1, __ATOMIC_RELEASE);
     } else {
-        while (!((volatile stage *)stage_shared)->rank[0].done) ranks_sleep_us(5000);
+        while (!__atomic_load_n(&stage_shared->rank[0].done, __ATOMIC_ACQUIRE)) ranks_sleep_us(5000);
     }
     return result;
 }

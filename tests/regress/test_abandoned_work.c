@@ -11,11 +11,12 @@ static void *counted_alloc(size_t size_bytes, void *user) { (void)user; __atomic
 static void counted_free(void *memory, void *user) { (void)user; __atomic_sub_fetch(&live, memory != NULL, __ATOMIC_SEQ_CST); free(memory); }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
-    int data[4] = {1, 2, 3, 4}, peer = !ddp_rank(world);
+    static int all[2][5]; /* outlives the ranks: what is abandoned may still land */
+    int peer = !ddp_rank(world), *data = all[!peer];
     ddp_work work;
     (void)user;
     RANKS_OK(world, ddp_all_reduce(world, data, data, 1, DDP_I32, DDP_OP_SUM, &work));
-    RANKS_OK(world, ddp_send(world, data, 1, DDP_I32, peer, 0, &work));
+    RANKS_OK(world, ddp_send(world, data + 4, 1, DDP_I32, peer, 0, &work));
     RANKS_OK(world, ddp_recv(world, data + 1, 1, DDP_I32, peer, 0, &work));
     RANKS_OK(world, ddp_all_reduce(world, data + 2, data + 2, 1, DDP_I32, DDP_OP_SUM, &work));
     RANKS_OK(world, ddp_barrier(world)); /* collectives are done in order */
