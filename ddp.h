@@ -709,6 +709,7 @@ extern "C" {
 #define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
+#define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
 #define DDP__ALIGN 64
@@ -798,7 +799,6 @@ typedef struct ddp__heap {
     int fd;
     int threads;                 /* ranks are threads: any pointer is everybody's */
     int references;
-    int rank;                    /* of this process in the job; -1 for threads and the parent */
     pthread_mutex_t lock;
     ddp__mapping *mappings;
     ddp__job *job;
@@ -895,6 +895,19 @@ static const char *ddp__op_name(ddp_op op) {
 
 static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
+
+/* A call without a root; what else it has is set by who makes it. */
+static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.root = -1;
+    call.send = send;
+    call.recv = recv;
+    call.count = count;
+    return call;
+}
 
 /* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
 enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE };
@@ -1795,7 +1808,6 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     heap->fd = fd;
     heap->threads = threads;
     heap->references = 1;
-    heap->rank = -1;
     pthread_mutex_init(&heap->lock, NULL);
     heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp__round_up(sizeof(ddp__job), 4096));
     if (!heap->job) { ddp__heap_release(heap); return NULL; }
@@ -1833,7 +1845,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     heap->job->magic = DDP__MAGIC;
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
-    heap->job->version = DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH;
+    heap->job->version = DDP__VERSION;
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
     heap->job->limit = size;
@@ -2751,8 +2763,8 @@ typedef struct ddp__message {
     uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
     int32_t tag, how, pid;
     uint32_t dtype;
-    uint64_t count, order, address, seq;
-    unsigned char pad[DDP__LINE - 56];
+    uint64_t count, order, address;
+    unsigned char pad[DDP__LINE - 48];
     unsigned char data[DDP__INLINE];
 } ddp__message;
 
@@ -2788,7 +2800,6 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->tag = r->call.tag;
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
-    m->seq = r->call.seq;
     m->order = l->send_order[r->call.root]++;
     m->pid = (int32_t)getpid();
     m->address = ddp__address(l, r->call.send, r->size);
@@ -3133,13 +3144,8 @@ static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work);
 
 /* A barrier in which all ranks must mean the same by number. */
 static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_BARRIER;
-    call.dtype = DDP_U8;
-    call.root = -1;
+    ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)number, DDP_U8);
     call.tag = purpose;
-    call.count = (size_t)number;
     return ddp__submit(group, &call, NULL);
 }
 
@@ -3360,15 +3366,8 @@ static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
 
 /* SUM over ranks, then one division, in one pass. For tasks. */
 static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_ALL_REDUCE;
-    call.dtype = dtype;
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_REDUCE, send, recv, count, dtype);
     call.op = DDP_OP_AVG;
-    call.root = -1;
-    call.send = send;
-    call.recv = recv;
-    call.count = count;
     call.divisor = divisor;
     return ddp__execute(group, &call);
 }
@@ -3869,7 +3868,7 @@ static int ddp__socket(void) {
 /* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
 static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const ddp__identity *id, const int *fds, const int *pids, char *text, size_t room) {
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, id->token, sizeof hello->token) != 0) return DDP_ERR_INVALID;
-    if (hello->version != DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
+    if (hello->version != DDP__VERSION)
         snprintf(text, room, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
                  hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
     else if (hello->world_size != id->world_size)
@@ -3987,7 +3986,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     int fd;
     memset(&hello, 0, sizeof hello);
     hello.magic = DDP__MAGIC;
-    hello.version = DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH;
+    hello.version = DDP__VERSION;
     hello.world_size = id->world_size;
     hello.rank = id->rank;
     hello.pid = (int32_t)getpid();
@@ -4050,7 +4049,6 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__
             result = ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_create: the job's shared memory could not be mapped", id->rank, id->world_size);
     }
     if (result != DDP_OK) return result;
-    (*out)->rank = id->rank;
     if (id->rank == 0) ddp__rank_enter(*out, 0, (int)getpid());
     return DDP_OK;
 }
@@ -4209,14 +4207,8 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     members = (int *)(table + 2 * group->world_size);
     mine[0] = color < 0 ? -1 : color;
     mine[1] = key;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_ALL_GATHER;
+    call = ddp__call_of(DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32);
     call.tag = DDP__FOR_SPLIT;
-    call.dtype = DDP_I32;
-    call.root = -1;
-    call.send = mine;
-    call.recv = table;
-    call.count = 2;
     result = ddp__submit(group, &call, NULL);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
@@ -4382,7 +4374,6 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     result = DDP_ERR_SYSTEM;
     if (getppid() == parent) { /* otherwise the parent died before the line above */
-        launch->heap->rank = rank;
         ddp__take_cores(launch, rank);
         ddp__set_thread_variables(launch);
         result = ddp__rank_run(launch, rank);
@@ -6281,17 +6272,11 @@ static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call, 
 #define DDP__NOT_IN_PLACE INT64_MIN
 static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root,
                                   size_t send_blocks, size_t recv_blocks, int64_t in_place, ddp_work *work) {
-    ddp_call call;
+    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     ddp_result result;
     size_t block;
-    memset(&call, 0, sizeof call);
-    call.kind = kind;
-    call.dtype = dtype;
     call.op = op;
     call.root = root;
-    call.send = send;
-    call.recv = recv;
-    call.count = count;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
     result = ddp__check_call(group, &call, (size_t)group->world_size);
     if (result != DDP_OK) return result;
@@ -6378,12 +6363,8 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
     size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end, element = ddp__dtype_size(dtype);
     char text[160];
-    ddp_call call;
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
     ddp_result result;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_ALL_GATHER_V;
-    call.dtype = dtype;
-    call.root = -1;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_gather_v: group is NULL");
     result = ddp__check_call(group, &call, 1);
     if (result != DDP_OK) return result;
@@ -6397,8 +6378,6 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
     if ((send_count && !send) || (total && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
     if ((const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element && ddp__overlap(send, send_count * element, recv, end * element))
         return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    call.send = send;
-    call.recv = recv;
     call.count = total;
     call.recv_counts = recv_counts;
     call.recv_offsets = offsets;
@@ -6408,12 +6387,8 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
     size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element;
-    ddp_call call;
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
     ddp_result result;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_ALL_TO_ALL_V;
-    call.dtype = dtype;
-    call.root = -1;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_to_all_v: group is NULL");
     result = ddp__check_call(group, &call, 1);
     if (result != DDP_OK) return result;
@@ -6423,8 +6398,6 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
         !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
     if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
     if (ddp__overlap(send, send_end * element, recv, recv_end * element)) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
-    call.send = send;
-    call.recv = recv;
     call.send_counts = send_counts;
     call.send_offsets = from;
     call.recv_counts = recv_counts;
@@ -6433,16 +6406,10 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
 }
 
 static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    ddp_call call;
+    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     ddp_result result;
-    memset(&call, 0, sizeof call);
-    call.kind = kind;
-    call.dtype = dtype;
     call.root = peer < 0 ? -2 : peer;
     call.tag = tag;
-    call.send = send;
-    call.recv = recv;
-    call.count = count;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
     result = ddp__check_call(group, &call, 1);
     if (result != DDP_OK) return result;
