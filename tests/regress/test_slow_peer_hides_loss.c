@@ -17,26 +17,37 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     ddp_work slow = DDP_ZERO, lost = DDP_ZERO;
     ddp_result result;
     RANKS_OK(world, ddp_barrier(world));
-    if (ddp_rank(world) == 2) {
+    if (ddp_rank(world) == 2) { /* leaves when rank 0 has issued its calls and, most likely, waits */
+        heard(&stage_shared->counter, 1);
+        ranks_sleep_us(30000);
         event_now();
         return ddp_fail(DDP_ERR_CORRUPT, "gone on purpose");
     }
-    if (ddp_rank(world) == 1) {
-        ranks_sleep_us(1800000L * DDP_TEST_SLOWDOWN);
+    if (ddp_rank(world) == 1) { /* comes when rank 0 knows, or too late to be its way of knowing */
+        for (int waited_ms = 0; waited_ms < 2 * PROMPT_SECONDS * 1000; waited_ms++) {
+            if (__atomic_load_n(&stage_shared->finished, __ATOMIC_SEQ_CST)) break;
+            ranks_sleep_us(1000);
+        }
         return note(world, world, ddp_barrier(world));
     }
-    if (what == BARRIER) return note(world, world, ddp_barrier(world));
-    if (what == RECVS) {
+    if (what == BARRIER) {
+        say(&stage_shared->counter);
+        result = note(world, world, ddp_barrier(world));
+    } else if (what == RECVS) {
         RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, &lost));
         RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, &slow));
+        say(&stage_shared->counter);
         result = note(world, world, ddp_wait(world, &slow));
         ddp_wait(world, &lost);
-        return result;
+    } else {
+        RANKS_OK(world, ddp_batch_begin(world));
+        RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, NULL));
+        RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, NULL));
+        say(&stage_shared->counter);
+        result = note(world, world, ddp_batch_end(world));
     }
-    RANKS_OK(world, ddp_batch_begin(world));
-    RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, NULL));
-    RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, NULL));
-    return note(world, world, ddp_batch_end(world));
+    say(&stage_shared->finished);
+    return result;
 }
 
 int main(int argc, char **argv) {
