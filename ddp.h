@@ -2015,7 +2015,7 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
     uint32_t state = ddp__load(&l->control->poison);
     double start;
     if (state == 0) return DDP_OK;
-    for (start = ddp_now(); state == 1 && ddp_now() - start < 1.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
+    for (start = ddp_now(); state == 1 && ddp_now() - start < 5.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
     snprintf(text, size, "%s", state == 2 ? l->control->poison_text : "a rank died while reporting a failure");
     return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
 }
@@ -4005,7 +4005,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     } else {
         hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 0.25, heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
+        result = ddp__await_welcome(fd, id, deadline + 1.0, heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
     close(fd);
     return result;

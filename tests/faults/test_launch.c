@@ -179,10 +179,11 @@ static ddp_result idle_main(ddp_group *world, void *user) {
     int what = *(int *)user;
     float x = 0;
     struct rusage before, after;
-    double used;
+    double used, start;
     ddp_work work = DDP_ZERO;
     RANKS_OK(world, ddp_barrier(world));
     getrusage(RUSAGE_SELF, &before);
+    start = ranks_now();
     if (ddp_rank(world) == 0) ranks_sleep_us(1000000);
     if (what == 0) RANKS_OK(world, ddp_barrier(world));
     if (what == 1) {
@@ -197,7 +198,7 @@ static ddp_result idle_main(ddp_group *world, void *user) {
     getrusage(RUSAGE_SELF, &after);
     used = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec - before.ru_stime.tv_sec) +
            1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec - before.ru_stime.tv_usec);
-    stage_shared->numbers[ddp_rank(world)] = (int)(used * 1e6);
+    stage_shared->numbers[ddp_rank(world)] = (int)(used / (ranks_now() - start) * 1e6);
     return DDP_OK;
 }
 
@@ -208,8 +209,8 @@ static void test_idle_ranks_sleep(void) {
         faults_begin(names[what]);
         EXPECT(launch(RANKS_PROCESSES, 16, 20000, idle_main, &what) == DDP_OK, "%s", ddp_last_error());
         for (int r = 1; r < 16; r++) most = stage_shared->numbers[r] > most ? stage_shared->numbers[r] : most;
-        printf("%s: the busiest used %.1f ms of CPU\n", names[what], most * 1e-3);
-        EXPECT(most < 200000 * DDP_TEST_SLOWDOWN, "a waiting rank used %.3f s of CPU", most * 1e-6);
+        printf("%s: the busiest used %.1f%% of a core\n", names[what], most * 1e-4);
+        EXPECT(most < 80000 * DDP_TEST_SLOWDOWN, "a waiting rank used %.1f%% of a core", most * 1e-4); /* 15 that spin on two cores: 13% each */
     }
 }
 
@@ -238,7 +239,7 @@ static void test_restarts(void) {
         faults_begin("max_restarts");
         desc.world_size = 3;
         desc.max_restarts = table[i].restarts;
-        desc.group.timeout_ms = 5000 * DDP_TEST_SLOWDOWN;
+        desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
         result = ddp_launch(&desc, restart_main, &failures);
         EXPECT(result == table[i].want, "%d failures, %d restarts: %s '%s'", failures, table[i].restarts, ddp_result_name(result), ddp_last_error());
         EXPECT(stage_shared->counter == table[i].attempts, "%d failures, %d restarts: %d attempts, wanted %d", failures, table[i].restarts,
@@ -251,20 +252,20 @@ static void test_restarts(void) {
 static ddp_result deaf_main(ddp_group *world, void *user) {
     (void)user;
     seen_by(world)->pid = getpid();
-    RANKS_OK(world, ddp_barrier(world));
-    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_CORRUPT, "rank 1 gives up");
     signal(SIGTERM, SIG_IGN);
     signal(SIGINT, SIG_IGN);
+    RANKS_OK(world, ddp_barrier(world));
+    if (ddp_rank(world) == 1) return ddp_fail(DDP_ERR_CORRUPT, "rank 1 gives up");
     for (;;) pause();
 }
 
 static void test_deaf_survivors(void) {
     ddp_result result;
     faults_begin("survivors that never return");
-    result = launch(RANKS_PROCESSES, 3, 500, deaf_main, NULL);
+    result = launch(RANKS_PROCESSES, 3, 1500, deaf_main, NULL);
     EXPECT(result == DDP_ERR_CORRUPT && says(ddp_last_error(), "rank 1 gives up"), "%s '%s'", ddp_result_name(result), ddp_last_error());
-    EXPECT(launch_seconds > 0.4 && launch_seconds < 4 * DDP_TEST_SLOWDOWN, "took %.2f s", launch_seconds);
-    for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid, 1), "rank %d is still there", r);
+    EXPECT(launch_seconds > 1.5 * DDP_TEST_SLOWDOWN && launch_seconds < 1.5 * DDP_TEST_SLOWDOWN + PROMPT_SECONDS, "took %.2f s", launch_seconds);
+    for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid), "rank %d is still there", r);
 }
 
 /* An error text from the failing rank reaches the caller whole, also when it is long. */
@@ -280,9 +281,9 @@ static ddp_result long_text_main(ddp_group *world, void *user) {
 static void test_error_text(void) {
     ddp_result result;
     faults_begin("the failing rank's line reaches the caller");
-    result = launch(RANKS_PROCESSES, 2, 5000, long_text_main, NULL);
+    result = launch(RANKS_PROCESSES, 2, 20000, long_text_main, NULL);
     EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
-    result = launch(RANKS_THREADS, 2, 5000, long_text_main, NULL);
+    result = launch(RANKS_THREADS, 2, 20000, long_text_main, NULL);
     EXPECT(result == DDP_ERR_ENGINE && says(ddp_last_error(), "<yyy") && says(ddp_last_error(), "yyy>"), "%s '%s'", ddp_result_name(result), ddp_last_error());
 }
 
@@ -293,7 +294,7 @@ static ddp_result signalled_main(ddp_group *world, void *user) {
     (void)user;
     seen_by(world)->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
-    __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    say(&stage_shared->counter);
     if (ddp_rank(world) == 0) for (;;) pause();
     return ddp_barrier(world);
 }
@@ -309,9 +310,9 @@ static ddp_result handler_main(ddp_group *world, void *user) {
     signal(SIGTERM, tell);
     seen_by(world)->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
-    __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
+    say(&stage_shared->counter);
     while (!told) ranks_sleep_us(1000);
-    __atomic_add_fetch(&stage_shared->finished, 1, __ATOMIC_SEQ_CST);
+    say(&stage_shared->finished);
     return ddp_barrier(world);
 }
 
@@ -319,7 +320,7 @@ static ddp_result handler_main(ddp_group *world, void *user) {
 static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, int own_handler) {
     enum { W = 3, RETURNED = 40 };
     int status = 0;
-    double start, until = ranks_now() + 10 * DDP_TEST_SLOWDOWN;
+    double start;
     pid_t launcher;
     faults_begin(scenario);
     fflush(NULL);
@@ -331,19 +332,19 @@ static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, 
         prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
         if (own_handler) signal(number, count_signal);
         desc.world_size = W;
-        desc.group.timeout_ms = 5000 * DDP_TEST_SLOWDOWN;
+        desc.group.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
         result = ddp_launch(&desc, fn, NULL);
         snprintf(stage_shared->rank[0].text, sizeof stage_shared->rank[0].text, "%s", result == DDP_OK ? "" : ddp_last_error());
         stage_shared->rank[0].first = result;
         _exit(RETURNED + (result == DDP_OK));
     }
-    while (__atomic_load_n(&stage_shared->counter, __ATOMIC_SEQ_CST) < W && ranks_now() < until) ranks_sleep_us(1000);
+    EXPECT(heard(&stage_shared->counter, W), "only %d of %d ranks came", stage_shared->counter, W);
     ranks_sleep_us(20000);
     start = ranks_now();
     kill(launcher, number);
     EXPECT(waitpid(launcher, &status, 0) == launcher, "waitpid");
     launch_seconds = ranks_now() - start;
-    for (int r = 0; r < W; r++) EXPECT(gone(stage_shared->rank[r].pid, 2 * DDP_TEST_SLOWDOWN), "rank %d outlived its parent", r);
+    for (int r = 0; r < W; r++) EXPECT(gone(stage_shared->rank[r].pid), "rank %d outlived its parent", r);
     if (number == SIGKILL) return;
     if (fn == handler_main) {
         EXPECT(stage_shared->finished == W, "%d of %d ranks got the signal", stage_shared->finished, W);
@@ -353,7 +354,7 @@ static void signal_a_launcher(const char *scenario, int number, ddp_rank_fn fn, 
         EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == RETURNED, "launch did not return: status %x", status);
         EXPECT(stage_shared->rank[0].first == DDP_ERR_PEER_LOST, "launch gave %s '%s'", ddp_result_name(stage_shared->rank[0].first), stage_shared->rank[0].text);
     }
-    EXPECT(launch_seconds < 7 * DDP_TEST_SLOWDOWN, "took %.2f s", launch_seconds);
+    EXPECT(launch_seconds < 2 * PROMPT_SECONDS, "took %.2f s", launch_seconds);
 }
 
 static void test_signals(void) {

@@ -500,7 +500,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: test_collectives processes|threads|env [W ...]\n");
         return 2;
     }
-    watchdog_start(300);
+    watchdog_start(480);
     p.entered = (int *)ranks_shared(4096);
     if (p.mode == RANKS_ENV) p.entered = NULL, count = 1;
     for (int i = 0; i < count; i++) {

@@ -41,7 +41,7 @@ int main(void) {
             ddp_result result;
             limit.rlim_cur = limit.rlim_max = limits[i];
             setrlimit(RLIMIT_FSIZE, &limit);
-            result = ranks_run(RANKS_PROCESSES, 2, 5000 * DDP_TEST_SLOWDOWN, idle_main, NULL);
+            result = ranks_run(RANKS_PROCESSES, 2, 20000 * DDP_TEST_SLOWDOWN, idle_main, NULL);
             _exit(result == DDP_OK ? 0 : says(ddp_last_error(), "ulimit -f") ? 1 : 2);
         }
         EXPECT(waitpid(child, &status, 0) == child, "waitpid");

@@ -20,7 +20,7 @@ typedef struct seen {
     int done;
     pid_t pid;
     ddp_result first, second; /* of the call that met the fault, and of the next */
-    double first_at;
+    double start_at, first_at; /* when that call began, where a test notes it, and when it was over */
     char text[512], text2[512];
 } seen;
 
@@ -151,8 +151,8 @@ static RANKS_UNUSED void expect_nothing_left(leftovers before) {
 }
 
 /* Waits until no process of this number is left (or only a zombie of somebody else's); 0 when it takes too long. */
-static RANKS_UNUSED int gone(pid_t pid, double seconds) {
-    double until = ranks_now() + seconds;
+static RANKS_UNUSED int gone(pid_t pid) {
+    double until = ranks_now() + 2 * PROMPT_SECONDS;
     while (ranks_now() < until) {
         char path[64], line[256], *state = NULL;
         FILE *file;
