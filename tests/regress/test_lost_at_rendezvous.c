@@ -2,29 +2,16 @@
 
     Ranks noted their own pid once the rendezvous was over. One that died before counted as not there yet, so that the others
     waited for it until the timeout. */
-#include <sys/ioctl.h>
-#include <sys/socket.h>
-#include <unistd.h>
-#include <linux/sockios.h>
-
-/* The library's only send() is the hello. It returns here when rank 0 has read it, and not at all on rank 1: that one is to die. */
-static int dying_rank;
-static void hello_is_read(void);
-static ssize_t send_and_stay(int fd, const void *data, size_t size, int flags) {
-    ssize_t sent = send(fd, data, size, flags);
-    int unread = 1;
-    if (!dying_rank) return sent;
-    while (ioctl(fd, SIOCOUTQ, &unread) == 0 && unread > 0) usleep(500);
-    hello_is_read();
-    for (;;) pause();
-}
-#define send(fd, data, size, flags) send_and_stay(fd, data, size, flags)
+#include "../support/hello.h"
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
-static void hello_is_read(void) { say(&stage_shared->counter); }
+static void say_and_wait_for_the_end(void) {
+    say(&stage_shared->counter);
+    for (;;) pause();
+}
 
 static pid_t start_rank(int rank) {
     pid_t pid = fork();
@@ -32,7 +19,7 @@ static pid_t start_rank(int rank) {
     ddp_group *world = NULL;
     ddp_result result;
     if (pid != 0) return pid;
-    dying_rank = rank == 1;
+    if (rank == 1) hello_is_read = say_and_wait_for_the_end;
     desc.rank = rank;
     desc.world_size = 3;
     desc.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;
