@@ -1027,6 +1027,11 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 #define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
 #define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
+enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
+#define DDP__RUN_BYTES ((size_t)2048) /* of one run, then the other's turn */
+#if !defined(DDP__TWO_RUNS_BYTES)
+#define DDP__TWO_RUNS_BYTES ((size_t)256 << 10)
+#endif
 
 /* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
 #if defined(__clang__)
@@ -1044,7 +1049,9 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 #define DDP__ANY __attribute__((may_alias, aligned(1)))
 #define DDP__ALIGNED64 __attribute__((aligned(64)))
 #define DDP__FORCED_INLINE static inline __attribute__((always_inline))
+#define DDP__NO_MEMCPY __asm__ __volatile__("" : : : "memory") /* keeps a loop of copies a loop */
 #else
+#define DDP__NO_MEMCPY (void)0
 #define DDP__ANY
 #define DDP__ALIGNED64
 #define DDP__FORCED_INLINE static inline
@@ -1305,9 +1312,9 @@ static ddp__merge ddp__merge_for(ddp_dtype dtype, ddp_op op) {
 
 /* The gradient path, f32 SUM and AVG of 2 to 4 sources into 1 to 4 destinations, in one pass over memory. A SUM is scaled by 1, which
    changes no bit and costs nothing beside the loads. */
-#define DDP__IN2 const ddp__any_f32 *a = (const ddp__any_f32 *)src[0], *b = (const ddp__any_f32 *)src[1];
-#define DDP__IN3 DDP__IN2 const ddp__any_f32 *c = (const ddp__any_f32 *)src[2];
-#define DDP__IN4 DDP__IN3 const ddp__any_f32 *d = (const ddp__any_f32 *)src[3];
+#define DDP__IN2(T) const T *a = (const T *)src[0], *b = (const T *)src[1];
+#define DDP__IN3(T) DDP__IN2(T) const T *c = (const T *)src[2];
+#define DDP__IN4(T) DDP__IN3(T) const T *d = (const T *)src[3];
 #define DDP__OUT1 ddp__any_f32 *w = (ddp__any_f32 *)dst[0];
 #define DDP__OUT2 DDP__OUT1 ddp__any_f32 *x = (ddp__any_f32 *)dst[1];
 #define DDP__OUT3 DDP__OUT2 ddp__any_f32 *y = (ddp__any_f32 *)dst[2];
@@ -1321,7 +1328,7 @@ static ddp__merge ddp__merge_for(ddp_dtype dtype, ddp_op op) {
 #define DDP__WRITE4 DDP__WRITE3; z[i] = value
 #define DDP__FUSED_FN(W, D, name, finish)                                                                            \
     static void ddp__fused_##name##W##_##D(void *const *dst, const void *const *src, size_t count, float factor) {   \
-        DDP__IN##W DDP__OUT##D                                                                                       \
+        DDP__IN##W(ddp__any_f32) DDP__OUT##D                                                                                   \
         DDP__FOR_EACH(count, float value = DDP__READ##W finish factor; DDP__WRITE##D);                               \
     }
 DDP__FUSED_FN(2, 1, mul, *) DDP__FUSED_FN(2, 2, mul, *) DDP__FUSED_FN(2, 3, mul, *) DDP__FUSED_FN(2, 4, mul, *)
@@ -1331,20 +1338,57 @@ DDP__FUSED_FN(2, 1, div, /) DDP__FUSED_FN(2, 2, div, /) DDP__FUSED_FN(2, 3, div,
 DDP__FUSED_FN(3, 1, div, /) DDP__FUSED_FN(3, 2, div, /) DDP__FUSED_FN(3, 3, div, /) DDP__FUSED_FN(3, 4, div, /)
 DDP__FUSED_FN(4, 1, div, /) DDP__FUSED_FN(4, 2, div, /) DDP__FUSED_FN(4, 3, div, /) DDP__FUSED_FN(4, 4, div, /)
 
+/* The same into one destination past the caches, four elements at a time. ddp__stream_end follows. */
+#if defined(__SSE2__)
+typedef float ddp__any_f32x4 __attribute__((vector_size(16), may_alias, aligned(1)));
+#define DDP__STREAM_FN(W)                                                                                      \
+    static void ddp__fused_stream##W(void *const *dst, const void *const *src, size_t count, float factor) {   \
+        DDP__IN##W(ddp__any_f32x4)                                                                             \
+        for (size_t i = 0; i < count / 4; i++) _mm_stream_ps((float *)dst[0] + 4 * i, (__m128)(DDP__READ##W * factor)); \
+    }
+DDP__STREAM_FN(2) DDP__STREAM_FN(3) DDP__STREAM_FN(4)
+#define DDP__STREAM_ROW {ddp__fused_stream2, ddp__fused_stream3, ddp__fused_stream4}
+#else
+#define DDP__STREAM_ROW {ddp__fused_mul2_1, ddp__fused_mul3_1, ddp__fused_mul4_1} /* never asked for */
+#endif
+
 /* Returns 0 where there is no fused loop. */
-static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, uint64_t divisor) {
+static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, uint64_t divisor, int stream) {
 #define DDP__FUSED_ROW(name) {ddp__fused_##name##_1, ddp__fused_##name##_2, ddp__fused_##name##_3, ddp__fused_##name##_4}
-    static void (*const fused[2][3][4])(void *const *, const void *const *, size_t, float) = {
-        {DDP__FUSED_ROW(mul2), DDP__FUSED_ROW(mul3), DDP__FUSED_ROW(mul4)},
-        {DDP__FUSED_ROW(div2), DDP__FUSED_ROW(div3), DDP__FUSED_ROW(div4)}};
+    typedef void (*fused_fn)(void *const *, const void *const *, size_t, float);
+    static const fused_fn fused[2][3][4] = {{DDP__FUSED_ROW(mul2), DDP__FUSED_ROW(mul3), DDP__FUSED_ROW(mul4)},
+                                            {DDP__FUSED_ROW(div2), DDP__FUSED_ROW(div3), DDP__FUSED_ROW(div4)}};
+    static const fused_fn streamed[3] = DDP__STREAM_ROW;
 #undef DDP__FUSED_ROW
     int divide = (divisor & (divisor - 1)) != 0;
+    float factor = divide ? (float)divisor : 1.0f / (float)divisor;
     if (src_count < 2 || src_count > 4 || dst_count < 1 || dst_count > 4) return 0;
-    fused[divide][src_count - 2][dst_count - 1](dst, src, count, divide ? (float)divisor : 1.0f / (float)divisor);
+    if (stream && (divide || dst_count > 1 || count % 4 || ((uintptr_t)dst[0] & 15))) return 0;
+    (stream ? streamed[src_count - 2] : fused[divide][src_count - 2][dst_count - 1])(dst, src, count, factor);
     return 1;
 }
 
-/* Copies past the caches; whole lines where the destination has them. The caller fences. */
+/* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
+   at half the speed of plain loads; two runs at once, see ddp__reduce_tree. */
+static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
+    unsigned char *out = (unsigned char *)dst;
+    const unsigned char *in = (const unsigned char *)src;
+    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 2 / DDP__RUN_BYTES * DDP__RUN_BYTES, at = 0;
+    for (; at < half; at += DDP__RUN_BYTES)
+        for (size_t run = at; run < 2 * half; run += half)
+            for (size_t i = run; i < run + DDP__RUN_BYTES; i += 64) { memcpy(out + i, in + i, 64); DDP__NO_MEMCPY; }
+    for (at = 2 * half; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
+    memcpy(out + at, in + at, size_bytes - at);
+}
+
+/* What was written past the caches is there for others before anything written later. */
+static void ddp__stream_end(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+/* Copies past the caches; whole lines where the destination has them. ddp__stream_end follows. */
 static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
@@ -1429,28 +1473,42 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
             else memcpy(out, result, n * size);
         }
     }
-#if defined(__SSE2__)
-    if (stream_mask) _mm_sfence();
-#endif
+}
+
+/* Elements [first, first + count) of ddp__reduce_tree. */
+static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *src, int src_count, size_t first, size_t count, ddp_dtype dtype,
+                            ddp_op op, uint64_t divisor, uint64_t stream_mask) {
+    void *to[DDP_MAX_LOCAL_RANKS];
+    const void *from[DDP_MAX_LOCAL_RANKS];
+    size_t offset = first * ddp__dtype_size(dtype);
+    for (int k = 0; k < dst_count; k++) to[k] = (unsigned char *)dst[k] + offset;
+    for (int k = 0; k < src_count; k++) from[k] = (const unsigned char *)src[k] + offset;
+    if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && ddp__reduce_fused(to, dst_count, from, src_count, count, divisor, stream_mask != 0)) return;
+    ddp__reduce_blocks(to, dst_count, from, src_count, count, dtype, op, divisor, stream_mask);
 }
 
 /* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
-   stream: the outputs are large and not read soon, so those that are no source are written past the caches. */
+   DDP__LARGE: part of more than the caches hold. It is walked in two runs at once, one through each half: hardware prefetchers stop at the end of a
+   page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are not read soon, so those that
+   are no source are written past the caches. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
-                             ddp_op op, uint64_t divisor, int stream) {
+                             ddp_op op, uint64_t divisor, int how) {
+    size_t size = ddp__dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
     uint64_t stream_mask = 0;
     if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
-    if (count == 0) return;
     if (src_count == 1 && divisor == 1) {
         for (int k = 0; k < dst_count; k++)
-            if (dst[k] != src[0]) memcpy(dst[k], src[0], count * ddp__dtype_size(dtype));
+            if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * size);
         return;
     }
-    if (stream) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
-    if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && !stream_mask &&
-        ddp__reduce_fused(dst, dst_count, src, src_count, count, divisor)) return;
-    ddp__reduce_blocks(dst, dst_count, src, src_count, count, dtype, op, divisor, stream_mask);
+    if (how == DDP__PAST) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
+    for (size_t first = 0; first < half; first += run) {
+        ddp__reduce_run(dst, dst_count, src, src_count, first, run, dtype, op, divisor, stream_mask);
+        ddp__reduce_run(dst, dst_count, src, src_count, half + first, run, dtype, op, divisor, stream_mask);
+    }
+    if (count > 2 * half) ddp__reduce_run(dst, dst_count, src, src_count, 2 * half, count - 2 * half, dtype, op, divisor, stream_mask);
+    if (stream_mask) ddp__stream_end();
 }
 
 #if defined(__clang__)
@@ -1922,6 +1980,10 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
+/* Calls through slots, and how long they last took per byte: through the caches, past them. */
+typedef struct ddp__route { uint64_t calls; double seconds[2]; } ddp__route;
+enum { DDP__ROUTE_REDUCE, DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE };
+
 typedef struct ddp__local {
     ddp__heap *heap;
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
@@ -1938,6 +2000,7 @@ typedef struct ddp__local {
     struct ddp__local *parent;       /* regions of ancestors count as group memory here too */
     ddp__region *regions;
     uint64_t round;
+    ddp__route route[3];             /* of large reductions, reduce-scatters and moves */
     uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
     pthread_mutex_t p2p_lock;
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
@@ -2151,7 +2214,9 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
        rank 1   send [b0|b1] --b0--> slot1 [b0|  ]            recv [ slot1 ->|a1+b1]
                 rank 0 adds a0 + slot1.b0 into recv and slot1; rank 1 adds slot0.a1 + b1 into recv and slot0 */
 
-#define DDP__NT_BYTES ((size_t)4 << 20) /* out-of-place results beyond this bypass the cache */
+#if !defined(DDP__LARGE_BYTES)
+#define DDP__LARGE_BYTES ((size_t)4 << 20) /* of one rank's share: no cache holds it until it is read again. Tests make it small */
+#endif
 
 /* Buffers that only some calls have, found in the announcements: a pointer into this process, or NULL for private memory. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
@@ -2253,6 +2318,16 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     return DDP_OK;
 }
 
+/* Large data goes through slots that stay in cache between near cores, and past the caches between far ones, where reading lines that are new in another
+   core's cache is slower than memory; virtual cores wander. Rank 0 proposes in its announcement what was faster last, now and then the other way. */
+static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind) {
+    ddp__route *route = &l->route[kind];
+    int other = ++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0;
+    ddp__post_of(l, l->rank, call->seq)->data[0] = (unsigned char)((route->seconds[1] < route->seconds[0]) ^ other);
+}
+
+static int ddp__route_of(const ddp__local *l, const ddp_call *call) { return ddp__post_of(l, 0, call->seq)->data[0] != 0; }
+
 /* Where rank r's small data lies: in its announcement when it is tiny. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
@@ -2260,10 +2335,10 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
 
 static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
 
-/* With two ranks each payload has one reader. A byte written into every line it has read makes the line its own, and the sender's next write into it
-   costs 1 to 2.5 ns instead of 7 to 28: 1 KiB takes half the time. */
+/* Data with one reader. A byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
+   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. */
 static void ddp__hand_back(const ddp__local *l, unsigned char *data, size_t size) {
-    if (l->world_size != 2 || size <= sizeof l->posts->data) return;
+    if (size <= sizeof l->posts->data) return;
     for (size_t i = 0; i < size; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
@@ -2289,7 +2364,7 @@ static ddp_result ddp__reduce_small(ddp_group *group, ddp__local *l, const ddp_c
     if (result != DDP_OK || (call->kind == DDP_CALL_REDUCE && call->root != l->rank)) return result;
     for (int r = 0; r < l->world_size; r++) sources[r] = r == l->rank ? call->send : ddp__small_of(l, r, call, size);
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
-    ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size), size);
+    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size), size);
     return DDP_OK;
 }
 
@@ -2309,7 +2384,7 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
         outs[out_count++] = recv + part.begin * element;
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor,
-                     apart == out_count && part.count * element >= DDP__NT_BYTES);
+                     part.count * element < DDP__LARGE_BYTES / 4 ? DDP__CACHED : apart == out_count ? DDP__PAST : DDP__LARGE);
     return ddp__direct_end(group, l);
 }
 
@@ -2318,12 +2393,14 @@ typedef struct ddp__staged {   /* one reduction through slots */
     size_t element, chunk;     /* elements per round */
     size_t rounds;
     uint64_t first;            /* number of the first round */
+    int past;                  /* the slots' lines go past the caches */
 } ddp__staged;
 
 static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     ddp__staged s;
     size_t target, full;
     s.call = call;
+    s.past = 0;
     s.element = ddp__dtype_size(call->dtype);
     full = DDP__CHUNK / s.element;
     target = ddp__round_up((call->count + 3) / 4, (size_t)l->world_size * DDP__ALIGN / s.element); /* medium sizes still overlap */
@@ -2335,26 +2412,44 @@ static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     return s;
 }
 
+/* Where chunk k begins. From the end of the buffer backwards: what its owner wrote last is still in its cache. 10% at 64 MiB. */
+static size_t ddp__staged_first(const ddp__staged *s, size_t k) { return (s->rounds - 1 - k) * s->chunk; }
+
 static size_t ddp__staged_count(const ddp__staged *s, size_t k) {
-    size_t left = s->call->count - k * s->chunk;
+    size_t left = s->call->count - ddp__staged_first(s, k);
     return left < s->chunk ? left : s->chunk;
 }
 
 /* Copies what the others reduce of chunk k into the own slot. */
 static void ddp__staged_fill(ddp__local *l, const ddp__staged *s, size_t k) {
-    const unsigned char *send = (const unsigned char *)s->call->send + k * s->chunk * s->element;
+    const unsigned char *send = (const unsigned char *)s->call->send + ddp__staged_first(s, k) * s->element;
     unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
     for (int r = 0; r < l->world_size; r++) {
         ddp__part part = ddp__part_of(ddp__staged_count(s, k), r, l->world_size, s->element);
-        if (r != l->rank) memcpy(slot + part.begin * s->element, send + part.begin * s->element, part.count * s->element);
+        if (r != l->rank) (s->past ? ddp__copy_stream : ddp__copy_across)(slot + part.begin * s->element, send + part.begin * s->element, part.count * s->element);
     }
+    if (s->past) ddp__stream_end();
+}
+
+/* Reduces W sources into outs[0] and, 4 KiB behind, copies that past the caches into the other outs. */
+static void ddp__reduce_past(void *const *outs, const void *const *src, int W, const ddp_call *call, size_t count) {
+    const void *from[DDP_MAX_LOCAL_RANKS];
+    size_t element = ddp__dtype_size(call->dtype), step = 4096 / element, n;
+    for (size_t at = 0; at < count; at += n) {
+        void *own = (unsigned char *)outs[0] + at * element;
+        n = count - at < step ? count - at : step;
+        for (int r = 0; r < W; r++) from[r] = (const unsigned char *)src[r] + at * element;
+        ddp__reduce_tree(&own, 1, from, W, n, call->dtype, call->op, call->divisor, DDP__CACHED);
+        for (int r = 1; r < W; r++) ddp__copy_stream((unsigned char *)outs[r] + at * element, own, n * element);
+    }
+    ddp__stream_end();
 }
 
 /* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from. */
 static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
     const ddp_call *call = s->call;
     ddp__part part = ddp__part_of(ddp__staged_count(s, k), l->rank, l->world_size, s->element);
-    size_t offset = part.begin * s->element, place = k * s->chunk * s->element + offset;
+    size_t offset = part.begin * s->element, place = ddp__staged_first(s, k) * s->element + offset;
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
@@ -2367,7 +2462,8 @@ static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp_
         sources[r] = r == l->rank ? (const unsigned char *)call->send + place : slot;
         if (wanted) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + place : slot;
     }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor, 0);
+    if (s->past) ddp__reduce_past(outs, sources, l->world_size, call, part.count);
+    else ddp__reduce_tree(outs, out_count, sources, l->world_size, part.count, call->dtype, call->op, call->divisor, DDP__LARGE);
     ddp__tick_passed(l, s->first + k);
     return DDP_OK;
 }
@@ -2378,10 +2474,10 @@ static ddp_result ddp__staged_drain(ddp_group *group, ddp__local *l, const ddp__
     unsigned char *recv;
     ddp_result result = ddp__await_passed(group, l, s->first + k);
     if (result != DDP_OK || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
-    recv = (unsigned char *)s->call->recv + k * s->chunk * s->element;
+    recv = (unsigned char *)s->call->recv + ddp__staged_first(s, k) * s->element;
     for (int r = 0; r < l->world_size; r++) {
         ddp__part part = ddp__part_of(ddp__staged_count(s, k), r, l->world_size, s->element);
-        if (r != l->rank) memcpy(recv + part.begin * s->element, slot + part.begin * s->element, part.count * s->element);
+        if (r != l->rank) ddp__copy_across(recv + part.begin * s->element, slot + part.begin * s->element, part.count * s->element);
     }
     return DDP_OK;
 }
@@ -2420,12 +2516,13 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     size_t size = call->count * ddp__dtype_size(call->dtype);
     int rooted = call->kind == DDP_CALL_REDUCE;
     uint64_t send, recv;
+    double start;
     int surely_staged;
     ddp__staged s;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__reduce_small(group, l, call, size);
     send = ddp__address(l, call->send, size);
-    recv = rooted && call->root != l->rank ? 0 : ddp__address(l, call->recv, size);
+    recv = rooted && call->root != l->rank ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
     surely_staged = !send || (!recv && (!rooted || call->root == l->rank));
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
@@ -2434,17 +2531,22 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
         ddp__staged_fill(l, &s, 0);
         ddp__store(&l->line[l->rank].filled, s.first);
     }
+    ddp__route_propose(l, call, DDP__ROUTE_REDUCE);
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 1, rooted)) {
         l->round = s.first - 1;
         return ddp__reduce_direct(group, l, call);
     }
+    start = ddp_now();
+    s.past = !rooted && size >= 2 * DDP__LARGE_BYTES && ddp__route_of(l, call);
     if (!surely_staged) {
         ddp__staged_fill(l, &s, 0);
         ddp__tick_filled(l, s.first);
     }
-    return ddp__reduce_staged(group, l, &s);
+    result = ddp__reduce_staged(group, l, &s);
+    l->route[DDP__ROUTE_REDUCE].seconds[s.past] = (ddp_now() - start) / (double)size;
+    return result;
 }
 
 /* --- reduce_scatter --- */
@@ -2460,7 +2562,7 @@ static ddp_result ddp__scatter_small(ddp_group *group, ddp__local *l, const ddp_
     for (int r = 0; r < l->world_size; r++)
         sources[r] = (r == l->rank ? (const unsigned char *)call->send : ddp__small_of(l, r, call, size)) + (size_t)l->rank * block;
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
-    ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + (size_t)l->rank * block, block);
+    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + (size_t)l->rank * block, block);
     return DDP_OK;
 }
 
@@ -2472,12 +2574,12 @@ static ddp_result ddp__scatter_direct(ddp_group *group, ddp__local *l, const ddp
     for (int r = 0; r < l->world_size; r++)
         sources[r] = ddp__resolve(l, ddp__post_of(l, r, call->seq)->send) + (size_t)l->rank * block;
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor,
-                     out != sources[l->rank] && block >= DDP__NT_BYTES);
+                     block < DDP__LARGE_BYTES / 4 ? DDP__CACHED : out == sources[l->rank] ? DDP__LARGE : DDP__PAST);
     return ddp__direct_end(group, l);
 }
 
 /* Slot of a round: W blocks of `sub` elements, block p for rank p. The sum goes back into the blocks that were read, too. */
-static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub, size_t rounds) {
+static ddp_result ddp__scatter_rounds(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub, size_t rounds, int past) {
     size_t element = ddp__dtype_size(call->dtype);
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
@@ -2492,8 +2594,9 @@ static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp
             if (result != DDP_OK) return result;
             for (int r = 0; r < l->world_size; r++)
                 if (r != l->rank)
-                    memcpy(ddp__slot_of(l, l->rank, first + k) + (size_t)r * sub * element,
+                    (past ? ddp__copy_stream : ddp__copy_across)(ddp__slot_of(l, l->rank, first + k) + (size_t)r * sub * element,
                            (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element, n * element);
+            if (past) ddp__stream_end();
             ddp__tick_filled(l, first + k);
         }
         if (k == 0) continue;
@@ -2506,7 +2609,8 @@ static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp
             sources[r] = r == l->rank ? (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element : slot;
             outs[r] = r == l->rank ? (unsigned char *)call->recv + begin * element : slot;
         }
-        ddp__reduce_tree(outs, l->world_size, sources, l->world_size, n, call->dtype, call->op, call->divisor, 0);
+        ddp__reduce_tree(past ? &outs[l->rank] : outs, past ? 1 : l->world_size, sources, l->world_size, n, call->dtype, call->op, call->divisor,
+                         past ? DDP__PAST : DDP__LARGE);
         ddp__tick_passed(l, first + k - 1);
     }
     return DDP_OK;
@@ -2514,13 +2618,20 @@ static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp
 
 static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, const ddp_call *call) {
     size_t element = ddp__dtype_size(call->dtype), size = call->count * element * (size_t)l->world_size, sub;
+    double start;
+    int past;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
+    ddp__route_propose(l, call, DDP__ROUTE_SCATTER);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
     sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / element;
-    return ddp__scatter_staged(group, l, call, sub, (call->count + sub - 1) / sub);
+    past = size >= 2 * DDP__LARGE_BYTES && ddp__route_of(l, call);
+    start = ddp_now();
+    result = ddp__scatter_rounds(group, l, call, sub, (call->count + sub - 1) / sub, past);
+    l->route[DDP__ROUTE_SCATTER].seconds[past] = (ddp_now() - start) / (double)size;
+    return result;
 }
 
 /* --- everything that only moves data --- */
@@ -2590,33 +2701,39 @@ static void ddp__move_own(const ddp__local *l, const ddp__move *m) {
 }
 
 /* Bytes of the own payload, or of a slot, when each piece has `room` bytes. */
-static void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room) {
+static void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room, int past) {
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
         size_t n = m->give_size[p] > done ? m->give_size[p] - done : 0;
         if (n > room) n = room;
-        if (n) memcpy(out + (m->common ? 0 : (size_t)p * room), m->give[p] + done, n);
+        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->give[p] + done, n);
         if (m->common && n) break;
     }
+    if (past) ddp__stream_end();
 }
 
-static void ddp__move_take(const ddp__local *l, const ddp__move *m, int p, const unsigned char *in, size_t done, size_t room) {
+static void ddp__move_take(const ddp__local *l, const ddp__move *m, int p, unsigned char *in, size_t done, size_t room, int past) {
     size_t n = m->take_size[p] > done ? m->take_size[p] - done : 0;
     if (n > room) n = room;
-    if (n) memcpy(m->take[p] + done, in + (m->common ? 0 : (size_t)l->rank * room), n);
+    if (!m->common) in += (size_t)l->rank * room;
+    if (past) {
+        ddp__copy_stream(m->take[p] + done, in, n);
+        ddp__stream_end();
+    } else if (n) {
+        ddp__copy_across(m->take[p] + done, in, n);
+        if (!m->common || l->world_size == 2) ddp__hand_back(l, in, n);
+    }
 }
 
 static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
     size_t room = m->largest, size = m->common ? room : room * (size_t)l->world_size;
     ddp_result result;
-    ddp__move_fill(l, m, ddp__small_of(l, l->rank, call, size), 0, room);
+    ddp__move_fill(l, m, ddp__small_of(l, l->rank, call, size), 0, room, 0);
     result = ddp__enter(group, l, call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__move_own(l, m);
     for (int p = 0; p < l->world_size; p++)
-        if (p != l->rank) ddp__move_take(l, m, p, ddp__small_of(l, p, call, size), 0, room);
-    if (m->take_size[!l->rank] && l->world_size == 2)
-        ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + (m->common ? 0 : (size_t)l->rank * room), room);
+        if (p != l->rank) ddp__move_take(l, m, p, ddp__small_of(l, p, call, size), 0, room, 0);
     return DDP_OK;
 }
 
@@ -2631,7 +2748,20 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp_ca
     return ddp__direct_end(group, l);
 }
 
-static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp__move *m) {
+/* A large all-gather into group memory: each rank writes its block past the caches into everybody's buffer. Reading lines that are new in another core's
+   cache is what costs time there, and nobody does. */
+static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
+    ddp__move_own(l, m);
+    for (int i = 1; i < l->world_size; i++) {
+        int p = (l->rank + i) % l->world_size;
+        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, call->seq)->recv) + (size_t)l->rank * m->largest, call->send, m->largest);
+    }
+    ddp__stream_end();
+    return ddp__direct_end(group, l);
+}
+
+static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, int past) {
     size_t room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
     size_t rounds = (m->largest + room - 1) / room;
     uint64_t first = l->round + 1;
@@ -2641,7 +2771,7 @@ static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp__m
         if (k < rounds) {
             result = ddp__slot_free(group, l, first + k);
             if (result != DDP_OK) return result;
-            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k * room, room);
+            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k * room, room, past);
             ddp__tick_filled(l, first + k);
         }
         if (k == 0) { ddp__move_own(l, m); continue; }
@@ -2650,11 +2780,19 @@ static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp__m
             if (m->take_size[p] <= (k - 1) * room) continue;
             result = ddp__await_filled(group, l, p, first + k - 1);
             if (result != DDP_OK) return result;
-            ddp__move_take(l, m, p, ddp__slot_of(l, p, first + k - 1), (k - 1) * room, room);
+            ddp__move_take(l, m, p, ddp__slot_of(l, p, first + k - 1), (k - 1) * room, room, past);
         }
         ddp__tick_passed(l, first + k - 1);
     }
     return DDP_OK;
+}
+
+static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    int past = m->largest >= DDP__LARGE_BYTES && ddp__route_of(l, call);
+    double start = ddp_now();
+    ddp_result result = ddp__move_rounds(group, l, m, past);
+    l->route[DDP__ROUTE_MOVE].seconds[past] = (ddp_now() - start) / (double)(m->largest + 1);
+    return result;
 }
 
 static int ddp__move_givers_direct(const ddp__local *l, const ddp_call *call, const ddp__move *m) {
@@ -2667,15 +2805,20 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     ddp__move m;
     const void *source = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t span;
+    int push;
     ddp_result result;
     ddp__move_plan(l, call, &m);
+    push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
     span = m.common || call->kind == DDP_CALL_GATHER ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
     if (call->kind == DDP_CALL_GATHER) span = m.largest;
-    result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span), 0);
+    result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
+                        push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
     if (result != DDP_OK) return result;
+    if (push && ddp__all_direct(l, call, 0, 1, 0)) return ddp__move_push(group, l, call, &m);
     if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
-    return ddp__move_staged(group, l, &m);
+    return ddp__move_staged(group, l, call, &m);
 }
 
 /* The counts of a _v call: each rank's row lies in its payload; who disagrees is named. */
@@ -2686,6 +2829,7 @@ static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const
     ddp__move m;
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) { row[p] = call->send_counts[p]; row[DDP_MAX_LOCAL_RANKS + p] = call->recv_counts[p]; }
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
     result = ddp__enter(group, l, call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__move_plan(l, call, &m);
@@ -2701,7 +2845,7 @@ static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return DDP_ERR_POISONED;
         }
-    return ddp__move_staged(group, l, &m);
+    return ddp__move_staged(group, l, call, &m);
 }
 
 /* recv_counts are compared by their total, as count, and then one by one: each rank's row lies in its payload. */
@@ -2711,6 +2855,7 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
     ddp__move m;
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
     ddp__move_plan(l, call, &m);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
     if (result != DDP_OK) return result;
@@ -2725,7 +2870,7 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
         }
     }
     if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
-    return ddp__move_staged(group, l, &m);
+    return ddp__move_staged(group, l, call, &m);
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {

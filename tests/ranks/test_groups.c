@@ -371,7 +371,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: test_groups processes|threads|env [W ...]\n");
         return 2;
     }
-    watchdog_start(180);
+    watchdog_start(400);
     if (mode == RANKS_ENV) count = 1;
     for (int i = 0; i < count; i++) {
         int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];

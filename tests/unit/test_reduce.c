@@ -6,6 +6,7 @@
 #include <math.h>
 #include "../support/unit.h"
 
+#define DDP__TWO_RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in two runs */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 
@@ -212,7 +213,7 @@ static int destinations(pattern p, int src_count, void **dst, size_t offset) {
     return n;
 }
 
-static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, size_t offset, int stream,
+static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, size_t offset, int how,
                        const void *expected) {
     void *dst[SOURCES_MAX];
     const void *src[SOURCES_MAX];
@@ -230,7 +231,7 @@ static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, 
         memset((char *)dst[i] - 32, 0xa5, 32);
         memset((char *)dst[i] + bytes, 0x5a, 32);
     }
-    ddp__reduce_tree(dst, dst_count, src, src_count, count, dtype, op, divisor, stream);
+    ddp__reduce_tree(dst, dst_count, src, src_count, count, dtype, op, divisor, how);
     for (int i = 0; i < dst_count; i++) {
         size_t at = first_difference(expected, dst[i], count, dtype);
         if (at != count)
@@ -259,7 +260,7 @@ static void check_operation(int src_count, ddp_dtype dtype, ddp_op op, uint64_t 
     for (size_t c = 0; c < LENGTH(counts); c++)
         for (int p = 0; p < PATTERNS; p++)
             for (size_t o = 0; o < LENGTH(offsets); o++)
-                check_case((pattern)p, src_count, counts[c], dtype, op, divisor, offsets[o], (int)(c + o) & 1, expected);
+                check_case((pattern)p, src_count, counts[c], dtype, op, divisor, offsets[o], (int)(c + o + (size_t)p) % 3, expected);
 }
 
 static void every_path_gives_the_bits_of_the_tree(void **state) {
@@ -276,6 +277,25 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
             check_operation(worlds[w], dtypes[t], DDP_OP_PROD, 5);
         }
     }
+}
+
+/* ddp__copy_across and ddp__copy_stream, below and above two runs, from and to every alignment, write what they should and nothing beside. */
+static void copies_are_exact(void **state) {
+    static const size_t sizes[] = {0, 1, 63, 64, 65, 8191, 8192, 8193, 12345, 16448};
+    unsigned char *in = arena, *out = outside;
+    (void)state;
+    for (size_t i = 0; i < 20000; i++) in[i] = (unsigned char)(i * 131 + i / 256);
+    for (size_t c = 0; c < LENGTH(sizes); c++)
+        for (size_t offset = 0; offset < 72; offset += 9)
+            for (int past = 0; past < 2; past++) {
+                unsigned char *to = out + 64 + offset;
+                memset(out, 0xa5, sizes[c] + 256);
+                (past ? ddp__copy_stream : ddp__copy_across)(to, in + 71 - offset, sizes[c]);
+                ddp__stream_end();
+                assert_memory_equal(to, in + 71 - offset, sizes[c]);
+                assert_int_equal(to[-1], 0xa5);
+                assert_int_equal(to[sizes[c]], 0xa5);
+            }
 }
 
 /* 2^24 absorbs a single 1 but not a 2: each grouping of seven sources has a sum of its own. */
@@ -658,6 +678,7 @@ static void squares_pass_nan_and_overflow_on(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_path_gives_the_bits_of_the_tree),
+        cmocka_unit_test(copies_are_exact),
         cmocka_unit_test(seven_sources_group_as_documented),
         cmocka_unit_test(minimum_and_maximum_order_zeros_and_pass_nan_on),
         cmocka_unit_test(halves_are_added_in_f32_and_rounded_once),
