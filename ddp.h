@@ -801,6 +801,7 @@ typedef struct ddp__heap {
     int references;
     pthread_mutex_t lock;
     ddp__mapping *mappings;
+    uintptr_t low, span;         /* all mappings, ever, lie in [low, low + span) */
     ddp__job *job;
 } ddp__heap;
 
@@ -1377,7 +1378,9 @@ static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     for (; at < half; at += DDP__RUN_BYTES)
         for (size_t run = at; run < 2 * half; run += half)
             for (size_t i = run; i < run + DDP__RUN_BYTES; i += 64) { memcpy(out + i, in + i, 64); DDP__NO_MEMCPY; }
-    for (at = 2 * half; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
+    at = 2 * half;
+    if (size_bytes >= DDP__TWO_RUNS_BYTES / 8)
+        for (; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
     memcpy(out + at, in + at, size_bytes - at);
 }
 
@@ -1786,6 +1789,14 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     return start;
 }
 
+/* The span grows before low sinks: whoever reads low first sees a range that holds all earlier mappings. */
+static void ddp__heap_extend(ddp__heap *heap, uintptr_t start, size_t size) {
+    uintptr_t low = heap->span ? heap->low : start, high = heap->low + heap->span > start + size ? heap->low + heap->span : start + size;
+    if (start < low) low = start;
+    ddp__store(&heap->span, high - low);
+    ddp__store(&heap->low, low);
+}
+
 /* Maps [offset, offset + size); threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__mapping *m;
@@ -1802,6 +1813,7 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
             m->references = 0;
             m->next = heap->mappings;
             heap->mappings = m;
+            ddp__heap_extend(heap, (uintptr_t)memory, size);
         } else if (memory) {
             munmap(memory, size);
         }
@@ -1980,9 +1992,9 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Calls through slots, and how long they last took per byte: through the caches, past them. */
+/* Large calls of one kind and about one size through slots, and how long they lately took: through the caches, past them. */
 typedef struct ddp__route { uint64_t calls; double seconds[2]; } ddp__route;
-enum { DDP__ROUTE_REDUCE, DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE };
+enum { DDP__ROUTE_REDUCE, DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTES };
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -2000,7 +2012,7 @@ typedef struct ddp__local {
     struct ddp__local *parent;       /* regions of ancestors count as group memory here too */
     ddp__region *regions;
     uint64_t round;
-    ddp__route route[3];             /* of large reductions, reduce-scatters and moves */
+    ddp__route route[DDP__ROUTES][16];
     uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
     pthread_mutex_t p2p_lock;
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
@@ -2234,6 +2246,7 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     uint64_t found = 0;
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
+    if ((uintptr_t)pointer - ddp__load(&l->heap->low) >= ddp__load(&l->heap->span)) return 0; /* like most private memory: no lock */
     pthread_mutex_lock(&l->heap->lock);
     for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
         for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
@@ -2319,14 +2332,32 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
 }
 
 /* Large data goes through slots that stay in cache between near cores, and past the caches between far ones, where reading lines that are new in another
-   core's cache is slower than memory; virtual cores wander. Rank 0 proposes in its announcement what was faster last, now and then the other way. */
-static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind) {
-    ddp__route *route = &l->route[kind];
-    int other = ++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0;
+   core's cache is slower than memory; virtual cores wander. Rank 0 proposes in its announcement what was faster lately, now and then the other way. */
+static ddp__route *ddp__route_of(ddp__local *l, int kind, size_t size) {
+    int power = 0;
+    while (power < 15 && size >> (power + 23)) power++;
+    return &l->route[kind][power];
+}
+
+static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size) {
+    ddp__route *route = ddp__route_of(l, kind, size);
+    int other;
+    if (size < DDP__LARGE_BYTES) return;
+    other = ++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0;
     ddp__post_of(l, l->rank, call->seq)->data[0] = (unsigned char)((route->seconds[1] < route->seconds[0]) ^ other);
 }
 
-static int ddp__route_of(const ddp__local *l, const ddp_call *call) { return ddp__post_of(l, 0, call->seq)->data[0] != 0; }
+/* After everybody's announcement: whether this call goes past the caches. *start = when it began, for ddp__route_end. */
+static int ddp__route_begin(const ddp__local *l, const ddp_call *call, size_t size, double *start) {
+    *start = size < DDP__LARGE_BYTES ? 0 : ddp_now();
+    return *start > 0 && ddp__post_of(l, 0, call->seq)->data[0] != 0;
+}
+
+/* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
+static void ddp__route_end(ddp__local *l, int kind, size_t size, int past, double start) {
+    double *known = &ddp__route_of(l, kind, size)->seconds[past], seconds = start > 0 ? ddp_now() - start : 0;
+    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+}
 
 /* Where rank r's small data lies: in its announcement when it is tiny. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
@@ -2531,21 +2562,20 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
         ddp__staged_fill(l, &s, 0);
         ddp__store(&l->line[l->rank].filled, s.first);
     }
-    ddp__route_propose(l, call, DDP__ROUTE_REDUCE);
+    ddp__route_propose(l, call, DDP__ROUTE_REDUCE, size);
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 1, rooted)) {
         l->round = s.first - 1;
         return ddp__reduce_direct(group, l, call);
     }
-    start = ddp_now();
-    s.past = !rooted && size >= 2 * DDP__LARGE_BYTES && ddp__route_of(l, call);
+    s.past = ddp__route_begin(l, call, size, &start) && !rooted;
     if (!surely_staged) {
         ddp__staged_fill(l, &s, 0);
         ddp__tick_filled(l, s.first);
     }
     result = ddp__reduce_staged(group, l, &s);
-    l->route[DDP__ROUTE_REDUCE].seconds[s.past] = (ddp_now() - start) / (double)size;
+    if (!rooted) ddp__route_end(l, DDP__ROUTE_REDUCE, size, s.past, start);
     return result;
 }
 
@@ -2622,15 +2652,14 @@ static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, con
     int past;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
-    ddp__route_propose(l, call, DDP__ROUTE_SCATTER);
+    ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
     sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / element;
-    past = size >= 2 * DDP__LARGE_BYTES && ddp__route_of(l, call);
-    start = ddp_now();
+    past = ddp__route_begin(l, call, size, &start);
     result = ddp__scatter_rounds(group, l, call, sub, (call->count + sub - 1) / sub, past);
-    l->route[DDP__ROUTE_SCATTER].seconds[past] = (ddp_now() - start) / (double)size;
+    ddp__route_end(l, DDP__ROUTE_SCATTER, size, past, start);
     return result;
 }
 
@@ -2788,10 +2817,10 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
 }
 
 static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    int past = m->largest >= DDP__LARGE_BYTES && ddp__route_of(l, call);
-    double start = ddp_now();
+    double start;
+    int past = ddp__route_begin(l, call, m->largest, &start);
     ddp_result result = ddp__move_rounds(group, l, m, past);
-    l->route[DDP__ROUTE_MOVE].seconds[past] = (ddp_now() - start) / (double)(m->largest + 1);
+    ddp__route_end(l, DDP__ROUTE_MOVE, m->largest, past, start);
     return result;
 }
 
@@ -2810,7 +2839,7 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     ddp__move_plan(l, call, &m);
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest);
     span = m.common || call->kind == DDP_CALL_GATHER ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
     if (call->kind == DDP_CALL_GATHER) span = m.largest;
     result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
@@ -2829,7 +2858,6 @@ static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const
     ddp__move m;
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) { row[p] = call->send_counts[p]; row[DDP_MAX_LOCAL_RANKS + p] = call->recv_counts[p]; }
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
     result = ddp__enter(group, l, call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__move_plan(l, call, &m);
@@ -2845,7 +2873,7 @@ static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return DDP_ERR_POISONED;
         }
-    return ddp__move_staged(group, l, call, &m);
+    return ddp__move_rounds(group, l, &m, 0);
 }
 
 /* recv_counts are compared by their total, as count, and then one by one: each rank's row lies in its payload. */
@@ -2855,8 +2883,8 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
     ddp__move m;
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE);
     ddp__move_plan(l, call, &m);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
     if (result != DDP_OK) return result;
     for (int p = 0; p < l->world_size; p++) {

@@ -38,10 +38,10 @@
 
 enum {
     BENCH_ALL_REDUCE, BENCH_REDUCE_SCATTER, BENCH_REDUCE_SCATTER_IN_PLACE, BENCH_ALL_GATHER, BENCH_BROADCAST, BENCH_SEND_RECV, BENCH_BARRIER,
-    BENCH_PAIR_ADD, BENCH_COPY
+    BENCH_COPY
 };
 static const char *const bench_op_name[] = {"all_reduce", "reduce_scatter", "reduce_scatter_in_place", "all_gather", "broadcast", "send_recv", "barrier",
-                                            "pair_add", "copy"};
+                                            "copy"};
 
 /* bytes is the larger of a rank's two buffers: W blocks for reduce_scatter and all_gather. */
 typedef struct bench_cell {
@@ -231,9 +231,7 @@ static void bench_make_plan(bench *b) {
     bench_add(b, BENCH_ALL_REDUCE, mib, .05);
     bench_add(b, BENCH_ALL_REDUCE, 25 * mib, .15);
     bench_add(b, BENCH_ALL_REDUCE, 64 * mib, .25);
-    bench_add(b, BENCH_PAIR_ADD, 64 * mib, .15);
     bench_add(b, BENCH_ALL_REDUCE, 256 * mib, .4);
-    bench_add(b, BENCH_PAIR_ADD, 256 * mib, .3);
     if (strcmp(b->plan, "quick") == 0) return;
     bench_add(b, BENCH_COPY, 256 * mib, .3);
     bench_add(b, BENCH_REDUCE_SCATTER, 25 * mib, .15);
@@ -345,7 +343,6 @@ static int bench_wrong(const bench *b, const bench_driver *d, const bench_cell *
     size_t count = cell->bytes / sizeof(float), block = count / (size_t)b->rank_count, wrong = 0;
     switch (cell->op) {
     case BENCH_ALL_REDUCE:
-    case BENCH_PAIR_ADD:
         for (size_t i = 0; i < count; i++) wrong += data[i] != bench_sum(b, i);
         break;
     case BENCH_REDUCE_SCATTER_IN_PLACE:

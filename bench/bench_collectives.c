@@ -5,8 +5,10 @@
     sh bench/run.sh                                      side by side with every peer that is installed
 
     --system ddp      ranks are processes of ddp_launch; each block is timed in group memory and in private memory
-    --system memory   two threads: pair_add is a[i] = b[i] = a[i] + b[i] on both ranks' buffers, each thread one half. An all-reduce in group memory
-                      over two ranks has to read and write exactly these bytes, so its time is the bound. copy copies each thread's own buffer.
+    --system memory   two threads run the bare loops that a collective over two ranks cannot do without, on huge pages and without any library around
+                      them: all_reduce is a[i] = b[i] = a[i] + b[i] on both ranks' buffers, each thread one half; reduce_scatter out[i] = a[i] + b[i], past
+                      the caches when out is not a or b; all_gather writes the own block past the caches into the other's buffer. copy is memcpy of each
+                      thread's own buffer.
 */
 #define _GNU_SOURCE
 #include "bench.h"
@@ -15,6 +17,9 @@
 #include "../ddp.h"
 
 #include <pthread.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 //== ddp
 
@@ -27,7 +32,7 @@ typedef struct ddp_user {
 static int ddp_supports(void *user, const bench_cell *cell, int kind) {
     (void)user;
     if (cell->op == BENCH_BARRIER) return kind == 1;
-    return cell->op != BENCH_PAIR_ADD && cell->op != BENCH_COPY;
+    return cell->op != BENCH_COPY;
 }
 
 /* One send_recv is one way: calls alternate in direction. */
@@ -110,7 +115,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 
 typedef struct memory_user {
     bench *b;
-    float *data[BENCH_MAX_RANKS], *copy;
+    float *data[BENCH_MAX_RANKS], *out, *copy;
 } memory_user;
 
 typedef struct memory_thread {
@@ -123,24 +128,45 @@ typedef struct memory_thread {
 static int memory_supports(void *user, const bench_cell *cell, int kind) {
     (void)user;
     (void)kind;
-    return cell->op == BENCH_PAIR_ADD || cell->op == BENCH_COPY;
+    return cell->op == BENCH_COPY || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER);
 }
 
 static void pair_add(float *restrict left, float *restrict right, size_t count) {
     for (size_t i = 0; i < count; i++) left[i] = right[i] = left[i] + right[i];
 }
 
+static void add_to(float *restrict left, const float *restrict right, size_t count) {
+    for (size_t i = 0; i < count; i++) left[i] += right[i];
+}
+
+/* out[i] = left[i] + right[i], or left[i] where right is NULL. */
+static void stream_to(float *out, const float *left, const float *right, size_t count) {
+#if defined(__SSE2__)
+    for (size_t i = 0; i < count; i += 4) {
+        __m128 sum = _mm_loadu_ps(left + i);
+        if (right) sum = _mm_add_ps(sum, _mm_loadu_ps(right + i));
+        _mm_stream_ps(out + i, sum);
+    }
+    _mm_sfence();
+#else
+    for (size_t i = 0; i < count; i++) out[i] = right ? left[i] + right[i] : left[i];
+#endif
+}
+
 static int memory_run(void *user, const bench_cell *cell, int kind, int calls) {
     memory_user *u = (memory_user *)user;
-    size_t count = cell->bytes / sizeof(float), half = count / 2;
+    size_t count = cell->bytes / sizeof(float), half = count / 2, own = (size_t)u->b->rank * half;
+    float *mine = u->data[u->b->rank], *other = u->data[1 - u->b->rank];
     (void)kind;
     for (int i = 0; i < calls; i++) {
-        if (cell->op == BENCH_COPY) {
-            memcpy(u->copy, u->data[u->b->rank], cell->bytes);
-        } else {
-            pair_add(u->data[0] + (size_t)u->b->rank * half, u->data[1] + (size_t)u->b->rank * half, half);
-            bench_barrier(u->b); /* the sum is there when both halves are */
+        switch (cell->op) {
+        case BENCH_ALL_REDUCE: pair_add(u->data[0] + own, u->data[1] + own, half); break;
+        case BENCH_REDUCE_SCATTER: stream_to(u->out, u->data[0] + own, u->data[1] + own, half); break;
+        case BENCH_REDUCE_SCATTER_IN_PLACE: add_to(mine + own, other + own, half); break;
+        case BENCH_ALL_GATHER: stream_to(other + own, mine + own, NULL, half); break;
+        default: memcpy(u->copy, mine, cell->bytes); break;
         }
+        if (cell->op != BENCH_COPY) bench_barrier(u->b); /* the result is there when both halves are */
     }
     return 0;
 }
@@ -154,6 +180,7 @@ static void *memory_main(void *argument) {
     t->b.huge = 1; /* the bound is the best that the machine does */
     u.b = &t->b;
     u.copy = bench_private(&t->b, largest);
+    u.out = bench_private(&t->b, (size_t)25 << 20);
     t->data[t->rank] = bench_private(&t->b, largest);
     bench_barrier(&t->b);
     for (int r = 0; r < t->b.rank_count; r++) u.data[r] = t->data[r];
@@ -163,6 +190,7 @@ static void *memory_main(void *argument) {
     d.supports = memory_supports;
     d.run = memory_run;
     d.data[0] = u.data[t->rank];
+    d.out[0] = u.out;
     bench_run(&t->b, &d);
     return NULL;
 }

@@ -77,6 +77,12 @@ class Results:
         return (statistics.median(ratios), len(ratios)) if ratios else None
 
 
+    def bare(self, op, ranks, size, tag, peer):
+        """How many times faster than the peer the bare loops are: no library can be further ahead. None where they were not measured."""
+        return self.best(peer, op, ranks, size, tag) and self.get("memory", op, ranks, size, tag) and \
+            median_us(self.best(peer, op, ranks, size, tag)) / median_us(self.get("memory", op, ranks, size, tag)) or None
+
+
 def median_us(blocks):
     return statistics.median(b.us for b in blocks)
 
@@ -124,6 +130,9 @@ def judged(results, misses, op, memory, ranks, size, tag, peer):
         best, stock = results.best(peer, op, ranks, size, tag)[0].setting, results.ratio(op, memory, ranks, size, tag, peer, "stock")
         if stock and best != "stock":
             miss += " (its setting: %s; %.2f times its own choice)" % (SETTINGS.get(best, best), stock[0])
+        bare = results.bare(op, ranks, size, tag, peer)
+        if bare:
+            miss += "; the bare loops: %.2f times" % bare
         misses.append(miss)
         return "**%.2f**" % found[0]
     return "%.2f" % found[0] if found[0] < 10 else "%.1f" % found[0]
@@ -143,10 +152,12 @@ def other_ratios(results, misses):
                     cell = judged(results, misses, op, memory, ranks, size, tag, peer)
                     required = REQUIRED.get((op, memory, ranks, size, peer))
                     cells.append(cell + (" (%g)" % required if required and cell != "-" else ""))
-                if any(cell != "-" for cell in cells):
+                bare = results.bare(op, ranks, size, tag, "openmpi")
+                cells.insert(1, "%.2f" % bare if bare else "")
+                if any(cell not in ("-", "") for cell in cells):
                     rows.append([op, str(ranks), size_name(size), memory if size else "", tag] + cells)
-    return table("All operations: times faster than each peer (required in brackets)",
-                 ["operation", "ranks", "bytes", "memory", "cores", "Open MPI", "MPICH", "Gloo"], rows)
+    return table("All operations: times faster than each peer (required in brackets), and how many times faster than Open MPI the bare loops are",
+                 ["operation", "ranks", "bytes", "memory", "cores", "Open MPI", "bare loops", "MPICH", "Gloo"], rows)
 
 
 def times(results):
@@ -171,7 +182,7 @@ def bound(results, misses):
     rows = []
     for size in [64 * MIB, 256 * MIB]:
         for tag in PLACES:
-            pair = results.get("memory", "pair_add", 2, size, tag)
+            pair = results.get("memory", "all_reduce", 2, size, tag)
             if not pair:
                 continue
             cells = [size_name(size), tag, number(median_us(pair)), "%.0f" % (4 * size / median_us(pair) / 1e3)]
@@ -191,8 +202,17 @@ def bound(results, misses):
                     misses.append("all_reduce, %s, %s memory, %s: %.0f%% of the memory bound, required %.0f%%" % (
                         size_name(size), memory, tag, 100 * share, 100 * required))
             rows.append(cells)
-    return table("Share of the memory bound: time of the bare pair_add divided by time of the all_reduce",
+    return table("Share of the memory bound: time of the bare loops divided by time of the all_reduce",
                  ["bytes", "cores", "bound, us", "bound, GB/s", "group (required)", "private (required)"], rows)
+
+
+def copies(results):
+    lines = []
+    for tag in PLACES:
+        found = results.get("memory", "copy", 2, 256 * MIB, tag)
+        if found:
+            lines.append("memcpy of 256 MiB on both cores at once, %s: %.0f GB/s written." % (tag, 2 * 256 * MIB / median_us(found) / 1e3))
+    return lines + [""] if lines else []
 
 
 def barrier(results, misses):
@@ -216,7 +236,7 @@ def plot_data(results, folder):
                       ("openmpi", lambda s: results.best("openmpi", "all_reduce", 2, s, tag)),
                       ("mpich", lambda s: results.best("mpich", "all_reduce", 2, s, tag)),
                       ("gloo", lambda s: results.best("gloo", "all_reduce", 2, s, tag)),
-                      ("bound", lambda s: results.get("memory", "pair_add", 2, s, tag))]
+                      ("bound", lambda s: results.get("memory", "all_reduce", 2, s, tag))]
             for name, blocks in curves:
                 file.write("# %s %s\n" % (name, tag))
                 points = 0
@@ -234,7 +254,7 @@ def main():
     results, misses = Results(blocks), []
     preempted = sum(1 for b in blocks if b.preempted > 10 and b.ranks == 2)
     counts = collections.Counter(b.tag for b in blocks)
-    lines = all_reduce_ratios(results, misses) + other_ratios(results, misses) + barrier(results, misses) + bound(results, misses) + times(results)
+    lines = all_reduce_ratios(results, misses) + other_ratios(results, misses) + barrier(results, misses) + bound(results, misses) + copies(results) + times(results)
     lines += ["Blocks: %d near, %d far, %d dropped as mixed; %d of those kept were interrupted more than ten times." % (
         counts["near"], counts["far"], mixed, preempted), ""]
     unique = list(dict.fromkeys(misses))

@@ -15,7 +15,7 @@ typedef struct mpi_user {
 static int mpi_supports(void *user, const bench_cell *cell, int kind) {
     (void)user;
     (void)kind;
-    return cell->op != BENCH_PAIR_ADD && cell->op != BENCH_COPY;
+    return cell->op != BENCH_COPY;
 }
 
 /* One send_recv is one way: calls alternate in direction, and the last call of a single one is timed on both ends. */
