@@ -5648,11 +5648,10 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
    blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m. */
 struct ddp_accumulator {
     ddp_group *group;
-    const ddp_device *device;
     ddp_accumulator_desc desc;
     unsigned char *announced;  /* per parameter, in this micro-batch */
     size_t *first;             /* per parameter, byte offset in each level */
-    unsigned char *levels;
+    void *levels;
     size_t level_bytes;
     int micro_batch;           /* t */
 };
@@ -5662,7 +5661,7 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
     if (!d->params || d->param_count < 1)
         return DDP__ACCUMULATOR_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
     if (d->micro_batch_count < 1) return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
-    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->param_count))
+    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->desc.param_count))
         return DDP__ACCUMULATOR_FAIL("params are not those of the reducer; pass the same array and count to both");
     if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
         return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d, but the reducer divides for %d; give both the same", d->micro_batch_count,
@@ -5681,8 +5680,7 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
     ddp_accumulator *accumulator;
-    int depth = 0;
-    void *levels = NULL;
+    size_t depth = 0;
     ddp_result result;
     if (out) *out = NULL;
     if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
@@ -5691,7 +5689,6 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
-    accumulator->device = ddp_group_device(group);
     accumulator->desc = *desc;
     accumulator->first = (size_t *)(accumulator + 1);
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
@@ -5701,36 +5698,31 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth > 0 && accumulator->level_bytes > 0)
-        result = accumulator->device->alloc(group, accumulator->level_bytes * (size_t)depth, &levels);
-    if (result != DDP_OK) {
-        ddp_group_mfree(group, accumulator);
-        return result;
-    }
-    accumulator->levels = (unsigned char *)levels;
-    *out = accumulator;
-    return DDP_OK;
+    if (depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    if (result == DDP_OK) *out = accumulator;
+    else ddp_group_mfree(group, accumulator);
+    return result;
 }
 
 /* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
 static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
-    const ddp_device *device = accumulator->device;
+    const ddp_device *device = accumulator->group->device;
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
-    unsigned char *level = accumulator->levels + accumulator->first[param_index]; /* level k at level + k * level_bytes */
+    unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     for (size_t done = 0; done < count; done += DDP__ACCUMULATE_BLOCK) {
         size_t n = count - done < DDP__ACCUMULATE_BLOCK ? count - done : DDP__ACCUMULATE_BLOCK;
         unsigned char *grad = (unsigned char *)tensor.data + done * size;
         for (int k = depth - 1; k >= depth - joined; k--) {
-            unsigned char *left = level + (size_t)k * accumulator->level_bytes + done * size;
+            unsigned char *left = levels + (size_t)k * accumulator->level_bytes + done * size;
             device->add(k == depth - joined && !last ? left : grad, left, grad, n, tensor.dtype);
         }
-        if (joined == 0 && !last) device->copy(level + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
+        if (joined == 0 && !last) device->copy(levels + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
     }
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
-    int t, depth, last, joined = 0;
+    int t, depth, last, joined;
     if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
@@ -5742,9 +5734,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     accumulator->announced[param_index] = 1;
     depth = __builtin_popcount((unsigned)t);
     last = t + 1 == accumulator->desc.micro_batch_count;
-    while (!last && t >> joined & 1) joined++;
-    if (last) joined = depth;
-    if (joined > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last);
+    joined = last ? depth : __builtin_ctz(~(unsigned)t);
+    if (depth > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
     return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
 }
 
@@ -5762,7 +5753,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
-    if (accumulator->levels) accumulator->device->free(accumulator->group, accumulator->levels);
+    if (accumulator->levels) accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_group_mfree(accumulator->group, accumulator);
 }
 
@@ -5771,14 +5762,12 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
 /* Before each step every rank learns who has a batch. A rank without one answers the step's buckets with zeros, so that they stay the
    same calls on every rank (Join, PyTorch's context manager for uneven inputs). */
 struct ddp_join {
-    ddp_group *group;
     ddp_join_desc desc;
-    int lowest;   /* lowest rank that was active in the last step; -1 before the first */
+    int lowest;   /* lowest rank that was active last */
     int stale;    /* some rank has missed optimizer steps */
 };
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
-    ddp_join *join;
     if (out) *out = NULL;
     if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
     if (!desc || !desc->reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
@@ -5786,46 +5775,31 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
         return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
     if (desc->mode != DDP_JOIN_SHADOW && desc->mode != DDP_JOIN_STOP)
         return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
-    join = (ddp_join *)ddp__group_calloc(group, sizeof *join);
-    if (!join) return DDP_ERR_NO_MEMORY;
-    join->group = group;
-    join->desc = *desc;
-    join->lowest = -1;
-    *out = join;
+    *out = (ddp_join *)ddp__group_calloc(group, sizeof **out);
+    if (!*out) return DDP_ERR_NO_MEMORY;
+    (*out)->desc = *desc;
     return DDP_OK;
 }
 
-/* Counts the ranks that have a batch; *lowest is the first of them, or -1. */
-static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *active, int *lowest) {
+/* Counts the ranks that have a batch and notes the lowest of them. */
+static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *count) {
     ddp_reducer *reducer = join->desc.reducer;
     unsigned char mine = have_batch != 0;
     const unsigned char *all = (const unsigned char *)reducer->host;
     ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
-    *active = 0;
-    *lowest = -1;
+    *count = 0;
     for (int r = reducer->world_size - 1; r >= 0 && result == DDP_OK; r--) {
         if (!all[r]) continue;
-        *lowest = r;
-        ++*active;
+        join->lowest = r;
+        ++*count;
     }
-    return result;
-}
-
-/* Nobody has a batch: values that missed steps come from a rank that took the last one. */
-static ddp_result ddp__join_end(ddp_join *join) {
-    ddp_reducer *reducer = join->desc.reducer;
-    ddp_result result = DDP_OK;
-    if (join->stale && !join->desc.step_fn) result = ddp__reducer_broadcast(reducer, reducer->param_count, join->lowest);
-    join->lowest = -1;
-    join->stale = 0;
-    reducer->active = reducer->world_size;
     return result;
 }
 
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     ddp_reducer *reducer;
-    int lowest = -1;
     ddp_result result;
+    int count;
     if (!join || !active) return ddp__fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
     reducer = join->desc.reducer;
     *active = 0;
@@ -5833,16 +5807,16 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
                          reducer->rank, reducer->world_size);
     for (;;) {
-        int count = 0;
-        result = ddp__join_ask(join, have_batch, &count, &lowest);
+        result = ddp__join_ask(join, have_batch, &count);
         if (result != DDP_OK) return result;
-        if (join->desc.mode == DDP_JOIN_STOP) {
-            *active = count == reducer->world_size ? count : 0;
-            return DDP_OK;
+        if (join->desc.mode == DDP_JOIN_STOP && count < reducer->world_size) return DDP_OK;
+        if (count == 0) { /* values that missed steps come from a rank that took the last one */
+            int stale = join->stale && !join->desc.step_fn;
+            join->stale = 0;
+            reducer->active = reducer->world_size;
+            return stale ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest) : DDP_OK;
         }
-        if (count == 0) return ddp__join_end(join);
         join->stale |= count < reducer->world_size;
-        join->lowest = lowest;
         reducer->active = count;
         if (have_batch) {
             *active = count;
@@ -5859,7 +5833,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
 DDPDEF void ddp_join_destroy(ddp_join *join) {
     if (!join) return;
     join->desc.reducer->active = join->desc.reducer->world_size;
-    ddp_group_mfree(join->group, join);
+    ddp_group_mfree(join->desc.reducer->group, join);
 }
 
 //== sampler ====================================================================== >>impl-sampler
