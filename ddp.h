@@ -4952,10 +4952,7 @@ typedef struct ddp__schema {
 } ddp__schema;
 
 /* One parameter or buffer. Texts may be cut short: the hash has all of the name and shape, and of the entries before. */
-typedef struct ddp__entry {
-    uint64_t hash;
-    char text[240];
-} ddp__entry;
+typedef struct ddp__entry { uint64_t hash; char text[240]; } ddp__entry;
 
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
@@ -4968,7 +4965,7 @@ static ddp__label ddp__param_label(const ddp_param *params, int index) {
     return label;
 }
 
-static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
+static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a, from 0 */
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
