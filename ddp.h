@@ -4734,7 +4734,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    next to each other on every rank form a range. A large range, or a bucket's only one, is reduced where it lies; small ones are
    copied into the flat buffer, reduced as one, and copied back.
 
-       order      p7 p6 p5 | p4 p2 | p3 p1 p0      parameters, bucket by bucket, in the order of reduction
+       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters in the order of reduction
        memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
        bucket 0   one range, in place;  bucket 1: p4, p2 packed;  bucket 2: p3 packed or not by its size, p1 p0 as one
 
@@ -4748,312 +4748,241 @@ typedef struct ddp__grad {
     unsigned char *data;
     size_t count, size_bytes;
     ddp_dtype dtype;
-    int first_use;         /* the first parameter with this value: itself unless tied */
-    int bucket;            /* -1 = in none */
-    int next, previous;    /* parameters whose gradients follow and precede in memory, on every rank; -1 = none */
-    unsigned char placed;  /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
-    unsigned char ready;   /* announced in this step */
+    int first_use;          /* the first parameter with this value: itself unless tied */
+    int bucket;             /* -1 = in none */
+    int next, previous;     /* parameters whose gradients follow and precede in memory, on every rank; -1 = none */
+    unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
+    unsigned char ready;    /* announced in this step */
     unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
-    unsigned char unused;  /* no rank used it in the last step */
+    unsigned char unused;   /* no rank used it in the last step */
 } ddp__grad;
 
 typedef struct ddp__range {
     unsigned char *data;
     size_t count;
-    size_t flat_first;     /* element of the flat buffer */
     int in_place;
 } ddp__range;
 
 typedef struct ddp__bucket {
     ddp_reducer *reducer;
     int index;
-    int first, param_count;      /* its part of order */
-    int first_range, range_count;
+    int first, last;             /* its part of walk; parameters of other dtypes may lie between its own */
     int pending;                 /* parameters still to be announced in this step */
-    int last;                    /* place of its last parameter in the walk that made it */
-    int issued;
+    int range_count;
+    ddp__range *ranges;
     ddp_dtype dtype, wire;       /* gradients; what is sent */
-    size_t size_bytes;           /* of its gradients */
     size_t flat_count;           /* elements packed; 0 = everything in place */
     uint64_t divisor;
     ddp_work work;
-    double seconds;              /* these three: of the last step, written by whoever carried it out */
-    size_t sent, copied;
 } ddp__bucket;
-
-typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
 struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
     ddp_reducer_desc desc;       /* defaults resolved; hook and buffers as given */
-    int rank, world_size, param_count;
+    int rank, world_size;
     int active;                  /* ranks that the average is over: world_size, or fewer inside a join */
     int shadow;                  /* 1 = this step stands in for a rank without a batch */
-    int no_sync, lenient;        /* lenient: what is not announced counts as zeros, now */
-    int has_tied, first_done;    /* first_done: the first step is over, its order is in use */
+    int no_sync;
+    ddp__bucket *buckets;        /* this and the next four: one block, an entry per parameter */
     ddp__grad *grads;
-    ddp__grad_key *keys;
-    int *order, *walk, *scratch;
-    int *ready_order;            /* parameters as they were announced in this step */
-    int ready_count;
-    unsigned char *used;         /* announced by the trainer in this step; after the agreement: on any rank */
-    ddp__bucket *buckets;
-    int bucket_count, next_bucket;
     ddp__range *ranges;
-    int range_count;
-    void *block;                 /* what the pointers above point into */
+    int *walk;                   /* parameters in the order that fills the buckets; -1 from where there are no more */
+    int *ready_order;            /* parameters as they were announced in this step */
+    int ready_count, next_bucket;
     void *arena;                 /* group memory: gradients that were NULL */
     void *flat;                  /* group memory: the bucket being reduced, if it is packed */
     size_t flat_bytes, arena_bytes;
-    void *exchange, *host;       /* small agreements between ranks: the device's end and ours */
-    size_t exchange_bytes;
+    void *exchange, *host;       /* small agreements between ranks: the device's end and ours, which also is scratch */
+    double seconds;              /* these three: of this step so far, written by whoever carries a bucket out */
+    size_t sent, copied;
     ddp_reducer_stats stats;
 };
 
-static int ddp__grad_key_compare(const void *a, const void *b) {
-    const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
-    if (left->address != right->address) return left->address < right->address ? -1 : 1;
-    return left->index < right->index ? -1 : left->index > right->index;
-}
+/* With one rank and no hook there is only the division. */
+static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->world_size == 1 && !reducer->desc.hook; }
 
-static size_t ddp__grad_extent(const ddp__grad *grad) {
-    return grad->placed ? ddp__round_up(grad->size_bytes, DDP__ALIGN) : grad->size_bytes;
-}
-
-/* Sorts the parameters that are not empty by the address of their value or gradient, leaving out NULL; returns how many. */
-static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
-    int count = 0;
-    for (int i = 0; i < reducer->param_count; i++) {
-        const void *address = by_value ? reducer->desc.params[i].value.data : reducer->grads[i].data;
-        if (!address || reducer->grads[i].count == 0) continue;
-        reducer->keys[count].address = (uintptr_t)address;
-        reducer->keys[count++].index = i;
-    }
-    qsort(reducer->keys, (size_t)count, sizeof reducer->keys[0], ddp__grad_key_compare);
-    return count;
-}
-
-/* Whether b's gradient continues a's inside one bucket. Gaps of the arena hold zeros and may be sent, except to hooks and
-   through casts, which see gradients only. */
-static int ddp__grads_joined(const ddp_reducer *reducer, int a, int b, int tight) {
-    const ddp__grad *grads = reducer->grads;
-    if (a < 0 || b < 0 || grads[a].bucket != grads[b].bucket) return 0;
-    return !tight || grads[a].data + grads[a].size_bytes == grads[b].data;
+/* What gradients of a dtype are sent as. */
+static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
+    ddp_dtype comm = reducer->desc.comm_dtype;
+    return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp__dtype_size(comm) < ddp__dtype_size(dtype) ? comm : dtype;
 }
 
 /* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket) {
-    int tight = reducer->desc.hook || bucket->wire != bucket->dtype;
+    const ddp__grad *grads = reducer->grads;
     size_t size = ddp__dtype_size(bucket->dtype);
-    bucket->first_range = reducer->range_count;
-    for (int k = 0; k < bucket->param_count; k++) {
-        int first = reducer->order[bucket->first + k], last = first;
-        ddp__range *range = &reducer->ranges[reducer->range_count];
-        if (reducer->grads[first].count == 0 || ddp__grads_joined(reducer, reducer->grads[first].previous, first, tight)) continue;
-        while (ddp__grads_joined(reducer, last, reducer->grads[last].next, tight)) last = reducer->grads[last].next;
-        range->data = reducer->grads[first].data;
-        range->count = (size_t)(reducer->grads[last].data + reducer->grads[last].size_bytes - range->data) / size;
-        reducer->range_count++;
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        int i = reducer->walk[k], before = grads[i].previous;
+        ddp__range *range = &bucket->ranges[bucket->range_count];
+        if (grads[i].bucket != bucket->index || grads[i].count == 0 || (before >= 0 && grads[before].bucket == bucket->index)) continue;
+        range->data = grads[i].data;
+        for (; i >= 0 && grads[i].bucket == bucket->index; i = grads[i].next)
+            range->count = (size_t)(grads[i].data + grads[i].size_bytes - range->data) / size;
+        bucket->range_count++;
     }
-    bucket->range_count = reducer->range_count - bucket->first_range;
-    bucket->flat_count = 0;
     for (int k = 0; k < bucket->range_count; k++) {
-        ddp__range *range = &reducer->ranges[bucket->first_range + k];
-        int alone = bucket->range_count == 1, large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
-        range->in_place = bucket->wire == bucket->dtype && (alone || large);
-        range->flat_first = bucket->flat_count;
+        ddp__range *range = &bucket->ranges[k];
+        int large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
+        range->in_place = bucket->wire == bucket->dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
         if (!range->in_place) bucket->flat_count += range->count;
     }
     return bucket->flat_count * ddp__dtype_size(bucket->wire);
 }
 
-/* Buckets in the order in which their last parameter comes in the walk: the order in which they get ready. */
-static void ddp__buckets_sort(ddp_reducer *reducer, int walk_count) {
-    int first = 0;
-    for (int i = 1; i < reducer->bucket_count; i++) {
-        ddp__bucket bucket = reducer->buckets[i];
-        int j = i;
-        for (; j > 0 && reducer->buckets[j - 1].last > bucket.last; j--) reducer->buckets[j] = reducer->buckets[j - 1];
-        reducer->buckets[j] = bucket;
+/* Appends the bucket of all that walk[first .. last] holds of one dtype; returns the bytes it needs in the flat buffer. */
+static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
+    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
+    memset(bucket, 0, sizeof *bucket);
+    bucket->reducer = reducer;
+    bucket->index = reducer->stats.bucket_count++;
+    bucket->first = first;
+    bucket->last = last;
+    bucket->dtype = dtype;
+    bucket->wire = ddp__wire_dtype(reducer, dtype);
+    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
+    for (int k = first; k <= last; k++) {
+        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        if (grad->dtype == dtype) grad->bucket = bucket->index;
     }
-    for (int i = 0; i < reducer->bucket_count; i++) { /* scratch: the place a bucket was made at -> its place now */
-        ddp__bucket *bucket = &reducer->buckets[i];
-        reducer->scratch[bucket->index] = i;
-        bucket->index = i;
-        bucket->first = first;
-        first += bucket->param_count;
-        bucket->param_count = 0;
-    }
-    for (int k = 0; k < walk_count; k++) {
-        int i = reducer->walk[k], index = reducer->scratch[reducer->grads[i].bucket];
-        ddp__bucket *bucket = &reducer->buckets[index];
-        reducer->grads[i].bucket = index;
-        reducer->order[bucket->first + bucket->param_count++] = i;
-    }
+    return ddp__bucket_make_ranges(reducer, bucket);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
-    for (int i = 0; i < reducer->bucket_count; i++) reducer->buckets[i].pending = reducer->buckets[i].issued = 0;
-    for (int i = 0; i < reducer->param_count; i++) {
+    for (int i = 0; i < reducer->stats.bucket_count; i++) reducer->buckets[i].pending = 0;
+    for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
-        grad->ready = reducer->used[i] = 0;
+        grad->ready = 0;
         if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending += grad->expected;
     }
     reducer->next_bucket = reducer->ready_count = 0;
+    reducer->sent = reducer->copied = 0;
+    reducer->seconds = 0;
 }
 
-/* Fills buckets in the order of walk, each dtype on its own: add one, close once the limit is reached, so that buckets
-   overshoot (PyTorch DDP's rule). Returns the bytes that the largest packed bucket needs. */
-static size_t ddp__buckets_plan(ddp_reducer *reducer, int walk_count) {
-    int open[DDP__DTYPES], closed[DDP__DTYPES], cast = reducer->desc.comm_dtype != DDP_DTYPE_DEFAULT && reducer->world_size > 1;
+/* Fills buckets in the order of walk, each dtype on its own: add one, close once the limit is reached, so that buckets overshoot (PyTorch
+   DDP's rule). They stand in the order in which they close, in which they also get ready. Collective: the largest packed one gets room. */
+static ddp_result ddp__buckets_plan(ddp_reducer *reducer) {
+    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES]; /* the bucket being filled; last: of the dtype, in walk */
     size_t flat_bytes = 0, *largest = &reducer->stats.largest_bucket_bytes;
-    for (int d = 0; d < DDP__DTYPES; d++) { open[d] = -1; closed[d] = 0; }
-    for (int i = 0; i < reducer->param_count; i++) reducer->grads[i].bucket = -1;
-    reducer->bucket_count = reducer->range_count = 0;
-    for (int k = 0; k < walk_count; k++) {
-        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        int d = (int)grad->dtype;
-        size_t limit = closed[d] ? reducer->desc.bucket_cap_bytes : reducer->desc.first_bucket_bytes;
-        int fresh = open[d] < 0;
-        ddp__bucket *bucket;
-        if (fresh) open[d] = reducer->bucket_count++;
-        bucket = &reducer->buckets[open[d]];
-        if (fresh) {
-            memset(bucket, 0, sizeof *bucket);
-            bucket->reducer = reducer;
-            bucket->index = open[d];
-            bucket->dtype = grad->dtype;
-            bucket->wire = cast && ddp__dtype_size(reducer->desc.comm_dtype) < ddp__dtype_size(grad->dtype) ? reducer->desc.comm_dtype : grad->dtype;
-        }
-        grad->bucket = open[d];
-        bucket->param_count++;
-        bucket->size_bytes += grad->size_bytes;
-        bucket->last = k;
-        if (bucket->size_bytes >= limit) { open[d] = -1; closed[d] = 1; }
-    }
-    ddp__buckets_sort(reducer, walk_count);
+    const int *walk = reducer->walk;
+    ddp_result result;
+    memset(open, 0, sizeof open);
+    for (int d = 0; d < DDP__DTYPES; d++) open[d].limit = reducer->desc.first_bucket_bytes;
+    for (int i = 0; i < reducer->desc.param_count; i++) reducer->grads[i].bucket = -1;
+    for (int k = 0; k < reducer->desc.param_count && walk[k] >= 0; k++) open[reducer->grads[walk[k]].dtype].last = k;
+    reducer->stats.bucket_count = 0;
     *largest = 0;
-    for (int i = 0; i < reducer->bucket_count; i++) {
-        size_t bytes = ddp__bucket_make_ranges(reducer, &reducer->buckets[i]);
-        if (bytes > flat_bytes) flat_bytes = bytes;
-        if (reducer->buckets[i].size_bytes > *largest) *largest = reducer->buckets[i].size_bytes;
+    for (int k = 0; k < reducer->desc.param_count && walk[k] >= 0; k++) {
+        const ddp__grad *grad = &reducer->grads[walk[k]];
+        int d = (int)grad->dtype;
+        size_t needed;
+        open[d].bytes += grad->size_bytes;
+        if (open[d].bytes < open[d].limit && k < open[d].last) continue;
+        needed = ddp__bucket_make(reducer, grad->dtype, open[d].first, k);
+        if (needed > flat_bytes) flat_bytes = needed;
+        if (open[d].bytes > *largest) *largest = open[d].bytes;
+        open[d].first = k + 1;
+        open[d].bytes = 0;
+        open[d].limit = reducer->desc.bucket_cap_bytes;
     }
-    reducer->stats.bucket_count = reducer->bucket_count;
     ddp__buckets_reset(reducer);
-    return flat_bytes;
+    if (flat_bytes <= reducer->flat_bytes) return DDP_OK;
+    result = ddp_group_free(reducer->group, reducer->flat);
+    reducer->flat = NULL;
+    if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &reducer->flat);
+    reducer->flat_bytes = result == DDP_OK ? flat_bytes : 0;
+    return result;
 }
 
 /* A hook that fails where others do not would leave them waiting inside theirs: it takes the group down. */
-static ddp_result ddp__bucket_hook(ddp__bucket *bucket, void *data, size_t count) {
+static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
-    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->bucket_count, bucket->divisor, reducer->stats.steps};
+    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps};
     ddp_result result;
     char text[DDP__TEXT_MAX];
+    if (ddp__reducer_is_alone(reducer)) {
+        reducer->device->divide(data, count, bucket->wire, bucket->divisor);
+        return DDP_OK;
+    }
+    if (reducer->world_size > 1) reducer->sent += count * ddp__dtype_size(bucket->wire);
+    if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
-             ddp_result_name(result), bucket->index, reducer->bucket_count, ddp_last_error());
+             ddp_result_name(result), bucket->index, reducer->stats.bucket_count, ddp_last_error());
     if (reducer->world_size > 1) group->backend->poison(group, group->state, result, text); /* the first cause stays, if there is one */
     return ddp__fail(result, "%s", text);
 }
 
-static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
-    ddp_reducer *reducer = bucket->reducer;
-    if (reducer->world_size > 1) bucket->sent += count * ddp__dtype_size(bucket->wire);
-    if (reducer->desc.hook) return ddp__bucket_hook(bucket, data, count);
-    return ddp__all_reduce_divided(reducer->group, data, data, count, bucket->wire, bucket->divisor);
-}
-
 /* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
 static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
-    const ddp_reducer *reducer = bucket->reducer;
-    const ddp_device *device = reducer->device;
-    size_t size = ddp__dtype_size(bucket->wire);
+    ddp_reducer *reducer = bucket->reducer;
+    unsigned char *flat = (unsigned char *)reducer->flat;
     for (int k = 0; k < bucket->range_count; k++) {
-        const ddp__range *range = &reducer->ranges[bucket->first_range + k];
-        unsigned char *flat = (unsigned char *)reducer->flat + range->flat_first * size;
+        const ddp__range *range = &bucket->ranges[k];
+        size_t bytes = range->count * ddp__dtype_size(bucket->wire);
         unsigned char *from = pack ? range->data : flat, *to = pack ? flat : range->data;
         if (range->in_place) continue;
-        bucket->copied += range->count * size;
-        if (bucket->wire == bucket->dtype) device->copy(to, from, range->count * size);
-        else device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, range->count);
+        if (bucket->wire == bucket->dtype) reducer->device->copy(to, from, bytes);
+        else reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, range->count);
+        reducer->copied += bytes;
+        flat += bytes;
     }
 }
 
-/* One bucket from start to end; a task of the group. With one rank there is only the division. */
+/* One bucket from start to end; a task of the group. */
 static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
-    ddp__range *ranges = &reducer->ranges[bucket->first_range];
-    int local = reducer->world_size == 1 && !reducer->desc.hook;
+    double begin = ddp_now();
     ddp_result result = DDP_OK;
-    double begin;
     (void)group;
-    bucket->sent = bucket->copied = 0;
-    bucket->seconds = 0;
-    if (local && bucket->divisor == 1) return DDP_OK;
-    begin = ddp_now();
-    if (!local && bucket->flat_count) {
+    if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
         result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
         if (result == DDP_OK) ddp__bucket_copy(bucket, 0);
     }
-    for (int k = 0; k < bucket->range_count && result == DDP_OK; k++) {
-        if (local) reducer->device->divide(ranges[k].data, ranges[k].count, bucket->dtype, bucket->divisor);
-        else if (ranges[k].in_place) result = ddp__bucket_reduce(bucket, ranges[k].data, ranges[k].count);
-    }
-    bucket->seconds = ddp_now() - begin;
+    for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
+        if (bucket->ranges[k].in_place) result = ddp__bucket_reduce(bucket, bucket->ranges[k].data, bucket->ranges[k].count);
+    reducer->seconds += ddp_now() - begin;
     return result;
 }
 
-/* Hands the next bucket over. now = 1: returns when it is reduced; on an idle group this thread carries it out itself. */
+/* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
     ddp_result result;
-    for (int k = 0; k < bucket->param_count; k++) {
-        ddp__grad *grad = &reducer->grads[reducer->order[bucket->first + k]];
-        if (!grad->ready && grad->count && (!grad->expected || reducer->lenient)) reducer->device->fill_zero(grad->data, grad->size_bytes);
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
     bucket->divisor = (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
-    reducer->next_bucket++;
-    if (reducer->world_size == 1 && !reducer->desc.hook) return ddp__bucket_run(reducer->group, bucket);
-    if (now) return ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, NULL);
-    result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, &bucket->work);
-    bucket->issued = result == DDP_OK;
-    if (result != DDP_OK) reducer->next_bucket--;
+    if (!ddp__reducer_is_alone(reducer)) result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, now ? NULL : &bucket->work);
+    else result = bucket->divisor == 1 ? DDP_OK : ddp__bucket_run(reducer->group, bucket);
+    reducer->next_bucket += result == DDP_OK;
     return result;
 }
 
 //== equal on all ranks ============================================================================= >>impl-schema
 
-#define DDP__SCHEMA_TEXT 240          /* one parameter in words */
 #define DDP__SCHEMA_OPTIONS 8
-#define DDP__HASH_START UINT64_C(0xcbf29ce484222325)
-#define DDP__BROADCAST_SMALL ((size_t)16 * 1024) /* bytes; smaller tensors share a broadcast */
-#define DDP__EXCHANGE_MIN ((size_t)64 * 1024)
 #define DDP__CREATE_FAIL(...) ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
 #define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp__fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
 
-/* What ranks tell each other at create: how far they got, and hashes of what must be equal. */
+/* What ranks tell each other at create: how far they got, and what must be equal. */
 typedef struct ddp__schema {
     int64_t result;                   /* this rank's own; not DDP_OK = it takes no part, for the reason in text */
     char text[DDP__TEXT_MAX];
-    int64_t count[2];                 /* parameters, buffers */
-    uint64_t hash[2];                 /* over their descriptions */
+    uint64_t hash[2];                 /* of the last entry of the parameters, and of the buffers */
     int64_t option[DDP__SCHEMA_OPTIONS];
 } ddp__schema;
 
-static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
-    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
-    return hash;
-}
+/* One parameter or buffer. Texts may be cut short: the hash has all of the name and shape, and of the entries before. */
+typedef struct ddp__entry { uint64_t hash; char text[240]; } ddp__entry;
 
-/* Texts may be cut short, so the shape counts as well. */
-static uint64_t ddp__hash_tensor(uint64_t hash, const char *text, const ddp_tensor *tensor) {
-    return ddp__hash_bytes(ddp__hash_bytes(hash, text, strlen(text) + 1), tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
-}
+typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
 typedef struct ddp__label { char text[128]; } ddp__label; /* "parameter 3 'wte'" */
 
@@ -5064,11 +4993,18 @@ static ddp__label ddp__param_label(const ddp_param *params, int index) {
     return label;
 }
 
-static void ddp__shape_text(const ddp_tensor *tensor, char *text, size_t size) {
+static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a, from 0 */
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* A tensor's dtype and shape in words; returns hash with the shape joined to it. */
+static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *text, size_t size) {
     size_t length = (size_t)snprintf(text, size, "%s [", ddp_dtype_name(tensor->dtype));
     for (int d = 0; d < tensor->ndim && length < size; d++)
         length += (size_t)snprintf(text + length, size - length, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
     if (length < size) snprintf(text + length, size - length, "]");
+    return ddp__hash_bytes(hash, tensor->shape, (size_t)tensor->ndim * sizeof tensor->shape[0]);
 }
 
 /* The gradient with the defaults of ddp_param resolved. */
@@ -5082,29 +5018,28 @@ static ddp_tensor ddp__param_grad(const ddp_param *param) {
     return grad;
 }
 
-/* One parameter (or, after the last, one buffer) in words; what these texts say must be equal on all ranks. */
-static void ddp__schema_text(const ddp_reducer *reducer, int buffers, int index, char *text, uint64_t *hash) {
-    char value[96], grad_text[96], tied[48] = "";
-    ddp_tensor grad;
-    const ddp_param *param;
-    memset(text, 0, DDP__SCHEMA_TEXT); /* all of it is compared */
-    if (index >= (buffers ? reducer->desc.buffer_count : reducer->param_count)) {
-        snprintf(text, DDP__SCHEMA_TEXT, "no such %s", buffers ? "buffer" : "parameter");
-        return;
+/* One parameter or buffer as ranks compare it; hash is that of the entry before. After the last comes one that says so. */
+static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int buffers, int index, uint64_t hash) {
+    ddp__entry entry;
+    memset(&entry, 0, sizeof entry);
+    if (index >= (buffers ? reducer->desc.buffer_count : reducer->desc.param_count)) {
+        snprintf(entry.text, sizeof entry.text, "no such %s", buffers ? "buffer" : "parameter");
+    } else if (buffers) {
+        hash = ddp__shape_text(hash, &reducer->desc.buffers[index], entry.text, sizeof entry.text);
+    } else {
+        const ddp_param *param = &reducer->desc.params[index];
+        const ddp__grad *own = &reducer->grads[index];
+        const char *name = param->name ? param->name : "";
+        char value[96], gradient[96], tied[48] = "";
+        ddp_tensor grad = ddp__param_grad(param);
+        hash = ddp__shape_text(hash, &param->value, value, sizeof value);
+        hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
+        hash = ddp__hash_bytes(hash, name, strlen(name));
+        if (own->first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
+        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
     }
-    if (buffers) {
-        ddp__shape_text(&reducer->desc.buffers[index], text, DDP__SCHEMA_TEXT);
-        *hash = ddp__hash_tensor(*hash, text, &reducer->desc.buffers[index]);
-        return;
-    }
-    param = &reducer->desc.params[index];
-    grad = ddp__param_grad(param);
-    ddp__shape_text(&param->value, value, sizeof value);
-    ddp__shape_text(&grad, grad_text, sizeof grad_text);
-    if (reducer->grads[index].first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", reducer->grads[index].first_use);
-    snprintf(text, DDP__SCHEMA_TEXT, "'%.40s' %.60s%s, gradient %.60s %s", param->name ? param->name : "", value, tied, grad_text,
-             reducer->grads[index].placed ? "NULL" : "given");
-    *hash = ddp__hash_tensor(ddp__hash_tensor(*hash, text, &param->value), param->name ? param->name : "", &grad);
+    entry.hash = ddp__hash_bytes(hash, entry.text, sizeof entry.text);
+    return entry;
 }
 
 static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
@@ -5153,13 +5088,34 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     own->first_use = index;
     own->next = own->previous = own->bucket = -1;
     reducer->stats.gradient_bytes += own->size_bytes;
+    if (own->placed) reducer->arena_bytes += ddp__round_up(own->size_bytes, DDP__ALIGN);
     return DDP_OK;
+}
+
+static int ddp__grad_key_compare(const void *a, const void *b) {
+    const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
+    if (left->address != right->address) return left->address < right->address ? -1 : 1;
+    return left->index - right->index;
+}
+
+/* Sorts the parameters that are not empty by the address of their value or gradient into host, leaving out NULL; returns how many. */
+static int ddp__params_sort(ddp_reducer *reducer, int by_value) {
+    ddp__grad_key *keys = (ddp__grad_key *)reducer->host;
+    int count = 0;
+    for (int i = 0; i < reducer->desc.param_count; i++) {
+        const void *address = by_value ? reducer->desc.params[i].value.data : reducer->grads[i].data;
+        if (!address || reducer->grads[i].count == 0) continue;
+        keys[count].address = (uintptr_t)address;
+        keys[count++].index = i;
+    }
+    qsort(keys, (size_t)count, sizeof keys[0], ddp__grad_key_compare);
+    return count;
 }
 
 /* Entries with one value.data are uses of one parameter, and each points at the first of them. Gradients lie apart. */
 static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     const ddp_param *params = reducer->desc.params;
-    const ddp__grad_key *keys = reducer->keys;
+    const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
     ddp__grad *grads = reducer->grads;
     int count = ddp__params_sort(reducer, 1);
     for (int k = 1; k < count; k++) {
@@ -5169,7 +5125,6 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
             return DDP__CREATE_FAIL("%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
                                     ddp__param_label(params, first).text, ddp__param_label(params, i).text);
         grads[i].first_use = first;
-        reducer->has_tied = 1;
     }
     count = ddp__params_sort(reducer, 0);
     for (int k = 1; k < count; k++) {
@@ -5181,49 +5136,38 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     return DDP_OK;
 }
 
-/* Cuts one block into the arrays of n parameters, by falling alignment. */
-static ddp_result ddp__reducer_make_arrays(ddp_reducer *reducer, size_t n) {
-    size_t each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + sizeof(ddp__grad_key) + 4 * sizeof(int) + 1;
-    reducer->block = ddp__group_calloc(reducer->group, n * each);
-    if (!reducer->block) return DDP_ERR_NO_MEMORY;
-    reducer->buckets = (ddp__bucket *)reducer->block;
-    reducer->grads = (ddp__grad *)(reducer->buckets + n);
-    reducer->ranges = (ddp__range *)(reducer->grads + n);
-    reducer->keys = (ddp__grad_key *)(reducer->ranges + n);
-    reducer->order = (int *)(reducer->keys + n);
-    reducer->walk = reducer->order + n;
-    reducer->scratch = reducer->walk + n;
-    reducer->ready_order = reducer->scratch + n;
-    reducer->used = (unsigned char *)(reducer->ready_order + n);
-    return DDP_OK;
-}
-
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     ddp_result result = ddp__reducer_check_desc(desc);
-    if (result == DDP_OK) result = ddp__reducer_make_arrays(reducer, (size_t)desc->param_count);
+    size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + 2 * sizeof(int);
     if (result != DDP_OK) return result;
+    n = (size_t)desc->param_count;
+    reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
+    if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
+    reducer->grads = (ddp__grad *)(reducer->buckets + n); /* by falling alignment */
+    reducer->ranges = (ddp__range *)(reducer->grads + n);
+    reducer->walk = (int *)(reducer->ranges + n);
+    reducer->ready_order = reducer->walk + n;
     reducer->desc = *desc;
     if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
-    reducer->param_count = desc->param_count;
     for (int i = 0; i < desc->param_count && result == DDP_OK; i++) result = ddp__reducer_take_param(reducer, i);
     return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
 }
 
 /* host (count elements) becomes op over ranks of host. */
-static ddp_result ddp__reducer_agree(ddp_reducer *reducer, void *host, size_t count, ddp_dtype dtype, ddp_op op) {
+static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
     size_t bytes = count * ddp__dtype_size(dtype);
     ddp_result result;
     if (reducer->world_size == 1) return DDP_OK;
-    reducer->device->copy(reducer->exchange, host, bytes);
+    reducer->device->copy(reducer->exchange, reducer->host, bytes);
     result = ddp_all_reduce(reducer->group, reducer->exchange, reducer->exchange, count, dtype, op, NULL);
-    if (result == DDP_OK) reducer->device->copy(host, reducer->exchange, bytes);
+    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes);
     return result;
 }
 
-/* Every rank's bytes (the same number each) end up in reducer->host, in rank order. */
+/* Every rank's bytes (the same number each) end up in host, in rank order. */
 static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
     unsigned char *place = (unsigned char *)reducer->exchange + (size_t)reducer->rank * bytes;
     ddp_result result;
@@ -5233,45 +5177,19 @@ static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, si
     return result;
 }
 
-/* Ranks have common entries each, at least, and something differs: finds the first entry that does and puts it into words. */
-static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers, int64_t common) {
-    uint64_t *hashes = (uint64_t *)reducer->host;
-    char mine[DDP__SCHEMA_TEXT];
-    const char *texts = (const char *)reducer->host;
-    int64_t index = 0;
-    int other = 1;
-    ddp_result result;
-    for (int64_t i = 0; i < common; i++) {
-        hashes[i] = DDP__HASH_START;
-        ddp__schema_text(reducer, buffers, (int)i, mine, &hashes[i]);
-        hashes[common + i] = ~hashes[i]; /* the smallest complement belongs to the largest hash */
-    }
-    result = ddp__reducer_agree(reducer, hashes, (size_t)common * 2, DDP_U64, DDP_OP_MIN);
-    if (result != DDP_OK) return result;
-    while (index < common && hashes[index] == ~hashes[common + index]) index++;
-    ddp__schema_text(reducer, buffers, (int)index, mine, &hashes[0]);
-    result = ddp__reducer_gather(reducer, mine, sizeof mine);
-    if (result != DDP_OK) return result;
-    while (other + 1 < reducer->world_size && strncmp(texts, texts + (size_t)other * sizeof mine, sizeof mine) == 0) other++;
-    return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
-                             buffers ? "buffer" : "parameter", (int)index, texts, texts + (size_t)other * sizeof mine, other);
-}
-
-static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schema *schema) {
-    const ddp_reducer_desc *d = &reducer->desc;
-    const int64_t option[DDP__SCHEMA_OPTIONS] = {(int64_t)d->bucket_cap_bytes, (int64_t)d->first_bucket_bytes, d->micro_batch_count, !!d->find_unused,
-                                                 !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
-    char text[DDP__SCHEMA_TEXT];
-    memset(schema, 0, sizeof *schema);
-    schema->result = own;
-    if (own != DDP_OK) snprintf(schema->text, sizeof schema->text, "%s", ddp_last_error());
-    if (own != DDP_OK) return;
-    memcpy(schema->option, option, sizeof option);
-    schema->count[0] = d->param_count;
-    schema->count[1] = d->buffer_count;
-    for (int kind = 0; kind < 2; kind++) {
-        schema->hash[kind] = DDP__HASH_START;
-        for (int i = 0; i < schema->count[kind]; i++) ddp__schema_text(reducer, kind, i, text, &schema->hash[kind]);
+/* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
+static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers) {
+    const ddp__entry *all = (const ddp__entry *)reducer->host;
+    uint64_t hash = 0;
+    for (int index = 0;; index++) {
+        ddp__entry mine = ddp__schema_entry(reducer, buffers, index, hash);
+        ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
+        if (result != DDP_OK) return result;
+        for (int r = 1; r < reducer->world_size; r++)
+            if (all[r].hash != all[0].hash)
+                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
+                                         buffers ? "buffer" : "parameter", index, all[0].text, all[r].text, r);
+        hash = mine.hash;
     }
 }
 
@@ -5279,31 +5197,34 @@ static void ddp__reducer_schema(ddp_reducer *reducer, ddp_result own, ddp__schem
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
                                                            "static_graph", "comm_dtype", "hook", "skip_initial_broadcast"};
+    const ddp_reducer_desc *d = &reducer->desc;
+    const int64_t option[DDP__SCHEMA_OPTIONS] = {(int64_t)d->bucket_cap_bytes, (int64_t)d->first_bucket_bytes, d->micro_batch_count, !!d->find_unused,
+                                                 !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
     const ddp__schema *all = (const ddp__schema *)reducer->host;
-    int64_t common[2] = {INT64_MAX, INT64_MAX};
-    int differ[2] = {0, 0};
     ddp__schema mine;
     ddp_result result;
     if (reducer->world_size == 1) return own;
-    ddp__reducer_schema(reducer, own, &mine);
+    memset(&mine, 0, sizeof mine);
+    mine.result = own;
+    memcpy(mine.option, option, sizeof option);
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
+    for (int kind = 0; kind < 2 && own == DDP_OK; kind++)
+        for (int i = 0; i <= (kind ? d->buffer_count : d->param_count); i++)
+            mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
     result = ddp__reducer_gather(reducer, &mine, sizeof mine);
     if (result != DDP_OK) return result;
-    for (int r = 0; r < reducer->world_size; r++) {
-        if (all[r].result != DDP_OK && own != DDP_OK) return ddp__fail(own, "%s", mine.text);
+    if (own != DDP_OK) return ddp__fail(own, "%s", mine.text);
+    for (int r = 0; r < reducer->world_size; r++)
         if (all[r].result != DDP_OK)
             return DDP__REDUCER_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
-        for (int kind = 0; kind < 2; kind++) {
-            if (all[r].count[kind] < common[kind]) common[kind] = all[r].count[kind];
-            differ[kind] |= all[r].hash[kind] != all[0].hash[kind] || all[r].count[kind] != all[0].count[kind];
-        }
-    }
     for (int r = 1; r < reducer->world_size; r++)
         for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
             if (all[r].option[i] != all[0].option[i])
                 return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
                                          "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
     for (int kind = 0; kind < 2; kind++)
-        if (differ[kind]) return ddp__reducer_name_difference(reducer, kind, common[kind]);
+        for (int r = 1; r < reducer->world_size; r++)
+            if (all[r].hash[kind] != all[0].hash[kind]) return ddp__reducer_name_difference(reducer, kind);
     return DDP_OK;
 }
 
@@ -5312,174 +5233,126 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
 /* Places the gradients that were NULL side by side, each dtype in reverse definition order: the order of the buckets. */
 static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
     size_t at = 0;
-    ddp_result result;
-    for (int i = 0; i < reducer->param_count; i++)
-        if (reducer->grads[i].placed) reducer->arena_bytes += ddp__grad_extent(&reducer->grads[i]);
-    if (reducer->arena_bytes == 0) return DDP_OK;
-    result = ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena);
-    if (result != DDP_OK) return result;
-    for (int d = 0; d < DDP__DTYPES; d++)
-        for (int i = reducer->param_count - 1; i >= 0; i--) {
+    ddp_result result = reducer->arena_bytes ? ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena) : DDP_OK;
+    for (int d = 0; d < DDP__DTYPES && reducer->arena; d++)
+        for (int i = reducer->desc.param_count - 1; i >= 0; i--) {
             ddp__grad *grad = &reducer->grads[i];
             if (!grad->placed || (int)grad->dtype != d) continue;
             grad->data = (unsigned char *)reducer->arena + at;
-            at += ddp__grad_extent(grad);
+            at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
         }
-    return DDP_OK;
-}
-
-/* Neighbours in memory; a link that some rank does not have is dropped everywhere. */
-static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
-    int count = ddp__params_sort(reducer, 0), n = reducer->param_count;
-    int32_t *links = (int32_t *)reducer->host;
-    ddp_result result;
-    for (int i = 0; i < 2 * n; i++) links[i] = i < n ? -1 : 1;
-    for (int k = 0; k + 1 < count; k++) {
-        int a = reducer->keys[k].index, b = reducer->keys[k + 1].index;
-        const ddp__grad *left = &reducer->grads[a], *right = &reducer->grads[b];
-        if (left->dtype != right->dtype || left->placed != right->placed || left->data + ddp__grad_extent(left) != right->data) continue;
-        links[a] = b;
-        links[n + a] = -b;
-    }
-    result = ddp__reducer_agree(reducer, links, (size_t)n * 2, DDP_I32, DDP_OP_MIN); /* the smallest, and minus the largest */
-    if (result != DDP_OK) return result;
-    for (int i = 0; i < n; i++)
-        if (links[i] >= 0 && links[i] == -links[n + i]) {
-            reducer->grads[i].next = links[i];
-            reducer->grads[links[i]].previous = i;
-        }
-    return DDP_OK;
-}
-
-/* Fills the buckets from walk and makes sure that the largest packed one has room. Collective. */
-static ddp_result ddp__reducer_plan(ddp_reducer *reducer, int walk_count) {
-    size_t flat_bytes = ddp__buckets_plan(reducer, walk_count);
-    ddp_result result;
-    if (flat_bytes <= reducer->flat_bytes) return DDP_OK;
-    result = ddp_group_free(reducer->group, reducer->flat);
-    reducer->flat = NULL;
-    reducer->flat_bytes = 0;
-    if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &reducer->flat);
-    if (result == DDP_OK) reducer->flat_bytes = flat_bytes;
     return result;
 }
 
-/* The k-th tensor that ranks share: values, then buffers; *bytes is 0 for a later use of a tied value. */
-static const ddp_tensor *ddp__reducer_tensor(const ddp_reducer *reducer, int k, size_t *bytes) {
-    int n = reducer->param_count;
-    const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
-    *bytes = k < n && reducer->grads[k].first_use != k ? 0 : (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype);
-    return tensor;
+/* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
+   except to hooks and through casts, which see gradients only. */
+static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
+    const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
+    int32_t *links = (int32_t *)reducer->host;
+    int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
+    ddp_result result;
+    for (int k = 1; k < count; k++) {
+        ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
+        int gaps = left->placed && !reducer->desc.hook && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
+        size_t extent = gaps ? ddp__round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
+        if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
+    }
+    for (int i = 0; i < n; i++) {
+        links[i] = reducer->grads[i].next;
+        links[n + i] = -links[i];
+    }
+    result = ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN); /* the smallest, and minus the largest */
+    for (int i = 0; i < n && result == DDP_OK; i++) {
+        if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
+        else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
+    }
+    return result;
 }
 
-/* The first count tensors of root, everywhere; those small enough travel together, through exchange. */
+/* The first count of the tensors that ranks share, values and then buffers, from root to everywhere; a tied value goes once. */
 static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
-    unsigned char *exchange = (unsigned char *)reducer->exchange;
-    int first = 0;
-    if (reducer->world_size == 1) return DDP_OK;
-    while (first < count) {
-        size_t bytes, total = 0;
-        int last = first;
-        ddp_result result = DDP_OK;
-        for (; last < count && total + DDP__BROADCAST_SMALL <= reducer->exchange_bytes && result == DDP_OK; last++) {
-            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, last, &bytes);
-            if (bytes > DDP__BROADCAST_SMALL) {
-                result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
-                continue;
-            }
-            if (bytes > 0 && reducer->rank == root) reducer->device->copy(exchange + total, tensor->data, bytes);
-            total += bytes;
-        }
-        if (result == DDP_OK && total > 0) result = ddp_broadcast(reducer->group, exchange, total, DDP_U8, root, NULL);
-        if (result != DDP_OK) return result;
-        for (total = 0; first < last; first++) {
-            const ddp_tensor *tensor = ddp__reducer_tensor(reducer, first, &bytes);
-            if (bytes > DDP__BROADCAST_SMALL) continue;
-            if (bytes > 0 && reducer->rank != root) reducer->device->copy(tensor->data, exchange + total, bytes);
-            total += bytes;
-        }
+    int n = reducer->desc.param_count;
+    ddp_result result = DDP_OK;
+    for (int k = 0; k < count && result == DDP_OK; k++) {
+        const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
+        size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype);
+        if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
+            result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
     }
-    return DDP_OK;
+    return result;
 }
 
 /* What follows once every rank has been given the same. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
-    int n = reducer->param_count;
+    int n = reducer->desc.param_count;
     ddp_result result = ddp__reducer_place(reducer);
     if (result == DDP_OK) result = ddp__reducer_link(reducer);
     for (int k = 0; k < n; k++) reducer->walk[k] = n - 1 - k;
-    if (result == DDP_OK) result = ddp__reducer_plan(reducer, n);
+    if (result == DDP_OK) result = ddp__buckets_plan(reducer);
     if (result == DDP_OK && !reducer->desc.skip_initial_broadcast)
         result = ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0);
-    if (result != DDP_OK) return result;
-    for (int i = 0; i < n; i++) {
-        reducer->desc.params[i].grad = ddp__param_grad(&reducer->desc.params[i]);
-        if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = reducer->grads[i].data;
+    for (int i = 0; i < n && result == DDP_OK; i++) {
+        ddp_param *param = &reducer->desc.params[i];
+        param->grad = ddp__param_grad(param);
+        param->grad.data = reducer->grads[i].data;
     }
-    return DDP_OK;
+    return result;
 }
 
 /* Collective as far as group memory was allocated. */
 static void ddp__reducer_free(ddp_reducer *reducer) {
-    ddp_group *group = reducer->group;
-    if (reducer->flat) ddp_group_free(group, reducer->flat);
-    if (reducer->arena) ddp_group_free(group, reducer->arena);
-    if (reducer->exchange) reducer->device->free(group, reducer->exchange);
-    ddp_group_mfree(group, reducer->host);
-    ddp_group_mfree(group, reducer->block);
-    ddp_group_mfree(group, reducer);
+    ddp_group_free(reducer->group, reducer->flat);
+    ddp_group_free(reducer->group, reducer->arena);
+    reducer->device->free(reducer->group, reducer->exchange);
+    ddp_group_mfree(reducer->group, reducer->buckets);
+    ddp_group_mfree(reducer->group, reducer);
 }
 
 /* The object and its room for agreements; without these a rank cannot even tell the others. */
 static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *desc) {
-    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer);
-    size_t world = (size_t)ddp_world_size(group), n = 1;
+    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
+    size_t schemas = (size_t)group->world_size * sizeof(ddp__schema), bytes = keys > schemas ? keys : schemas;
+    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + bytes);
     if (!reducer) return NULL;
-    if (desc && desc->param_count > 0) n = (size_t)desc->param_count;
-    if (desc && desc->buffer_count > 0 && (size_t)desc->buffer_count > n) n = (size_t)desc->buffer_count;
     reducer->group = group;
-    reducer->device = ddp_group_device(group);
-    reducer->rank = ddp_rank(group);
-    reducer->world_size = reducer->active = ddp_world_size(group);
-    reducer->exchange_bytes = DDP__EXCHANGE_MIN;
-    if (reducer->exchange_bytes < n * 16) reducer->exchange_bytes = n * 16;
-    if (reducer->exchange_bytes < world * sizeof(ddp__schema)) reducer->exchange_bytes = world * sizeof(ddp__schema);
-    reducer->host = ddp_group_malloc(group, reducer->exchange_bytes);
-    if (reducer->host && reducer->device->alloc(group, reducer->exchange_bytes, &reducer->exchange) == DDP_OK) return reducer;
-    reducer->exchange = NULL;
-    ddp__reducer_free(reducer);
+    reducer->device = group->device;
+    reducer->rank = group->rank;
+    reducer->world_size = reducer->active = group->world_size;
+    reducer->host = reducer + 1;
+    if (reducer->device->alloc(group, bytes, &reducer->exchange) == DDP_OK) return reducer;
+    ddp_group_mfree(group, reducer);
     return NULL;
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
     ddp_reducer *reducer;
     ddp_result result;
+    char text[DDP__TEXT_MAX];
     if (out) *out = NULL;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
-        if (ddp_world_size(group) > 1) ddp_group_abort(group);
-        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", ddp_rank(group), ddp_world_size(group));
+        if (group->world_size > 1) ddp_group_abort(group);
+        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
     }
     result = out ? ddp__reducer_prepare(reducer, desc) : ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
-    if (result != DDP_OK) {
-        char text[DDP__TEXT_MAX];
-        memcpy(text, ddp_last_error(), sizeof text);
-        ddp__reducer_free(reducer);
-        return ddp__fail(result, "%s", text);
+    if (result == DDP_OK) {
+        *out = reducer;
+        return DDP_OK;
     }
-    *out = reducer;
-    return DDP_OK;
+    memcpy(text, ddp_last_error(), sizeof text);
+    ddp__reducer_free(reducer);
+    return ddp__fail(result, "%s", text);
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
-    if (param_index < 0 || param_index >= reducer->param_count)
+    if (param_index < 0 || param_index >= reducer->desc.param_count)
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
-                                 reducer->param_count);
+                                 reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
     if (grad->ready)
@@ -5490,29 +5363,25 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
                                  "for every step; leave static_graph 0 and set find_unused",
                                  ddp__param_label(reducer->desc.params, param_index).text);
-    grad->ready = reducer->used[param_index] = 1;
+    grad->ready = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over. */
-    while (reducer->next_bucket + 1 < reducer->bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
+    while (reducer->next_bucket + 1 < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp_result result = ddp__bucket_issue(reducer, 0);
         if (result != DDP_OK) return result;
     }
     return DDP_OK;
 }
 
-/* Ends what is under way, then carries out the rest. The first failure is the one that is told. */
-static ddp_result ddp__reducer_drain(ddp_reducer *reducer) {
+/* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
+static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
     ddp_result first = DDP_OK;
     char text[DDP__TEXT_MAX];
-    for (int i = 0; i < reducer->bucket_count; i++) {
+    for (int i = 0; i < reducer->stats.bucket_count; i++) {
         ddp_result result = DDP_OK;
-        if (reducer->buckets[i].issued) {
-            result = ddp_wait(reducer->group, &reducer->buckets[i].work);
-            reducer->buckets[i].issued = 0;
-        } else if (first == DDP_OK && i >= reducer->next_bucket) {
-            result = ddp__bucket_issue(reducer, 1);
-        }
+        if (i < reducer->next_bucket) result = ddp_wait(reducer->group, &reducer->buckets[i].work);
+        else if (rest && first == DDP_OK) result = ddp__bucket_issue(reducer, 1);
         if (result == DDP_OK || first != DDP_OK) continue;
         first = result;
         memcpy(text, ddp_last_error(), sizeof text);
@@ -5520,93 +5389,80 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer) {
     return first == DDP_OK ? DDP_OK : ddp__fail(first, "%s", text);
 }
 
-/* After the buckets: which parameters nobody used, or whether some rank lacked one. Everybody takes part, so that everybody
-   knows; the calls of a rank that lacks a parameter went on and the group stays whole. */
-static ddp_result ddp__reducer_agree_on_step(ddp_reducer *reducer, int bitmap, int missing) {
-    int64_t first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
+/* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
+static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
+    unsigned char *used = (unsigned char *)reducer->host;
     ddp_result result;
-    if (bitmap) {
-        int32_t *own = reducer->scratch;
-        for (int i = 0; i < reducer->param_count; i++) own[i] = reducer->used[i];
-        result = ddp__reducer_agree(reducer, reducer->used, (size_t)reducer->param_count, DDP_U8, DDP_OP_MAX);
-        if (result != DDP_OK) return result;
-        reducer->stats.unused_count = 0;
-        for (int i = 0; i < reducer->param_count; i++) {
-            ddp__grad *grad = &reducer->grads[i];
-            grad->unused = !reducer->used[i];
-            reducer->stats.unused_count += grad->unused;
-            if (reducer->desc.static_graph && !reducer->first_done)
-                grad->expected = (unsigned char)(reducer->shadow ? reducer->used[i] : own[i]);
-        }
-        return DDP_OK;
+    for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
+    result = ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX);
+    if (result != DDP_OK) return result;
+    reducer->stats.unused_count = 0;
+    for (int i = 0; i < reducer->desc.param_count; i++) {
+        ddp__grad *grad = &reducer->grads[i];
+        grad->unused = !used[i];
+        reducer->stats.unused_count += grad->unused;
+        if (reducer->desc.static_graph && reducer->stats.steps == 0) grad->expected = reducer->shadow ? used[i] : grad->ready;
     }
-    result = ddp__reducer_agree(reducer, &first, 1, DDP_I64, DDP_OP_MIN);
-    if (result != DDP_OK || first == INT64_MAX) return result;
+    return DDP_OK;
+}
+
+/* Whether some rank lacked a parameter; missing is this rank's first, or -1. Everybody takes part, so that everybody knows; the calls of a
+   rank that lacks one went on and the group stays whole. */
+static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
+    int64_t *first = (int64_t *)reducer->host;
+    ddp_result result;
+    *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
+    result = ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN);
+    if (result != DDP_OK || *first == INT64_MAX) return result;
     return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
-                             "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(first / reducer->world_size)).text,
-                             (int)(first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+                             "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
+                             (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
 }
 
 /* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
-    int n = reducer->param_count, count = 0, drop = reducer->desc.static_graph;
+    int n = reducer->desc.param_count, count = reducer->ready_count;
+    int32_t *walk = (int32_t *)reducer->host;
     ddp_result result;
-    for (int k = 0; k < n; k++) reducer->scratch[k] = 0;
-    for (int k = 0; k < reducer->ready_count; k++) {
-        reducer->walk[count++] = reducer->ready_order[k];
-        reducer->scratch[reducer->ready_order[k]] = 1;
-    }
+    memcpy(walk, reducer->ready_order, (size_t)count * sizeof walk[0]);
     for (int i = n - 1; i >= 0; i--)
-        if (!reducer->scratch[i] && !(drop && reducer->grads[i].unused)) reducer->walk[count++] = i;
-    for (int k = count; k < n; k++) reducer->walk[k] = -1;
-    for (int k = 0; k < n && reducer->rank > 0; k++) reducer->walk[k] = INT32_MAX; /* rank 0's is the smallest */
-    result = ddp__reducer_agree(reducer, reducer->walk, (size_t)n, DDP_I32, DDP_OP_MIN);
+        if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) walk[count++] = i;
+    while (count < n) walk[count++] = -1;
+    for (int k = 0; k < n && reducer->rank > 0; k++) walk[k] = INT32_MAX; /* rank 0's is the smallest */
+    result = ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN);
     if (result != DDP_OK) return result;
-    for (count = 0; count < n && reducer->walk[count] >= 0;) count++;
-    result = ddp__reducer_plan(reducer, count);
+    memcpy(reducer->walk, walk, (size_t)n * sizeof walk[0]);
+    result = ddp__buckets_plan(reducer);
     reducer->stats.rebuilt = result == DDP_OK;
     return result;
 }
 
-static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, double begin) {
-    ddp_reducer_stats *stats = &reducer->stats;
-    stats->bytes_reduced = stats->bytes_copied = 0;
-    stats->comm_seconds = 0;
-    for (int i = 0; i < reducer->bucket_count; i++) {
-        stats->bytes_reduced += reducer->buckets[i].sent;
-        stats->bytes_copied += reducer->buckets[i].copied;
-        stats->comm_seconds += reducer->buckets[i].seconds;
-    }
-    stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = stats->comm_seconds > 0 && stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
-    stats->total_comm_seconds += stats->comm_seconds;
-    stats->total_wait_seconds += stats->wait_seconds;
-    if (result == DDP_OK) stats->steps++;
-}
-
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
-    double begin;
-    int bitmap, missing = -1; /* missing: the first parameter that is */
-    ddp_result result = DDP_OK;
+    double begin = ddp_now();
+    int find, missing = -1; /* missing: the first parameter that is */
+    ddp_reducer_stats *stats;
+    ddp_result result;
     if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
-    begin = ddp_now();
-    bitmap = reducer->desc.find_unused || (reducer->desc.static_graph && !reducer->first_done);
-    reducer->lenient = bitmap || reducer->shadow;
-    for (int i = reducer->param_count - 1; i >= 0 && !reducer->lenient; i--)
+    stats = &reducer->stats;
+    find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
+    for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
-    if (missing < 0 || reducer->world_size > 1) result = ddp__reducer_drain(reducer);
-    if (result == DDP_OK) result = ddp__reducer_agree_on_step(reducer, bitmap, missing);
-    for (int i = 0; i < reducer->param_count && reducer->has_tied && result == DDP_OK; i++) { /* later uses into the first, in definition order */
+    result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
+    if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
+    for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
         const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
         if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
-    reducer->lenient = 0;
-    ddp__reducer_end_step(reducer, result, begin);
-    if (result == DDP_OK && !reducer->first_done) {
-        reducer->first_done = 1;
-        if (!reducer->desc.find_unused) result = ddp__reducer_rebuild(reducer);
-    }
+    stats->bytes_reduced = reducer->sent;
+    stats->bytes_copied = reducer->copied;
+    stats->comm_seconds = reducer->seconds;
+    stats->wait_seconds = ddp_now() - begin;
+    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->total_comm_seconds += stats->comm_seconds;
+    stats->total_wait_seconds += stats->wait_seconds;
+    stats->steps += result == DDP_OK;
+    if (result == DDP_OK && stats->steps == 1 && !reducer->desc.find_unused) result = ddp__reducer_rebuild(reducer);
     ddp__buckets_reset(reducer);
     return result;
 }
@@ -5627,7 +5483,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     if (!(max_norm > 0))
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     ddp_exact_sum_clear(&sum);
-    for (int i = 0; i < reducer->param_count; i++) {
+    for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         const ddp_tensor *tensor = &reducer->desc.params[i].grad;
         size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
@@ -5636,7 +5492,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
-    for (int i = 0; i < reducer->param_count; i++) {
+    for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, max_norm / length);
     }
@@ -5644,7 +5500,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
 }
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
-    return reducer && param_index >= 0 && param_index < reducer->param_count ? reducer->grads[param_index].unused : 0;
+    return reducer && param_index >= 0 && param_index < reducer->desc.param_count ? reducer->grads[param_index].unused : 0;
 }
 
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
@@ -5655,9 +5511,8 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
 
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     if (!reducer) return;
-    for (int i = 0; i < reducer->bucket_count; i++)
-        if (reducer->buckets[i].issued) ddp_wait(reducer->group, &reducer->buckets[i].work);
-    for (int i = 0; i < reducer->param_count; i++)
+    ddp__reducer_drain(reducer, 0);
+    for (int i = 0; i < reducer->desc.param_count; i++)
         if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
     ddp__reducer_free(reducer);
 }
@@ -5676,11 +5531,10 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
    blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m. */
 struct ddp_accumulator {
     ddp_group *group;
-    const ddp_device *device;
     ddp_accumulator_desc desc;
     unsigned char *announced;  /* per parameter, in this micro-batch */
     size_t *first;             /* per parameter, byte offset in each level */
-    unsigned char *levels;
+    void *levels;
     size_t level_bytes;
     int micro_batch;           /* t */
 };
@@ -5690,7 +5544,7 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
     if (!d->params || d->param_count < 1)
         return DDP__ACCUMULATOR_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
     if (d->micro_batch_count < 1) return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
-    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->param_count))
+    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->desc.param_count))
         return DDP__ACCUMULATOR_FAIL("params are not those of the reducer; pass the same array and count to both");
     if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
         return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d, but the reducer divides for %d; give both the same", d->micro_batch_count,
@@ -5709,8 +5563,7 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
     ddp_accumulator *accumulator;
-    int depth = 0;
-    void *levels = NULL;
+    size_t depth = 0;
     ddp_result result;
     if (out) *out = NULL;
     if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
@@ -5719,7 +5572,6 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
-    accumulator->device = ddp_group_device(group);
     accumulator->desc = *desc;
     accumulator->first = (size_t *)(accumulator + 1);
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
@@ -5729,36 +5581,31 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth > 0 && accumulator->level_bytes > 0)
-        result = accumulator->device->alloc(group, accumulator->level_bytes * (size_t)depth, &levels);
-    if (result != DDP_OK) {
-        ddp_group_mfree(group, accumulator);
-        return result;
-    }
-    accumulator->levels = (unsigned char *)levels;
-    *out = accumulator;
-    return DDP_OK;
+    if (depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    if (result == DDP_OK) *out = accumulator;
+    else ddp_group_mfree(group, accumulator);
+    return result;
 }
 
 /* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
 static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
-    const ddp_device *device = accumulator->device;
+    const ddp_device *device = accumulator->group->device;
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
-    unsigned char *level = accumulator->levels + accumulator->first[param_index]; /* level k at level + k * level_bytes */
+    unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     for (size_t done = 0; done < count; done += DDP__ACCUMULATE_BLOCK) {
         size_t n = count - done < DDP__ACCUMULATE_BLOCK ? count - done : DDP__ACCUMULATE_BLOCK;
         unsigned char *grad = (unsigned char *)tensor.data + done * size;
         for (int k = depth - 1; k >= depth - joined; k--) {
-            unsigned char *left = level + (size_t)k * accumulator->level_bytes + done * size;
+            unsigned char *left = levels + (size_t)k * accumulator->level_bytes + done * size;
             device->add(k == depth - joined && !last ? left : grad, left, grad, n, tensor.dtype);
         }
-        if (joined == 0 && !last) device->copy(level + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
+        if (joined == 0 && !last) device->copy(levels + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
     }
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
-    int t, depth, last, joined = 0;
+    int t, depth, last, joined;
     if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
@@ -5770,9 +5617,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     accumulator->announced[param_index] = 1;
     depth = __builtin_popcount((unsigned)t);
     last = t + 1 == accumulator->desc.micro_batch_count;
-    while (!last && t >> joined & 1) joined++;
-    if (last) joined = depth;
-    if (joined > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last);
+    joined = last ? depth : __builtin_ctz(~(unsigned)t);
+    if (depth > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
     return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
 }
 
@@ -5790,7 +5636,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
-    if (accumulator->levels) accumulator->device->free(accumulator->group, accumulator->levels);
+    if (accumulator->levels) accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_group_mfree(accumulator->group, accumulator);
 }
 
@@ -5799,14 +5645,12 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
 /* Before each step every rank learns who has a batch. A rank without one answers the step's buckets with zeros, so that they stay the
    same calls on every rank (Join, PyTorch's context manager for uneven inputs). */
 struct ddp_join {
-    ddp_group *group;
     ddp_join_desc desc;
-    int lowest;   /* lowest rank that was active in the last step; -1 before the first */
+    int lowest;   /* lowest rank that was active last */
     int stale;    /* some rank has missed optimizer steps */
 };
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
-    ddp_join *join;
     if (out) *out = NULL;
     if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
     if (!desc || !desc->reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
@@ -5814,46 +5658,31 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
         return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
     if (desc->mode != DDP_JOIN_SHADOW && desc->mode != DDP_JOIN_STOP)
         return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
-    join = (ddp_join *)ddp__group_calloc(group, sizeof *join);
-    if (!join) return DDP_ERR_NO_MEMORY;
-    join->group = group;
-    join->desc = *desc;
-    join->lowest = -1;
-    *out = join;
+    *out = (ddp_join *)ddp__group_calloc(group, sizeof **out);
+    if (!*out) return DDP_ERR_NO_MEMORY;
+    (*out)->desc = *desc;
     return DDP_OK;
 }
 
-/* Counts the ranks that have a batch; *lowest is the first of them, or -1. */
-static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *active, int *lowest) {
+/* Counts the ranks that have a batch and notes the lowest of them. */
+static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *count) {
     ddp_reducer *reducer = join->desc.reducer;
     unsigned char mine = have_batch != 0;
     const unsigned char *all = (const unsigned char *)reducer->host;
     ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
-    *active = 0;
-    *lowest = -1;
+    *count = 0;
     for (int r = reducer->world_size - 1; r >= 0 && result == DDP_OK; r--) {
         if (!all[r]) continue;
-        *lowest = r;
-        ++*active;
+        join->lowest = r;
+        ++*count;
     }
-    return result;
-}
-
-/* Nobody has a batch: values that missed steps come from a rank that took the last one. */
-static ddp_result ddp__join_end(ddp_join *join) {
-    ddp_reducer *reducer = join->desc.reducer;
-    ddp_result result = DDP_OK;
-    if (join->stale && !join->desc.step_fn) result = ddp__reducer_broadcast(reducer, reducer->param_count, join->lowest);
-    join->lowest = -1;
-    join->stale = 0;
-    reducer->active = reducer->world_size;
     return result;
 }
 
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     ddp_reducer *reducer;
-    int lowest = -1;
     ddp_result result;
+    int count;
     if (!join || !active) return ddp__fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
     reducer = join->desc.reducer;
     *active = 0;
@@ -5861,16 +5690,16 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
                          reducer->rank, reducer->world_size);
     for (;;) {
-        int count = 0;
-        result = ddp__join_ask(join, have_batch, &count, &lowest);
+        result = ddp__join_ask(join, have_batch, &count);
         if (result != DDP_OK) return result;
-        if (join->desc.mode == DDP_JOIN_STOP) {
-            *active = count == reducer->world_size ? count : 0;
-            return DDP_OK;
+        if (join->desc.mode == DDP_JOIN_STOP && count < reducer->world_size) return DDP_OK;
+        if (count == 0) { /* values that missed steps come from a rank that took the last one */
+            int stale = join->stale && !join->desc.step_fn;
+            join->stale = 0;
+            reducer->active = reducer->world_size;
+            return stale ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest) : DDP_OK;
         }
-        if (count == 0) return ddp__join_end(join);
         join->stale |= count < reducer->world_size;
-        join->lowest = lowest;
         reducer->active = count;
         if (have_batch) {
             *active = count;
@@ -5887,7 +5716,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
 DDPDEF void ddp_join_destroy(ddp_join *join) {
     if (!join) return;
     join->desc.reducer->active = join->desc.reducer->world_size;
-    ddp_group_mfree(join->group, join);
+    ddp_group_mfree(join->desc.reducer->group, join);
 }
 
 //== sampler ====================================================================== >>impl-sampler
