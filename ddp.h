@@ -6380,150 +6380,135 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 /* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
 
-static ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *what) {
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *format, ...) {
+    char what[160];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
     return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name, what);
 }
 
-/* 1 when the two ranges share bytes; equal starts are the callers' in-place cases and are judged by them. */
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
-static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call, size_t blocks) {
-    char text[160];
-    size_t element = ddp__dtype_size(call->dtype);
-    if (!element) {
-        snprintf(text, sizeof text, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
-        return ddp__bad_call(group, call, text);
-    }
-    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) {
-        snprintf(text, sizeof text, "op=%d is not a ddp_op", (int)call->op);
-        return ddp__bad_call(group, call, text);
-    }
-    if (call->root < -1 || call->root >= group->world_size) {
-        snprintf(text, sizeof text, "%s=%d; ranks are 0 to %d", ddp__is_p2p(call->kind) ? "peer" : "root", call->root, group->world_size - 1);
-        return ddp__bad_call(group, call, text);
-    }
-    if (call->count > SIZE_MAX / 2 / element / blocks) {
-        snprintf(text, sizeof text, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
-        return ddp__bad_call(group, call, text);
-    }
+static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) {
+    int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
+                                                call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
+    size_t element = ddp__dtype_size(call->dtype), blocks;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
+    blocks = p2p ? 1 : (size_t)group->world_size;
+    if (rooted && (call->root < 0 || call->root >= group->world_size))
+        return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
+    if (!element) return ddp__bad_call(group, call, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) return ddp__bad_call(group, call, "op=%d is not a ddp_op", (int)call->op);
+    if (call->count > SIZE_MAX / 2 / element / blocks)
+        return ddp__bad_call(group, call, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks,
+                             ddp_dtype_name(call->dtype));
     return DDP_OK;
 }
 
-/* send_blocks and recv_blocks: sizes of the two buffers in blocks of count, 0 = not used on this rank; in_place: the one allowed pointer
-   relation, as an offset in blocks of recv in send (>= 0) or of send in recv (encoded as -1 - offset); INT64_MIN = none. */
-#define DDP__NOT_IN_PLACE INT64_MIN
+/* A buffer of a call holds no block of count elements, one, or one for each rank, whose own block is what an in-place call shares. */
+enum { DDP__ONE = 1, DDP__EACH = 2, DDP__ON_ROOT = 4 /* elsewhere none */ };
+
+static size_t ddp__blocks(const ddp_group *group, int root, int holds) {
+    if (holds & DDP__ON_ROOT && root != group->rank) return 0;
+    return holds & DDP__EACH ? (size_t)group->world_size : (size_t)(holds & DDP__ONE);
+}
+
 static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root,
-                                  size_t send_blocks, size_t recv_blocks, int64_t in_place, ddp_work *work) {
+                                  ddp_work *work) {
+    static const unsigned char holds[][2] = {/* send, recv of DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
+        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE}, {DDP__EACH, DDP__EACH},
+        {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
+    size_t block, own, send_blocks, recv_blocks;
     ddp_result result;
-    size_t block;
     call.op = op;
     call.root = root;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
-    result = ddp__check_call(group, &call, (size_t)group->world_size);
+    result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     block = count * ddp__dtype_size(dtype);
-    if (count && ((send_blocks && !send) || (recv_blocks && !recv)))
-        return ddp__bad_call(group, &call, send_blocks && !send ? "send is NULL" : "recv is NULL");
-    if (send_blocks && recv_blocks && ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
-        const unsigned char *s = (const unsigned char *)send, *r = (const unsigned char *)recv;
-        int allowed = in_place != DDP__NOT_IN_PLACE && (in_place >= 0 ? r == s + (size_t)in_place * block : s == r + (size_t)(-1 - in_place) * block);
-        if (!allowed) return ddp__bad_call(group, &call, in_place == DDP__NOT_IN_PLACE ? "send and recv overlap; this call is not done in place"
-                                                                                      : "send and recv overlap other than by its in-place rule");
+    own = (size_t)group->rank * block;
+    send_blocks = ddp__blocks(group, root, holds[kind][0]);
+    recv_blocks = ddp__blocks(group, root, holds[kind][1]);
+    if (count && send_blocks && !send) return ddp__bad_call(group, &call, "send is NULL");
+    if (count && recv_blocks && !recv) return ddp__bad_call(group, &call, "recv is NULL");
+    if (ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
+        const unsigned char *from = (const unsigned char *)send + (send_blocks > 1 ? own : 0), *to = (unsigned char *)recv + (recv_blocks > 1 ? own : 0);
+        if (kind == DDP_CALL_ALL_TO_ALL) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
+        if (from != to) return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
     }
     if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
     return ddp__submit(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 1, 1, 0, work);
-}
-
-static ddp_result ddp__rooted(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    size_t world = group ? (size_t)group->world_size : 1;
-    int is_root = group && root == group->rank;
-    if (group && (root < 0 || root >= group->world_size))
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: root=%d; ranks are 0 to %d", group->rank, group->world_size, ddp__call_name(kind), group->name,
-                         root, group->world_size - 1);
-    switch (kind) {
-    case DDP_CALL_REDUCE: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? 1 : 0, 0, work);
-    case DDP_CALL_GATHER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? world : 0, -1 - root, work);
-    case DDP_CALL_SCATTER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, is_root ? world : 0, 1, root, work);
-    default: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 0, 1, 0, work);
-    }
+    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
 
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+    return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
 
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 1, group ? (size_t)group->world_size : 1,
-                           group ? -1 - (int64_t)group->rank : 0, work);
+    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
 
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, group ? (size_t)group->world_size : 1, 1,
-                           group ? group->rank : 0, work);
+    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
 
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
-    size_t world = group ? (size_t)group->world_size : 1;
-    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, world, world, DDP__NOT_IN_PLACE, work);
+    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
 
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, 0, DDP__NOT_IN_PLACE, NULL);
+    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
 
 /* Fills packed offsets where none are given; 0 when the counts overflow. *end = one past the last element. */
 static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world_size, size_t element, size_t *packed, size_t *end) {
-    size_t at = 0;
+    size_t at = 0, most = SIZE_MAX / 2 / element;
     *end = 0;
     for (int r = 0; r < world_size; r++) {
         packed[r] = offsets ? offsets[r] : at;
-        if (counts[r] > SIZE_MAX / 2 / element || packed[r] > SIZE_MAX / 2 / element || at > SIZE_MAX / 2 / element) return 0;
+        if (counts[r] > most || packed[r] > most || at > most) return 0;
         at += counts[r];
         if (counts[r] && packed[r] + counts[r] > *end) *end = packed[r] + counts[r];
     }
-    return *end <= SIZE_MAX / 2 / element;
+    return *end <= most;
 }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end, element = ddp__dtype_size(dtype);
-    char text[160];
+    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp__dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
-    ddp_result result;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_gather_v: group is NULL");
-    result = ddp__check_call(group, &call, 1);
+    ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
-    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    for (int r = 0; r < group->world_size; r++) total += recv_counts[r];
-    if (recv_counts[group->rank] != send_count) {
-        snprintf(text, sizeof text, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
-        return ddp__bad_call(group, &call, text);
-    }
-    if ((send_count && !send) || (total && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
+    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end))
+        return ddp__bad_call(group, &call, "the counts do not fit in memory");
+    if (recv_counts[group->rank] != send_count)
+        return ddp__bad_call(group, &call, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
+    if ((send_count && !send) || (end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
     if ((const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element && ddp__overlap(send, send_count * element, recv, end * element))
         return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    call.count = total;
+    for (int r = 0; r < group->world_size; r++) call.count += recv_counts[r];
     call.recv_counts = recv_counts;
     call.recv_offsets = offsets;
     return ddp__submit(group, &call, work);
@@ -6531,18 +6516,17 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element;
+    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp__dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
-    ddp_result result;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_to_all_v: group is NULL");
-    result = ddp__check_call(group, &call, 1);
+    ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
-    element = ddp__dtype_size(dtype);
     if (!send_counts || !recv_counts) return ddp__bad_call(group, &call, "send_counts or recv_counts is NULL");
     if (!ddp__v_offsets(send_counts, send_offsets, group->world_size, element, from, &send_end) ||
-        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
+        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end))
+        return ddp__bad_call(group, &call, "the counts do not fit in memory");
     if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_end * element, recv, recv_end * element)) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
+    if (ddp__overlap(send, send_end * element, recv, recv_end * element))
+        return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
     call.send_counts = send_counts;
     call.send_offsets = from;
     call.recv_counts = recv_counts;
@@ -6553,19 +6537,16 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
 static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     ddp_result result;
-    call.root = peer < 0 ? -2 : peer;
+    call.root = peer;
     call.tag = tag;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
-    result = ddp__check_call(group, &call, 1);
+    result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start) {
-        snprintf(ddp__error_text, sizeof ddp__error_text, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                 ddp__call_name(kind), group->name, group->backend->name);
-        return DDP_ERR_UNSUPPORTED;
-    }
+    if (!group->backend->p2p_start)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
+                         ddp__call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
 }
 
