@@ -819,12 +819,14 @@ typedef struct ddp__op {
     void *argument;
     void *request;               /* of a send or receive, once started */
     int polling;                 /* a thread is inside the backend's p2p_poll */
-    size_t arrays[4 * DDP_MAX_LOCAL_RANKS]; /* copies of the counts of _v calls */
-    uint64_t ticket;
-    uint32_t done;
+    int done;
     ddp_result result;
+    uint64_t ticket;
+    struct ddp__op *next;
+    /* what follows outlives a reuse of the handle */
+    struct ddp__op *older;       /* of all handles of the group */
     char text[DDP__TEXT_MAX];    /* its error line */
-    struct ddp__op *next, *older; /* older: of all handles of the group */
+    size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
 
 struct ddp_group {
@@ -3488,12 +3490,12 @@ static const ddp_backend *ddp__backend_self(void) {
 /* Turns a failed call into this rank's error. Until a caller has been told, every call that the failure meets gets its first code: those
    that were pending together fail alike. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
-    char cause[DDP__TEXT_MAX];
     ddp_result first = group->backend->status(group, group->state);
-    snprintf(cause, sizeof cause, "%s", ddp_last_error());
-    if (first == DDP_OK) return ddp__call_fail(group, call, result, cause);
-    ddp__store(&group->cause_seen, 1);
-    return ddp__call_fail(group, call, ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first, cause);
+    if (first != DDP_OK) {
+        ddp__store(&group->cause_seen, 1);
+        result = ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first;
+    }
+    return ddp__call_fail(group, call, result, ddp_last_error());
 }
 
 /* What goes back to the caller: calls made after it are only told that the group is poisoned. */
@@ -3517,37 +3519,38 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
     return ddp__execute(group, &call);
 }
 
-static void ddp__op_run(ddp_group *group, ddp__op *op) {
-    op->result = op->task ? op->task(group, op->argument) : ddp__execute(group, &op->call);
-    if (op->result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
+    return task ? task(group, argument) : ddp__execute(group, call);
+}
+
+static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
+    op->result = result;
+    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+    op->done = 1;
+    pthread_cond_broadcast(&group->done_cond);
+}
+
+static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
+    if (*head) (*tail)->next = op;
+    else *head = op;
+    *tail = op;
 }
 
 /* With the lock held, takes the head of the queue and carries it out; the lock is held again afterwards. */
 static void ddp__queue_step(ddp_group *group, int polite) {
     ddp__op *op = group->head;
+    ddp_result result;
     group->head = op->next;
-    if (!group->head) group->tail = NULL;
     group->running = 1;
     group->runner = pthread_self();
     group->polite = polite;
     pthread_mutex_unlock(&group->lock);
-    ddp__op_run(group, op);
+    result = ddp__carry_out(group, &op->call, op->task, op->argument);
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     group->polite = 0;
-    op->done = 1;
-    pthread_cond_broadcast(&group->done_cond);
+    ddp__op_end(group, op, result);
     if (group->head) pthread_cond_signal(&group->work_cond);
-}
-
-static void ddp__p2p_finish(ddp_group *group, ddp__op *op, ddp_result result) {
-    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
-        if (*link == op) { *link = op->next; break; }
-    op->next = NULL;
-    op->result = result;
-    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
-    op->done = 1;
-    pthread_cond_broadcast(&group->done_cond);
 }
 
 /* With the lock held, moves one send or receive on; two threads never poll the same one. */
@@ -3561,7 +3564,10 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
     pthread_mutex_lock(&group->lock);
     op->polling = 0;
-    if (done || result != DDP_OK) ddp__p2p_finish(group, op, result);
+    if (!done && result == DDP_OK) return;
+    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
+        if (*link == op) { *link = op->next; break; }
+    ddp__op_end(group, op, result);
 }
 
 static void ddp__p2p_step_all(ddp_group *group) {
@@ -3571,6 +3577,11 @@ static void ddp__p2p_step_all(ddp_group *group) {
     for (int i = 0; i < count; i++)
         for (ddp__op *op = group->p2p; op; op = op->next) /* the lock was released: it may be gone */
             if (op == ops[i]) { ddp__p2p_step(group, op); break; }
+}
+
+static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
+    if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
+    else usleep(50);
 }
 
 static void *ddp__thread_main(void *argument) {
@@ -3584,8 +3595,7 @@ static void *ddp__thread_main(void *argument) {
             ddp__p2p_step_all(group);
             if (!group->p2p || (group->head && !group->running)) continue;
             pthread_mutex_unlock(&group->lock);
-            if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 1);
-            else usleep(50);
+            ddp__p2p_rest(group, 1);
             pthread_mutex_lock(&group->lock);
         } else {
             pthread_cond_wait(&group->work_cond, &group->lock);
@@ -3603,31 +3613,24 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (error) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank, group->world_size,
-                                group->name, strerror(error));
-    group->thread_started = 1;
-    return DDP_OK;
+    group->thread_started = error == 0;
+    return !error ? DDP_OK : ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
+                                       group->world_size, group->name, strerror(error));
 }
 
 static ddp__op *ddp__op_new(ddp_group *group) {
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
-    if (op) group->free_ops = op->next;
-    pthread_mutex_unlock(&group->lock);
-    if (!op) {
-        op = (ddp__op *)ddp_group_malloc(group, sizeof *op);
-        if (!op) return NULL;
-        pthread_mutex_lock(&group->lock);
+    if (op) {
+        group->free_ops = op->next;
+    } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
         op->older = group->all_ops;
         group->all_ops = op;
-        pthread_mutex_unlock(&group->lock);
     }
-    memset(op, 0, offsetof(ddp__op, arrays));
-    op->done = 0;
-    op->result = DDP_OK;
-    op->text[0] = 0;
-    op->next = NULL;
+    pthread_mutex_unlock(&group->lock);
+    if (!op) return NULL;
+    memset(op, 0, offsetof(ddp__op, older));
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
     return op;
 }
@@ -3640,140 +3643,120 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* The counts of a _v call outlive the caller's arrays. */
-static void ddp__op_copy_arrays(const ddp_group *group, ddp__op *op) {
-    const size_t **from[4];
-    from[0] = &op->call.send_counts;
-    from[1] = &op->call.send_offsets;
-    from[2] = &op->call.recv_counts;
-    from[3] = &op->call.recv_offsets;
-    for (int i = 0; i < 4; i++) {
-        size_t *copy = op->arrays + i * DDP_MAX_LOCAL_RANKS;
-        if (!*from[i]) continue;
-        memcpy(copy, *from[i], (size_t)group->world_size * sizeof *copy);
-        *from[i] = copy;
-    }
-}
-
-static int ddp__is_runner(ddp_group *group) {
-    int yes;
+/* Whether this thread carries out the group's calls: it is inside a task, or takes the queue, where `take` is set and nothing is queued or
+   under way, until ddp__queue_leave. */
+enum { DDP__BEHIND_OTHERS, DDP__INSIDE_TASK, DDP__TOOK_QUEUE };
+static int ddp__queue_enter(ddp_group *group, int take) {
+    int place = DDP__BEHIND_OTHERS;
     pthread_mutex_lock(&group->lock);
-    yes = group->running && pthread_equal(group->runner, pthread_self());
-    pthread_mutex_unlock(&group->lock);
-    return yes;
-}
-
-/* When nothing is queued or under way, this thread carries out what comes next, until ddp__run_here_end. */
-static int ddp__run_here_begin(ddp_group *group) {
-    int idle;
-    pthread_mutex_lock(&group->lock);
-    idle = !group->head && !group->running;
-    if (idle) {
+    if (group->running && pthread_equal(group->runner, pthread_self())) {
+        place = DDP__INSIDE_TASK;
+    } else if (take && !group->head && !group->running) {
+        place = DDP__TOOK_QUEUE;
         group->running = 1;
         group->runner = pthread_self();
     }
     pthread_mutex_unlock(&group->lock);
-    return idle;
+    return place;
 }
 
-static void ddp__run_here_end(ddp_group *group) {
+static void ddp__queue_leave(ddp_group *group) {
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Waits for an op; carries out the queue meanwhile where nobody else does. p2p moves on here as well, up to timeout_ms. */
-static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
+/* With the lock held, waits for a send or receive by moving it on, up to timeout_ms. */
+static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp_result result;
     char text[DDP__TEXT_MAX];
-    int p2p = !op->task && ddp__is_p2p(op->call.kind), tries = 0;
-    pthread_mutex_lock(&group->lock);
-    while (!op->done) {
-        if (p2p) {
-            ddp__p2p_step(group, op);
-            if (op->done) break;
-            pthread_mutex_unlock(&group->lock);
-            if (tries++ < 200) sched_yield();
-            else if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 2);
-            else usleep(50);
-            if (ddp_now() > deadline) {
-                snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
-                         op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
-                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
-            }
-            pthread_mutex_lock(&group->lock);
-        } else if (group->head && !group->running) {
-            ddp__queue_step(group, 0);
-        } else {
-            pthread_cond_wait(&group->done_cond, &group->lock);
+    for (int tries = 0;; tries++) {
+        ddp__p2p_step(group, op);
+        if (op->done) return;
+        pthread_mutex_unlock(&group->lock);
+        if (tries < 200) sched_yield();
+        else ddp__p2p_rest(group, 2);
+        if (ddp_now() > deadline) {
+            snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
+                     op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
+            group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
         }
+        pthread_mutex_lock(&group->lock);
+    }
+}
+
+/* Waits for an op; carries out the queue meanwhile where nobody else does. */
+static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
+    ddp_result result;
+    pthread_mutex_lock(&group->lock);
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_wait(group, op);
+    while (!op->done) {
+        if (group->head && !group->running) ddp__queue_step(group, 0);
+        else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result;
-    if (result != DDP_OK) ddp__fail(result, "%s", op->text);
+    result = op->result == DDP_OK ? DDP_OK : ddp__fail(op->result, "%s", op->text);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
 
-/* Queues a call or task, or carries it out here when there is no other rank or this thread is the one that works off the queue. */
-static ddp_result ddp__issue(ddp_group *group, ddp__op *op, ddp_work *work) {
-    if (group->world_size == 1 || ddp__is_runner(group)) {
-        ddp__op_run(group, op);
-        op->done = 1;
-    } else {
-        ddp_result result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
-        pthread_mutex_lock(&group->lock);
-        if (group->tail) group->tail->next = op;
-        else group->head = op;
-        group->tail = op;
-        pthread_cond_signal(&group->work_cond);
-        pthread_mutex_unlock(&group->lock);
-    }
+/* To the caller: the result of an op without work, or the op as work. */
+static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     if (!work) return ddp__op_wait(group, op);
     work->op = op;
     work->ticket = op->ticket;
     return DDP_OK;
 }
 
-/* Runs, or queues, a checked collective. */
-static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) {
-    ddp__op *op;
-    ddp_result result;
-    if (work) memset(work, 0, sizeof *work);
-    if (!work) {
-        if (!group->thread_started) return ddp__deliver(group, ddp__execute(group, call));
-        if (ddp__is_runner(group)) return ddp__execute(group, call);
-        if (ddp__run_here_begin(group)) {
-            result = ddp__execute(group, call);
-            ddp__run_here_end(group);
-            return ddp__deliver(group, result);
-        }
-    }
-    op = ddp__op_new(group);
-    if (!op) return DDP_ERR_NO_MEMORY;
-    op->call = *call;
-    ddp__op_copy_arrays(group, op);
-    return ddp__issue(group, op, work);
+/* The caller's arrays may go before the call ends. */
+static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
+    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
 }
 
-DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+/* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
+   or has no peers; queued otherwise. */
+static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
-    ddp_result result;
-    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    ddp_result result = DDP_OK;
+    int place;
     if (work) memset(work, 0, sizeof *work);
-    if (!work && ddp__is_runner(group)) return fn(group, argument);
-    if (!work && ddp__run_here_begin(group)) {
-        result = fn(group, argument);
-        ddp__run_here_end(group);
-        return result;
+    else if (!task && !group->thread_started) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
+    place = ddp__queue_enter(group, !work);
+    if (!work && place != DDP__BEHIND_OTHERS) {
+        result = ddp__carry_out(group, call, task, argument);
+        if (place == DDP__INSIDE_TASK) return result;
+        ddp__queue_leave(group);
+        return ddp__deliver(group, result);
     }
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
-    op->task = fn;
+    op->task = task;
     op->argument = argument;
-    return ddp__issue(group, op, work);
+    if (call) {
+        op->call = *call;
+        op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
+        op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
+        op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
+        op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
+    }
+    if (group->world_size == 1 || place == DDP__INSIDE_TASK) {
+        ddp__op_end(group, op, ddp__carry_out(group, &op->call, task, argument));
+    } else {
+        result = ddp__thread_start(group);
+        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+        pthread_mutex_lock(&group->lock);
+        ddp__append(&group->head, &group->tail, op);
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
+    return ddp__hand_out(group, op, work);
+}
+
+static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
+
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    return ddp__issue(group, NULL, fn, argument, work);
 }
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
@@ -3786,36 +3769,34 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     result = group->backend->status(group, group->state);
-    if (result == DDP_OK && work && !ddp__is_runner(group)) result = ddp__thread_start(group);
+    if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
-        result = ddp__call_failed(group, call, result);
         ddp__op_free(group, op);
-        return ddp__deliver(group, result);
+        return ddp__deliver(group, ddp__call_failed(group, call, result));
     }
     if (!work && group->in_batch) {
-        if (group->batch_tail) group->batch_tail->next = op;
-        else group->batch = op;
-        group->batch_tail = op;
+        ddp__append(&group->batch, &group->batch_tail, op);
         return DDP_OK;
     }
-    if (!work) return ddp__op_wait(group, op);
-    pthread_mutex_lock(&group->lock);
-    op->next = group->p2p;
-    group->p2p = op;
-    pthread_cond_signal(&group->work_cond);
-    pthread_mutex_unlock(&group->lock);
-    work->op = op;
-    work->ticket = op->ticket;
-    return DDP_OK;
+    if (work) {
+        pthread_mutex_lock(&group->lock);
+        op->next = group->p2p;
+        group->p2p = op;
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
+    return ddp__hand_out(group, op, work);
 }
 
-static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work) {
+/* The op that work stands for, or NULL with the error line set. */
+static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
     int valid;
     pthread_mutex_lock(&group->lock);
     valid = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
+    if (!valid) ddp__fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
     return valid ? op : NULL;
 }
 
@@ -3823,10 +3804,9 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     ddp__op *op;
     if (!group || !work) return ddp__fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work);
+    op = ddp__op_of(group, work, "ddp_wait");
     memset(work, 0, sizeof *work);
-    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_wait group=%s: this work has been waited for already", group->name);
-    return ddp__op_wait(group, op);
+    return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
 }
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
@@ -3834,11 +3814,11 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (!group || !work || !done) return ddp__fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work);
-    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_test group=%s: this work has been waited for already", group->name);
+    op = ddp__op_of(group, work, "ddp_test");
+    if (!op) return DDP_ERR_INVALID;
     pthread_mutex_lock(&group->lock);
-    if (!op->done && !op->task && ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-    *done = (int)op->done;
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    *done = op->done;
     pthread_mutex_unlock(&group->lock);
     return DDP_OK;
 }
@@ -3860,11 +3840,9 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
         ddp__op *op = group->batch;
         ddp_result one;
         group->batch = op->next;
-        op->next = NULL;
         one = ddp__op_wait(group, op);
         if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
     }
-    group->batch_tail = NULL;
     return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
 }
 
@@ -4376,13 +4354,10 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 }
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
-    char cause[DDP__TEXT_MAX];
     ddp_result result;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
     result = group->backend->status(group, group->state);
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(cause, sizeof cause, "%s", ddp_last_error());
-    return ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, cause);
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
 }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
