@@ -734,8 +734,7 @@ typedef struct ddp__job_rank {
 } ddp__job_rank;
 
 typedef struct ddp__job {
-    uint64_t magic;
-    uint32_t version, world_size;
+    uint32_t world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
     char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
@@ -836,7 +835,6 @@ struct ddp_group {
     const ddp_backend *backend;
     const ddp_device *device;
     void *state;                 /* the backend's */
-    ddp_group *parent;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     int in_batch;
@@ -1874,14 +1872,15 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     return heap;
 }
 
-static int ddp__usable_cores(void) {
-    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
-    long bytes;
+/* The cores that this process may run on, as the system writes them. */
+enum { DDP__CPU_BITS = 8 * (int)sizeof(unsigned long), DDP__CPU_WORDS = 1024 / DDP__CPU_BITS };
+typedef struct ddp__cpus { unsigned long word[DDP__CPU_WORDS]; } ddp__cpus;
+
+static int ddp__usable_cores(ddp__cpus *cpus) {
     int cores = 0;
-    memset(mask, 0, sizeof mask);
-    bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask);
-    for (long i = 0; i < bytes; i++)
-        for (int bit = 0; bit < 8; bit++) cores += ((unsigned char *)mask)[i] >> bit & 1;
+    memset(cpus, 0, sizeof *cpus);
+    syscall(SYS_sched_getaffinity, 0, sizeof *cpus, cpus);
+    for (int i = 0; i < DDP__CPU_WORDS; i++) cores += __builtin_popcountl(cpus->word[i]);
     if (cores < 1) cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     return cores < 1 ? 1 : cores;
 }
@@ -1891,6 +1890,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__heap *heap;
+    ddp__cpus cpus;
     const char *folder;
     int fd = ddp__heap_file(&folder);
     *out = NULL;
@@ -1903,14 +1903,12 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     }
     heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
-    heap->job->magic = DDP__MAGIC;
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
-    heap->job->version = DDP__VERSION;
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
-    heap->job->cores = (uint32_t)ddp__usable_cores();
+    heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
     *out = heap;
     return DDP_OK;
 }
@@ -3850,80 +3848,79 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 /* What the environment, or the desc, says about this rank. This is the one place that reads the environment. */
 typedef struct ddp__identity {
-    int found, rank, world_size, local_rank, local_world_size;
-    const char *source;  /* the variable that decided, for messages */
-    char token[256];     /* equal on all ranks of a job, and on no other job of this user */
+    int found, rank, world_size, local_world_size;
+    char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
 
-/* A whole number from the environment: 1 set, 0 not set, -1 not a number (error line set). */
-static int ddp__env_int(const char *name, int *out) {
-    const char *text = getenv(name);
-    char *end;
-    long value;
-    if (!text || !*text) return 0;
-    errno = 0;
-    value = strtol(text, &end, 10);
-    if (*end || errno || value < 0 || value > 1 << 30) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
-        return -1;
-    }
-    *out = (int)value;
-    return 1;
-}
+/* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
+   this machine. */
+typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
-/* One launcher's four variables. The local ones may be absent: then the world is on this machine. */
-static int ddp__identity_from(ddp__identity *id, const char *rank, const char *size, const char *local_rank, const char *local_size) {
-    int got_rank = ddp__env_int(rank, &id->rank), got_size = ddp__env_int(size, &id->world_size), got;
-    if (got_rank < 0 || got_size < 0) return -1;
-    if (!got_rank && !got_size) return 0;
-    if (!got_rank || !got_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither", got_rank ? rank : size, got_rank ? size : rank);
-        return -1;
-    }
-    id->local_rank = id->rank;
-    id->local_world_size = id->world_size;
-    got = ddp__env_int(local_rank, &id->local_rank);
-    if (got < 0) return -1;
-    got = ddp__env_int(local_size, &id->local_world_size);
-    if (got < 0) return -1;
-    if (id->world_size < 1 || id->rank >= id->world_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", rank, id->rank, size, id->world_size, id->world_size - 1);
-        return -1;
-    }
-    if (id->local_world_size < 1 || id->local_world_size > id->world_size || id->local_rank >= id->local_world_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", local_rank, id->local_rank, *local_size ? local_size : "local ranks",
-                  id->local_world_size, size, id->world_size);
-        return -1;
-    }
-    id->source = rank;
-    id->found = 1;
-    return 1;
+/* A whole number from the environment; fallback when it is not set. */
+static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
+    const char *text = ddp__env_text(name);
+    char *end;
+    long value;
+    *out = fallback;
+    if (!*text) return DDP_OK;
+    errno = 0;
+    value = strtol(text, &end, 10);
+    if (*end || errno || value < 0 || value > 1 << 30)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+    *out = (int)value;
+    return DDP_OK;
 }
 
-/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. 0 or -1 with the error line set. */
-static int ddp__identity_resolve(ddp__identity *id) {
-    int got;
+static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
+    size_t used;
+    int local_rank;
+    if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
+    if (id->rank < 0 && id->world_size < 0) return DDP_OK;
+    if (id->rank < 0 || id->world_size < 0)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
+                         id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    if (ddp__env_int(from->local_rank, id->rank, &local_rank) != DDP_OK ||
+        ddp__env_int(from->local_size, id->world_size, &id->local_world_size) != DDP_OK) return DDP_ERR_INVALID;
+    if (id->world_size < 1 || id->rank >= id->world_size)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
+                         id->world_size - 1);
+    if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
+                         *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
+    used = (size_t)snprintf(id->token, sizeof id->token, "%s", from->name);
+    for (int i = 0; i < 4 && from->job[i]; i++)
+        used += (size_t)snprintf(id->token + used, sizeof id->token - used, ":%.100s", ddp__env_text(from->job[i]));
+    id->found = 1;
+    return DDP_OK;
+}
+
+/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
+static ddp_result ddp__identity_resolve(ddp__identity *id) {
+    static const ddp__launcher launchers[] = {
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+         {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+        {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID"}}};
+    enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
-    got = ddp__identity_from(id, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE");
-    if (got > 0) snprintf(id->token, sizeof id->token, "torch:%.60s:%.20s:%.80s:%.20s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"),
-                          ddp__env_text("TORCHELASTIC_RUN_ID"), ddp__env_text("TORCHELASTIC_RESTART_COUNT"));
-    if (got) return got < 0 ? -1 : 0;
-    got = ddp__identity_from(id, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
-    if (got > 0) snprintf(id->token, sizeof id->token, "ompi:%.100s:%.60s", ddp__env_text("PMIX_NAMESPACE"), ddp__env_text("OMPI_MCA_ess_base_jobid"));
-    if (got) return got < 0 ? -1 : 0;
-    got = ddp__identity_from(id, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
-    if (got > 0) snprintf(id->token, sizeof id->token, "pmi:%.100s:%d", ddp__env_text("PMI_PORT"), *ddp__env_text("PMI_PORT") ? 0 : (int)getppid());
-    if (got) return got < 0 ? -1 : 0;
-    if (!*ddp__env_text("SLURM_STEP_ID")) return 0; /* a batch script itself has SLURM_PROCID=0 and is no rank */
-    got = ddp__identity_from(id, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "");
-    if (got > 0) {
-        int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
-        if (on_node > 0) id->local_world_size = on_node < id->world_size ? on_node : id->world_size;
-        snprintf(id->token, sizeof id->token, "slurm:%.60s:%.60s", ddp__env_text("SLURM_JOB_ID"), ddp__env_text("SLURM_STEP_ID"));
+    for (int i = 0; i < LAUNCHERS; i++) {
+        if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
+        if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
+        if (!id->found) continue;
+        if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
+        if (i == SLURM) {
+            int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
+            if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
+        }
+        return DDP_OK;
     }
-    return got < 0 ? -1 : 0;
+    id->rank = 0;
+    id->world_size = id->local_world_size = 1;
+    return DDP_OK;
 }
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
@@ -3933,9 +3930,19 @@ typedef struct ddp__hello {
     uint64_t magic;
     uint32_t version;
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char token[256];
+    char token[416];
 } ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
+/* Says which rank could not join its world. */
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
+    char cause[DDP__TEXT_MAX];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(cause, sizeof cause, format, args);
+    va_end(args);
+    return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, cause);
+}
+
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
@@ -3956,182 +3963,220 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-static void ddp__send_welcome(int fd, ddp_result result, const char *text, int heap_fd) {
-    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
+/* A welcome under way, with room for one file descriptor beside it. */
+typedef struct ddp__parcel {
     ddp__welcome welcome;
     struct iovec data;
     struct msghdr message;
-    memset(&welcome, 0, sizeof welcome);
-    memset(&message, 0, sizeof message);
-    memset(&control, 0, sizeof control);
-    welcome.magic = DDP__MAGIC;
-    welcome.result = (int32_t)result;
-    snprintf(welcome.text, sizeof welcome.text, "%s", text);
-    data.iov_base = &welcome;
-    data.iov_len = sizeof welcome;
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    if (heap_fd >= 0) {
-        message.msg_control = &control;
-        message.msg_controllen = sizeof control;
-        control.header.cmsg_level = SOL_SOCKET;
-        control.header.cmsg_type = SCM_RIGHTS;
-        control.header.cmsg_len = CMSG_LEN(sizeof(int));
-        memcpy(CMSG_DATA(&control.header), &heap_fd, sizeof heap_fd);
-    }
-    sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
+} ddp__parcel;
+
+static void ddp__parcel_init(ddp__parcel *parcel) {
+    memset(parcel, 0, sizeof *parcel);
+    parcel->data.iov_base = &parcel->welcome;
+    parcel->data.iov_len = sizeof parcel->welcome;
+    parcel->message.msg_iov = &parcel->data;
+    parcel->message.msg_iovlen = 1;
+    parcel->message.msg_control = parcel->control;
+    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
 }
 
-static int ddp__socket(void) {
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-    if (fd >= 0) { fcntl(fd, F_SETFD, FD_CLOEXEC); fcntl(fd, F_SETFL, O_NONBLOCK); } /* connect waits for a full backlog otherwise */
-    return fd;
+/* connect waits for a full backlog unless the socket is non-blocking. */
+static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+
+/* Who has come to rank 0, and how the meeting goes. */
+enum { DDP__NOT_YET = -1, DDP__DEPARTED = -2 }; /* in place of a visitor's socket */
+typedef struct ddp__lobby {
+    const ddp__identity *id;
+    int timeout_ms;
+    double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
+    int fd[DDP_MAX_LOCAL_RANKS], pid[DDP_MAX_LOCAL_RANKS];
+    int waiting[128], waiting_count;   /* sockets whose hello is still to come */
+    ddp_result result;
+    char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
+} ddp__lobby;
+
+/* Tells a visitor how the meeting went, and hangs up. */
+static void ddp__send_welcome(const ddp__lobby *lobby, int fd, int heap_fd) {
+    ddp__parcel parcel;
+    struct cmsghdr *header;
+    ddp__parcel_init(&parcel);
+    parcel.welcome.magic = DDP__MAGIC;
+    parcel.welcome.result = (int32_t)lobby->result;
+    memcpy(parcel.welcome.text, lobby->text, sizeof parcel.welcome.text);
+    header = CMSG_FIRSTHDR(&parcel.message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &heap_fd, sizeof heap_fd);
+    if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
+    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    close(fd);
+}
+
+/* Visitors may go away again, such as a rank that its launcher starts anew. */
+static int ddp__is_there(ddp__lobby *lobby, int rank) {
+    char byte;
+    if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
+        close(lobby->fd[rank]);
+        lobby->fd[rank] = DDP__DEPARTED;
+    }
+    return lobby->fd[rank] >= 0;
 }
 
 /* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const ddp__identity *id, const int *fds, const int *pids, char *text, size_t room) {
-    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, id->token, sizeof hello->token) != 0) return DDP_ERR_INVALID;
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
+    int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
+    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
+        return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(text, room, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
-                 hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    else if (hello->world_size != id->world_size)
-        snprintf(text, room, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size, id->world_size);
-    else if (hello->rank <= 0 || hello->rank >= id->world_size || fds[hello->rank] >= 0)
-        snprintf(text, room, "two processes claim rank %d: pid %d and pid %d", hello->rank, pids[hello->rank < 0 || hello->rank >= id->world_size ? 0 : hello->rank], hello->pid);
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header",
+                 hello->rank, hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR,
+                 DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    else if (hello->world_size != lobby->id->world_size)
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid,
+                 hello->world_size, lobby->id->world_size);
+    else if (!in_range || ddp__is_there(lobby, hello->rank))
+        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0],
+                 hello->pid);
     else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
-enum { DDP__NOT_YET = -1, DDP__DEPARTED = -2 }; /* in place of a visitor's socket */
-
-/* Visitors that went away again, such as a rank that its launcher starts anew. How many. */
-static int ddp__drop_departed(int *fds, int world_size) {
-    int dropped = 0;
-    for (int r = 1; r < world_size; r++) {
-        char byte;
-        if (fds[r] < 0 || recv(fds[r], &byte, 1, MSG_DONTWAIT | MSG_PEEK) != 0) continue;
-        close(fds[r]);
-        fds[r] = DDP__DEPARTED;
-        dropped++;
+/* Takes in whoever knocks and reads the hellos that have come. 1 when somebody knocked. */
+static int ddp__lobby_admit(ddp__lobby *lobby, int listener) {
+    int knocked = accept(listener, NULL, NULL), i = 0;
+    if (knocked >= 0 && ddp__peer_of(knocked).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = knocked;
+    else if (knocked >= 0) close(knocked); /* another user, or a flood */
+    while (i < lobby->waiting_count && lobby->result == DDP_OK) {
+        ddp__hello hello;
+        int fd = lobby->waiting[i];
+        ssize_t size = recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
+        ddp_result verdict;
+        if (size < 0 && (errno == EAGAIN || errno == EINTR)) { i++; continue; }
+        lobby->waiting[i] = lobby->waiting[--lobby->waiting_count];
+        verdict = ddp__judge_hello(lobby, &hello, size);
+        if (verdict == DDP_OK) {
+            double patience = ddp_now() + hello.patience_ms * 1e-3;
+            lobby->fd[hello.rank] = fd;
+            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
+            if (patience < lobby->deadline) lobby->deadline = patience;
+        } else if (verdict == DDP_ERR_INVALID) {
+            close(fd);
+        } else {
+            lobby->result = verdict;
+            ddp__send_welcome(lobby, fd, -1);
+        }
     }
-    return dropped;
+    return knocked >= 0;
+}
+
+/* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
+static int ddp__lobby_missing(ddp__lobby *lobby) {
+    int missing = 0, departed = 0, last_departed = 0;
+    size_t used;
+    for (int r = 1; r < lobby->id->world_size; r++) {
+        missing += !ddp__is_there(lobby, r);
+        if (lobby->fd[r] != DDP__DEPARTED) continue;
+        departed++;
+        last_departed = r;
+    }
+    if (lobby->result != DDP_OK || missing == 0) return missing;
+    if (departed == missing) {
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed, lobby->pid[last_departed]);
+        lobby->result = DDP_ERR_PEER_LOST;
+    } else if (ddp_now() > lobby->deadline) {
+        used = (size_t)snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank", lobby->timeout_ms);
+        for (int r = 1; r < lobby->id->world_size && used < sizeof lobby->text - 8; r++)
+            if (lobby->fd[r] < 0) used += (size_t)snprintf(lobby->text + used, sizeof lobby->text - used, " %d", r);
+        lobby->result = DDP_ERR_TIMEOUT;
+    }
+    return missing;
 }
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
 static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
-    enum { WAITING_MAX = 128 };
-    int fds[DDP_MAX_LOCAL_RANKS], pids[DDP_MAX_LOCAL_RANKS], waiting[WAITING_MAX], waiting_count = 0, present = 1;
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp_result result = DDP_OK;
-    char text[DDP__TEXT_MAX] = "";
-    for (int r = 0; r < DDP_MAX_LOCAL_RANKS; r++) { fds[r] = DDP__NOT_YET; pids[r] = (int)getpid(); }
-    while (result == DDP_OK && present < id->world_size) {
-        int fd = accept(listener, NULL, NULL);
-        if (fd >= 0) {
-            if (ddp__peer_of(fd).uid == geteuid() && waiting_count < WAITING_MAX) waiting[waiting_count++] = fd;
-            else close(fd); /* another user, or a flood */
-        }
-        present -= ddp__drop_departed(fds, id->world_size);
-        for (int i = 0; i < waiting_count && result == DDP_OK; i++) {
-            ddp__hello hello;
-            ssize_t size = recv(waiting[i], &hello, sizeof hello, MSG_DONTWAIT);
-            if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-            result = ddp__judge_hello(&hello, size, id, fds, pids, text, sizeof text);
-            if (result == DDP_OK) {
-                double patience = ddp_now() + hello.patience_ms * 1e-3; /* whoever gives up first, all learn from us who is missing */
-                fds[hello.rank] = waiting[i];
-                pids[hello.rank] = (int)ddp__peer_of(waiting[i]).pid;
-                present++;
-                if (patience < deadline) deadline = patience;
-            } else if (result == DDP_ERR_INVALID) { close(waiting[i]); result = DDP_OK; }
-            else { ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
-            waiting[i--] = waiting[--waiting_count];
-        }
-        if (present == id->world_size) present -= ddp__drop_departed(fds, id->world_size);
-        for (int r = 1, missing = id->world_size - present; r < id->world_size && result == DDP_OK; r++) { /* only departed ones are missing */
-            if (fds[r] == DDP__NOT_YET) break;
-            if (fds[r] == DDP__DEPARTED && --missing == 0) {
-                snprintf(text, sizeof text, "rank %d (pid %d) went away before the world was complete", r, pids[r]);
-                result = DDP_ERR_PEER_LOST;
-            }
-        }
-        if (result == DDP_OK && present < id->world_size && ddp_now() > deadline) {
-            size_t used = (size_t)snprintf(text, sizeof text, "timed out after %d ms: missing rank", timeout_ms);
-            for (int r = 1; r < id->world_size && used < sizeof text - 8; r++)
-                if (fds[r] < 0) used += (size_t)snprintf(text + used, sizeof text - used, " %d", r);
-            result = DDP_ERR_TIMEOUT;
-        }
-        if (fd < 0 && present < id->world_size) usleep(500);
+    ddp__lobby lobby;
+    memset(&lobby, 0, sizeof lobby);
+    lobby.id = id;
+    lobby.timeout_ms = timeout_ms;
+    lobby.deadline = ddp_now() + timeout_ms * 1e-3;
+    for (int r = 0; r < id->world_size; r++) {
+        lobby.fd[r] = DDP__NOT_YET;
+        lobby.pid[r] = (int)getpid();
     }
-    for (int i = 0; i < waiting_count; i++) { if (result != DDP_OK) ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
-    for (int r = 1; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(heap, r, pids[r]);
+    for (;;) {
+        int knocked = ddp__lobby_admit(&lobby, listener), missing = ddp__lobby_missing(&lobby);
+        if (missing == 0 || lobby.result != DDP_OK) break;
+        if (!knocked) usleep(500);
+    }
+    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
     for (int r = 1; r < id->world_size; r++)
-        if (fds[r] >= 0) { ddp__send_welcome(fds[r], result, text, result == DDP_OK ? heap->fd : -1); close(fds[r]); }
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank 0/%d ddp_group_create: %s", id->world_size, text);
+        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r], heap->fd);
+    for (int i = 0; i < lobby.waiting_count; i++) {
+        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i], -1);
+        else close(lobby.waiting[i]); /* of no rank */
+    }
+    return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd. */
 static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
-    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
+    ddp__parcel parcel;
+    const ddp__welcome *welcome = &parcel.welcome;
+    struct cmsghdr *header;
     ssize_t n;
-    memset(&message, 0, sizeof message);
-    memset(&welcome, 0, sizeof welcome);
-    data.iov_base = &welcome;
-    data.iov_len = sizeof welcome;
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = &control;
-    message.msg_controllen = sizeof control;
-    while ((n = recvmsg(fd, &message, MSG_DONTWAIT)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
+    ddp_result result = DDP_OK;
+    *heap_fd = -1;
+    ddp__parcel_init(&parcel);
+    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
     if (n < 0 && errno == EAGAIN)
-        return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: rank 0 (pid %d) did not answer in time; some rank is missing", id->rank, id->world_size,
-                         (int)ddp__peer_of(fd).pid);
-    if (n != (ssize_t)sizeof welcome || welcome.magic != DDP__MAGIC)
-        return ddp__fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: rank 0 (pid %d) went away", id->rank, id->world_size, (int)ddp__peer_of(fd).pid);
-    welcome.text[sizeof welcome.text - 1] = 0;
-    if (welcome.result != 0) return ddp__fail((ddp_result)welcome.result, "rank %d/%d ddp_group_create: %.400s", id->rank, id->world_size, welcome.text);
-    if (message.msg_controllen < CMSG_LEN(sizeof(int)) || control.header.cmsg_type != SCM_RIGHTS)
-        return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: rank 0 sent no shared memory", id->rank, id->world_size);
-    memcpy(heap_fd, CMSG_DATA(&control.header), sizeof *heap_fd);
-    fcntl(*heap_fd, F_SETFD, FD_CLOEXEC);
-    return DDP_OK;
+        return ddp__join_fail(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
+    header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
+    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
+    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
+        result = ddp__join_fail(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
+    else if (welcome->result != 0) result = ddp__join_fail(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    else if (*heap_fd < 0) result = ddp__join_fail(id, DDP_ERR_SYSTEM, "rank 0 sent no shared memory");
+    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+    return result;
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, int *heap_fd) {
+static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     double deadline = ddp_now() + timeout_ms * 1e-3;
     ddp__hello hello;
     ddp_result result;
-    int fd;
+    int fd, heap_fd;
+    for (;;) { /* rank 0 may not be up yet */
+        fd = ddp__socket();
+        if (fd < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+        if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
+        close(fd);
+        if (ddp_now() > deadline) return ddp__join_fail(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
+        usleep(1000);
+    }
+    if (ddp__peer_of(fd).uid != geteuid()) {
+        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+        close(fd);
+        return result;
+    }
     memset(&hello, 0, sizeof hello);
     hello.magic = DDP__MAGIC;
     hello.version = DDP__VERSION;
     hello.world_size = id->world_size;
     hello.rank = id->rank;
     hello.pid = (int32_t)getpid();
+    hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
     memcpy(hello.token, id->token, sizeof hello.token);
-    for (;;) { /* rank 0 may not be up yet */
-        fd = ddp__socket();
-        if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: socket: %s", id->rank, id->world_size, strerror(errno));
-        if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
-        close(fd);
-        if (ddp_now() > deadline)
-            return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", id->rank, id->world_size, timeout_ms);
-        usleep(1000);
-    }
-    if (ddp__peer_of(fd).uid != geteuid()) {
-        result = ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: this job's socket belongs to another user (uid %ld)", id->rank, id->world_size, (long)ddp__peer_of(fd).uid);
-    } else {
-        hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
-        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
-    }
+    send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
+    result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     close(fd);
-    return result;
+    if (result != DDP_OK) return result;
+    *out = ddp__heap_wrap(heap_fd, 0);
+    if (*out) return DDP_OK;
+    return ddp__join_fail(id, DDP_ERR_NO_MEMORY, "the job's shared memory could not be mapped");
 }
 
 static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
@@ -4139,19 +4184,15 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     socklen_t length = ddp__job_address(&address, id->token);
     int listener = ddp__socket();
     ddp_result result;
-    if (listener < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: socket: %s", id->world_size, strerror(errno));
-    if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
-        int error = errno;
-        close(listener);
-        if (error == EADDRINUSE)
-            return ddp__fail(DDP_ERR_MISMATCH, "rank 0/%d ddp_group_create: another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
-                             id->world_size, id->token);
-        return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: bind: %s", id->world_size, strerror(error));
-    }
-    result = ddp__heap_create(out, id->world_size, 0, 0);
-    if (result == DDP_OK) {
-        result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
-        if (result != DDP_OK) { ddp__heap_release(*out); *out = NULL; }
+    if (listener < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 128) == 0) {
+        result = ddp__heap_create(out, id->world_size, 0, 0);
+        if (result == DDP_OK) result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
+        if (result != DDP_OK && *out) ddp__heap_release(*out);
+    } else if (errno == EADDRINUSE) {
+        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+    } else {
+        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
     }
     close(listener);
     return result;
@@ -4159,21 +4200,9 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    int fd = -1;
-    ddp_result result;
-    *out = NULL;
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
-    if (id->rank == 0) {
-        result = ddp__rendezvous_host(id, timeout_ms, out);
-    } else {
-        result = ddp__rendezvous_visit(id, timeout_ms, &fd);
-        if (result == DDP_OK && !(*out = ddp__heap_wrap(fd, 0)))
-            result = ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_create: the job's shared memory could not be mapped", id->rank, id->world_size);
-    }
-    if (result != DDP_OK) return result;
-    if (id->rank == 0) ddp__rank_enter(*out, 0, (int)getpid());
-    return DDP_OK;
+    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4199,8 +4228,8 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     return DDP_OK;
 }
 
-/* A handle without a backend yet. desc is resolved. */
-static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world_size) {
+/* A handle without its backend's state yet. desc is resolved. */
+static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
     if (!group) { ddp__fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
     memset(group, 0, sizeof *group);
@@ -4211,6 +4240,7 @@ static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world
     group->world_size = world_size;
     group->local_rank = rank;
     group->local_world_size = world_size;
+    group->backend = backend;
     group->device = desc->device;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
@@ -4227,32 +4257,24 @@ static void ddp__group_delete(ddp_group *group) {
     ddp__aligned_free(desc.free_fn, desc.user, group);
 }
 
-/* A world over the ranks of a heap; takes no reference. */
-static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_group *group = ddp__group_new(desc, rank, (int)heap->job->world_size);
+/* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
+    ddp_group *group = ddp__group_new(desc, backend, rank, world_size);
     ddp_result result;
     if (!group) return DDP_ERR_NO_MEMORY;
-    group->backend = ddp__backend_local();
-    result = ddp__local_world(group, heap);
-    if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    ((ddp__local *)group->state)->owns_rank = owns_rank;
-    if (heap->job->folder[0]) {
-        char text[96];
-        snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
-        ddp__log(group, text);
-    }
-    *out = group;
-    return DDP_OK;
+    result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
+    if (result == DDP_OK) *out = group;
+    else ddp__group_delete(group);
+    return result;
 }
 
-static ddp_result ddp__world_on_backend(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
-    ddp_group *group = ddp__group_new(desc, rank, world_size);
-    ddp_result result;
-    if (!group) return DDP_ERR_NO_MEMORY;
-    group->backend = backend;
-    result = backend->open(group, &group->state);
-    if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    *out = group;
+static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
+    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
+    char text[96];
+    if (result != DDP_OK) return result;
+    ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
+    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
+    if (heap->job->folder[0]) ddp__log(*out, text);
     return DDP_OK;
 }
 
@@ -4264,17 +4286,16 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     if (desc->world_size > 0) {
         memset(&id, 0, sizeof id);
         id.found = 1;
-        id.rank = id.local_rank = desc->rank;
+        id.rank = desc->rank;
         id.world_size = id.local_world_size = desc->world_size;
         snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
     } else if (ddp__here.heap) {
         return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
-    } else if (ddp__identity_resolve(&id) != 0) {
+    } else if (ddp__identity_resolve(&id) != DDP_OK) {
         return DDP_ERR_INVALID;
     }
-    if (!id.found) { id.rank = 0; id.world_size = id.local_world_size = 1; }
-    if (desc->backend) return ddp__world_on_backend(out, desc, desc->backend, id.rank, id.world_size);
-    if (id.world_size == 1) return ddp__world_on_backend(out, desc, ddp__backend_self(), 0, 1);
+    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
+    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
         return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: give "
                          "desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
@@ -4294,34 +4315,33 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (result != DDP_OK) return result;
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
         return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_on_backend(out, &d, ddp__backend_self(), 0, 1);
+    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" on one machine", d.init_method);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" on one "
+                         "machine", d.init_method);
     return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
 }
 
-/* Members of this rank's color, ordered by key, then rank. The rank's own place in *me. */
+/* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
 static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
     int count = 0;
     for (int r = 0; r < world_size; r++) {
-        int at;
+        int at = count;
         if (table[2 * r] != table[2 * rank]) continue;
-        for (at = count; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
+        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
         members[at] = r;
         count++;
     }
-    for (int i = 0; i < count; i++) if (members[i] == rank) *me = i;
+    for (*me = 0; members[*me] != rank;) ++*me;
     return count;
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
     int32_t mine[2], *table;
     int *members, count = 0, me = 0;
-    ddp_group_desc desc;
     ddp_group *child = NULL;
     ddp_call call;
-    char name[32];
     ddp_result result;
     if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
@@ -4335,17 +4355,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     result = ddp__submit(group, &call, NULL);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        desc = group->desc;
-        snprintf(name, sizeof name, "%.20s.%d", group->name, color);
-        desc.name = name;
-        child = ddp__group_new(&desc, me, count);
-        if (child) { child->parent = group; child->backend = group->backend; }
+        child = ddp__group_new(&group->desc, group->backend, me, count);
+        if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
         void *state = NULL;
-        ddp_result split = group->backend->split(group, group->state, child, members, count, &state);
+        result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
-        result = color >= 0 && !child ? DDP_ERR_NO_MEMORY : split;
+        else if (color >= 0) result = DDP_ERR_NO_MEMORY;
     }
     if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
     ddp_group_mfree(group, table);
@@ -4373,15 +4390,13 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (group->thread_started) {
         char text[96];
         int pending;
-        pthread_mutex_lock(&group->lock);
-        pending = group->head != NULL || group->running || group->p2p;
-        pthread_mutex_unlock(&group->lock);
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
-        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         pthread_mutex_lock(&group->lock);
+        pending = group->head || group->running || group->p2p;
         group->stopping = 1;
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
+        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         pthread_join(group->thread, NULL);
     }
     group->backend->close(group, group->state);
@@ -4415,25 +4430,23 @@ typedef struct ddp__launch {
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
-    int world_size;
-    unsigned long cpus[1024 / (8 * sizeof(unsigned long))]; /* that the caller may use */
+    int world_size, interrupted; /* interrupted: by SIGINT or SIGTERM */
+    ddp__cpus cpus;              /* the caller's */
 } ddp__launch;
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
 /* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
-    unsigned long mine[1024 / (8 * sizeof(unsigned long))];
+    ddp__cpus mine = DDP_ZERO;
     int cores = (int)launch->heap->job->cores, first = rank * cores / launch->world_size, last = (rank + 1) * cores / launch->world_size, seen = 0;
-    const size_t bits = 8 * sizeof mine[0];
     if (launch->desc->no_affinity || launch->world_size > cores) return;
-    memset(mine, 0, sizeof mine);
-    for (size_t cpu = 0; cpu < 1024; cpu++) {
-        if (!(launch->cpus[cpu / bits] >> cpu % bits & 1)) continue;
-        if (seen >= first && seen < last) mine[cpu / bits] |= 1ul << cpu % bits;
-        seen++;
+    for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
+        unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
+        if (bit && seen >= first && seen < last) mine.word[cpu / DDP__CPU_BITS] |= bit;
+        seen += bit != 0;
     }
-    syscall(SYS_sched_setaffinity, 0, sizeof mine, mine);
+    syscall(SYS_sched_setaffinity, 0, sizeof mine, &mine);
 }
 
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
@@ -4449,15 +4462,14 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-static void ddp__unset_thread_variables(int set) {
-    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
-}
-
-static void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *text) {
+static __attribute__((format(printf, 4, 5))) void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *format, ...) {
     ddp__job_rank *me = &heap->job->rank[rank];
     uint32_t nobody = 0;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(me->text, sizeof me->text, format, args);
+    va_end(args);
     me->result = (int32_t)result;
-    snprintf(me->text, sizeof me->text, "%s", text);
     __atomic_compare_exchange_n(&heap->job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
@@ -4466,7 +4478,6 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp_group *world = NULL;
     ddp__place outside = ddp__here;
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     ddp__error_text[0] = 0;
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
@@ -4474,11 +4485,9 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
-    if (result != DDP_OK) {
-        if (ddp_last_error()[0]) snprintf(text, sizeof text, "%s", ddp_last_error());
-        else snprintf(text, sizeof text, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
-        ddp__note_failure(launch->heap, rank, result, text);
-    }
+    if (result != DDP_OK && ddp_last_error()[0]) ddp__note_failure(launch->heap, rank, result, "%s", ddp_last_error());
+    else if (result != DDP_OK)
+        ddp__note_failure(launch->heap, rank, result, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
@@ -4505,13 +4514,15 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
 /* Records how a child ended. 1 when that is a failure. */
 static int ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
-    char text[160];
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !WIFSIGNALED(status)) return r->result != 0;
     r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (r->signal_number) snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank, launch->world_size, r->pid, r->signal_number);
-    else snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function returned", rank, launch->world_size, r->pid, r->exit_status);
-    ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, text);
+    if (r->signal_number)
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank, launch->world_size, r->pid,
+                          r->signal_number);
+    else
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function returned", rank,
+                          launch->world_size, r->pid, r->exit_status);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
     return 1;
 }
@@ -4521,19 +4532,16 @@ static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
 }
 
 /* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
-static int ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
-    int alive = 0, interrupted = 0;
-    double deadline = failed ? ddp_now() + launch->group.timeout_ms * 1e-3 : 0;
+static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
+    int alive = 0;
+    double deadline = 0; /* 0 = none: nothing has gone wrong yet */
+    const struct timespec slice = {0, 20000000};
     for (int r = 0; r < launch->world_size; r++) alive += pids[r] > 0;
     while (alive > 0) {
-        struct timespec slice;
         siginfo_t info;
-        int number;
-        slice.tv_sec = 0;
-        slice.tv_nsec = 20000000;
-        number = sigtimedwait(watched, &info, &slice);
+        int number = sigtimedwait(watched, &info, &slice);
         if (number == SIGINT || number == SIGTERM) {
-            interrupted = number;
+            launch->interrupted = 1;
             ddp__signal_ranks(pids, launch->world_size, number);
         }
         for (int r = 0; r < launch->world_size; r++) {
@@ -4544,16 +4552,15 @@ static int ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const 
             pids[r] = 0;
             alive--;
         }
-        if ((failed || interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
+        if ((failed || launch->interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
         if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
     }
-    return interrupted;
 }
 
-static int ddp__launch_processes(ddp__launch *launch) {
+static void ddp__launch_processes(ddp__launch *launch) {
     pid_t pids[DDP_MAX_LOCAL_RANKS];
     sigset_t watched, old;
-    int interrupted, failed = 0;
+    int failed = 0;
     sigemptyset(&watched);
     sigaddset(&watched, SIGINT);
     sigaddset(&watched, SIGTERM);
@@ -4563,18 +4570,13 @@ static int ddp__launch_processes(ddp__launch *launch) {
     memset(pids, 0, sizeof pids);
     for (int r = 0; r < launch->world_size && !failed; r++) {
         pids[r] = ddp__fork_rank(launch, r, &old);
-        if (pids[r] < 0) {
-            char text[160];
-            snprintf(text, sizeof text, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
-            pids[r] = 0;
-            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
-            failed = 1;
-        }
+        if (pids[r] >= 0) continue;
+        failed = 1;
+        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
     }
     if (failed) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
-    interrupted = ddp__watch_ranks(launch, pids, failed, &watched);
+    ddp__watch_ranks(launch, pids, failed, &watched);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    return interrupted;
 }
 
 /* --- ranks as threads --- */
@@ -4596,25 +4598,23 @@ static void ddp__launch_threads(ddp__launch *launch) {
         threads[r].rank = r;
         error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
         threads[r].started = error == 0;
-        if (error) {
-            char text[160];
-            snprintf(text, sizeof text, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
-            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
-            ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
-        }
+        if (!error) continue;
+        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size,
+                          strerror(error));
+        ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
-    ddp__unset_thread_variables(set);
+    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
 /* One attempt: a heap of its own, all ranks, and the first failure. */
-static ddp_result ddp__launch_once(ddp__launch *launch, int *interrupted) {
-    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, launch->desc->mode == DDP_LAUNCH_THREADS, 1);
+static ddp_result ddp__launch_once(ddp__launch *launch) {
+    int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
+    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
     uint32_t failed;
-    *interrupted = 0;
     if (result != DDP_OK) return result;
-    if (launch->desc->mode == DDP_LAUNCH_THREADS) ddp__launch_threads(launch);
-    else *interrupted = ddp__launch_processes(launch);
+    if (threads) ddp__launch_threads(launch);
+    else ddp__launch_processes(launch);
     failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
     if (failed) {
         const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
@@ -4645,13 +4645,14 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     ddp__launch launch;
     ddp__identity id;
     ddp_result result;
-    int interrupted = 0;
+    int cores;
     memset(&launch, 0, sizeof launch);
     launch.desc = desc ? desc : &none;
     if (!fn) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size, DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
+    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
     if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
     if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
         return ddp__fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
@@ -4659,18 +4660,16 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.group.rank = launch.group.world_size = 0;
     result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
-    if (ddp__here.heap) return ddp__launch_join(launch.desc, fn, user);
-    if (ddp__identity_resolve(&id) != 0) return DDP_ERR_INVALID;
-    if (id.found) return ddp__launch_join(launch.desc, fn, user);
+    if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
+    cores = ddp__usable_cores(&launch.cpus);
+    if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = launch.desc->world_size ? launch.desc->world_size : ddp__usable_cores();
-    if (launch.world_size > DDP_MAX_LOCAL_RANKS) launch.world_size = DDP_MAX_LOCAL_RANKS;
-    if (launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    syscall(SYS_sched_getaffinity, 0, sizeof launch.cpus, launch.cpus);
+    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
+    if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
     for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
-        result = ddp__launch_once(&launch, &interrupted);
-        if (result == DDP_OK || interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+        result = ddp__launch_once(&launch);
+        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
     }
     return result;
 }
