@@ -1743,27 +1743,23 @@ static int ddp__heap_file(const char **folder) {
     return fd;
 }
 
+static void ddp__mapping_drop(ddp__mapping **link) {
+    ddp__mapping *m = *link;
+    *link = m->next;
+    munmap(m->memory, m->size);
+    free(m);
+}
+
 static void ddp__heap_release(ddp__heap *heap) {
-    int references;
-    pthread_mutex_lock(&heap->lock);
-    references = --heap->references;
-    pthread_mutex_unlock(&heap->lock);
-    if (references > 0) return;
-    while (heap->mappings) {
-        ddp__mapping *m = heap->mappings;
-        heap->mappings = m->next;
-        munmap(m->memory, m->size);
-        free(m);
-    }
-    if (heap->fd >= 0) close(heap->fd);
+    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    while (heap->mappings) ddp__mapping_drop(&heap->mappings);
+    close(heap->fd);
     pthread_mutex_destroy(&heap->lock);
     free(heap);
 }
 
 static ddp__heap *ddp__heap_retain(ddp__heap *heap) {
-    pthread_mutex_lock(&heap->lock);
-    heap->references++;
-    pthread_mutex_unlock(&heap->lock);
+    ddp__fetch_add(&heap->references, 1);
     return heap;
 }
 
@@ -1779,7 +1775,7 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
         return NULL;
     }
     if (start > space) munmap(space, (size_t)(start - space));
-    if (space + size + extra > start + size) munmap(start + size, (size_t)(space + size + extra - (start + size)));
+    if (space + extra > start) munmap(start + size, (size_t)(space + extra - start));
 #ifdef MADV_HUGEPAGE
     if (extra) madvise(start, size, MADV_HUGEPAGE);
 #endif
@@ -1792,19 +1788,13 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     pthread_mutex_lock(&heap->lock);
     for (m = heap->mappings; m; m = m->next)
         if (m->offset == offset && m->size == size) break;
-    if (!m) {
-        void *memory = ddp__map_aligned(heap->fd, offset, size);
-        m = memory ? (ddp__mapping *)malloc(sizeof *m) : NULL;
-        if (m) {
-            m->offset = offset;
-            m->size = size;
-            m->memory = memory;
-            m->references = 0;
-            m->next = heap->mappings;
-            heap->mappings = m;
-        } else if (memory) {
-            munmap(memory, size);
-        }
+    if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
+        m->offset = offset;
+        m->size = size;
+        m->memory = ddp__map_aligned(heap->fd, offset, size);
+        m->next = heap->mappings;
+        if (m->memory) heap->mappings = m;
+        else { free(m); m = NULL; }
     }
     if (m) m->references++;
     pthread_mutex_unlock(&heap->lock);
@@ -1812,17 +1802,10 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
+    ddp__mapping **link = &heap->mappings;
     pthread_mutex_lock(&heap->lock);
-    for (ddp__mapping **link = &heap->mappings; *link; link = &(*link)->next) {
-        ddp__mapping *m = *link;
-        if (m->memory != memory) continue;
-        if (--m->references == 0) {
-            *link = m->next;
-            munmap(m->memory, m->size);
-            free(m);
-        }
-        break;
-    }
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    if (*link && --(*link)->references == 0) ddp__mapping_drop(link);
     pthread_mutex_unlock(&heap->lock);
 }
 
@@ -1835,14 +1818,19 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     return offset;
 }
 
-/* Gives pages back to the system; the offsets stay used. */
-static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
+/* fallocate(2) by its number: the declaration needs _GNU_SOURCE. */
+static int ddp__fallocate(const ddp__heap *heap, int mode, uint64_t offset, size_t size) {
 #if defined(SYS_fallocate) && defined(__LP64__)
-    syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
+    return (int)syscall(SYS_fallocate, heap->fd, mode, (long)offset, (long)size);
 #else
-    (void)heap; (void)offset; (void)size;
+    (void)heap; (void)mode; (void)offset; (void)size;
+    errno = ENOSYS;
+    return -1;
 #endif
 }
+
+/* Gives pages back to the system; the offsets stay used. */
+static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) { ddp__fallocate(heap, 3 /* KEEP_SIZE | PUNCH_HOLE */, offset, size); }
 
 /* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
 static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
@@ -1850,13 +1838,7 @@ static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t 
     size_t slack = (uintptr_t)memory - low;
     if (madvise((void *)low, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
     if (errno != EINVAL) return 0;
-#if defined(SYS_fallocate) && defined(__LP64__)
-    if (syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0) return 1;
-    return errno == EOPNOTSUPP || errno == ENOSYS;
-#else
-    (void)heap; (void)offset;
-    return 1;
-#endif
+    return ddp__fallocate(heap, 0, offset - slack, size + slack) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
 /* Wraps a file descriptor; the heap owns it from here on. */
@@ -1899,7 +1881,8 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
+        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
+                         (unsigned long long)limit.rlim_cur);
     }
     heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
@@ -1947,24 +1930,21 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
 static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
-    char s = '?';
-    if (state == DDP__RANK_LOST) {
-        if (r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
-        else snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
-        return 1;
+    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
+    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
+    else if (state == DDP__RANK_LEFT && r->result)
+        snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
+    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
+    else {
+        char s = '?';
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+        if (kill(r->pid, 0) == 0 || errno != ESRCH) {
+            uint64_t start = ddp__process_start_time(r->pid, &s);
+            if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
+            if (start == r->start_time && s != 'Z' && s != 'X') return 0;
+        }
+        snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
     }
-    if (state == DDP__RANK_LEFT) {
-        if (r->result) snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
-        else snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
-        return 1;
-    }
-    if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
-    if (kill(r->pid, 0) == 0 || errno != ESRCH) {
-        uint64_t start = ddp__process_start_time(r->pid, &s);
-        if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
-        if (start == r->start_time && s != 'Z' && s != 'X') return 0;
-    }
-    snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
     return 1;
 }
 
@@ -3399,8 +3379,7 @@ static const ddp_backend *ddp__backend_local(void) {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
-typedef struct ddp__self_memory { void *memory; struct ddp__self_memory *next; } ddp__self_memory;
-typedef struct ddp__self { uint32_t aborted; char text[DDP__TEXT_MAX]; ddp__self_memory *memories; } ddp__self;
+typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
     *state = ddp__group_calloc(group, sizeof(ddp__self));
@@ -3408,17 +3387,13 @@ static ddp_result ddp__self_open(ddp_group *group, void **state) {
 }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    size_t element = ddp__dtype_size(call->dtype), from = 0, to = 0, count = call->count;
+    size_t element = ddp__dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
+    size_t from = call->send_offsets ? call->send_offsets[0] : 0, to = call->recv_offsets ? call->recv_offsets[0] : 0;
     (void)group;
-    if (((ddp__self *)state)->aborted) return DDP_ERR_POISONED;
+    if (((ddp__self *)state)->cause != DDP_OK) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER || call->kind == DDP_CALL_BROADCAST) return DDP_OK;
-    if (call->kind == DDP_CALL_ALL_GATHER_V) { to = call->recv_offsets[0]; count = call->recv_counts[0]; }
-    if (call->kind == DDP_CALL_ALL_TO_ALL_V) {
-        from = call->send_offsets[0];
-        to = call->recv_offsets[0];
-        count = call->recv_counts[0];
-        if (count != call->send_counts[0]) return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
-    }
+    if (call->send_counts && count != call->send_counts[0])
+        return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
     if (count && (const unsigned char *)call->send + from * element != (unsigned char *)call->recv + to * element)
         memmove((unsigned char *)call->recv + to * element, (const unsigned char *)call->send + from * element, count * element);
     if (call->op == DDP_OP_AVG && ddp__has_op(call->kind) && call->divisor > 1) ddp__divide(call->recv, count, call->dtype, call->divisor);
@@ -3433,44 +3408,44 @@ static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *chi
 
 static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__self *self = (ddp__self *)state;
-    ddp__self_memory *entry = (ddp__self_memory *)ddp_group_malloc(group, sizeof *entry);
-    *out = entry ? ddp__group_calloc(group, size_bytes) : NULL;
-    if (!*out) { ddp_group_mfree(group, entry); return DDP_ERR_NO_MEMORY; }
-    entry->memory = *out;
-    entry->next = self->memories;
-    self->memories = entry;
+    ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    *out = region ? ddp__group_calloc(group, size_bytes) : NULL;
+    if (!*out) { ddp_group_mfree(group, region); return DDP_ERR_NO_MEMORY; }
+    region->mine = (unsigned char *)*out;
+    region->next = self->regions;
+    self->regions = region;
     return DDP_OK;
 }
 
 static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
-    for (ddp__self_memory **link = &((ddp__self *)state)->memories; *link; link = &(*link)->next) {
-        ddp__self_memory *entry = *link;
-        if (entry->memory != memory) continue;
-        *link = entry->next;
-        ddp_group_mfree(group, memory);
-        ddp_group_mfree(group, entry);
-        return DDP_OK;
-    }
-    return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    ddp__region **link = &((ddp__self *)state)->regions, *region;
+    while (*link && (*link)->mine != memory) link = &(*link)->next;
+    region = *link;
+    if (!region)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    *link = region->next;
+    ddp_group_mfree(group, memory);
+    ddp_group_mfree(group, region);
+    return DDP_OK;
 }
 
 static ddp_result ddp__self_status(const ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
-    return self->aborted ? ddp__fail((ddp_result)-(int)self->aborted, "%s", self->text) : DDP_OK;
+    return self->cause == DDP_OK ? DDP_OK : ddp__fail(self->cause, "%s", self->text);
 }
 
 static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
-    if (self->aborted) return;
+    if (self->cause != DDP_OK) return;
     snprintf(self->text, sizeof self->text, "%s", text);
-    self->aborted = (uint32_t)-(int)cause;
+    self->cause = cause;
 }
 
 static void ddp__self_close(ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
-    while (self->memories) ddp__self_free(group, state, self->memories->memory);
+    while (self->regions) ddp__self_free(group, state, self->regions->mine);
     ddp_group_mfree(group, state);
 }
 
@@ -3589,15 +3564,17 @@ static void *ddp__thread_main(void *argument) {
     while (!group->stopping) {
         if (group->head && !group->running) {
             ddp__queue_step(group, 1);
-        } else if (group->p2p) {
-            ddp__p2p_step_all(group);
-            if (!group->p2p || (group->head && !group->running)) continue;
-            pthread_mutex_unlock(&group->lock);
-            ddp__p2p_rest(group, 1);
-            pthread_mutex_lock(&group->lock);
-        } else {
-            pthread_cond_wait(&group->work_cond, &group->lock);
+            continue;
         }
+        if (!group->p2p) {
+            pthread_cond_wait(&group->work_cond, &group->lock);
+            continue;
+        }
+        ddp__p2p_step_all(group);
+        if (!group->p2p || (group->head && !group->running)) continue;
+        pthread_mutex_unlock(&group->lock);
+        ddp__p2p_rest(group, 1);
+        pthread_mutex_lock(&group->lock);
     }
     pthread_mutex_unlock(&group->lock);
     return NULL;
@@ -3868,7 +3845,8 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     errno = 0;
     value = strtol(text, &end, 10);
     if (*end || errno || value < 0 || value > 1 << 30)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+                         name, text);
     *out = (int)value;
     return DDP_OK;
 }
@@ -3923,16 +3901,6 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
-   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
-
-typedef struct ddp__hello {
-    uint64_t magic;
-    uint32_t version;
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char token[416];
-} ddp__hello;
-typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 /* Says which rank could not join its world. */
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
     char cause[DDP__TEXT_MAX];
@@ -3943,6 +3911,16 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp
     return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, cause);
 }
 
+/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
+   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
+
+typedef struct ddp__hello {
+    uint64_t magic;
+    uint32_t version;
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char token[416];
+} ddp__hello;
+typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
@@ -3955,11 +3933,9 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
 }
 
 static ddp__ucred ddp__peer_of(int fd) {
-    ddp__ucred peer;
+    ddp__ucred peer = DDP_ZERO;
     socklen_t size = sizeof peer;
-    memset(&peer, 0, sizeof peer);
-    peer.uid = (uid_t)-1;
-    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
     return peer;
 }
 
@@ -4037,24 +4013,25 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, s
         snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid,
                  hello->world_size, lobby->id->world_size);
     else if (!in_range || ddp__is_there(lobby, hello->rank))
-        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0],
-                 hello->pid);
+        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
+                 lobby->pid[in_range ? hello->rank : 0], hello->pid);
     else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. 1 when somebody knocked. */
-static int ddp__lobby_admit(ddp__lobby *lobby, int listener) {
-    int knocked = accept(listener, NULL, NULL), i = 0;
-    if (knocked >= 0 && ddp__peer_of(knocked).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = knocked;
-    else if (knocked >= 0) close(knocked); /* another user, or a flood */
-    while (i < lobby->waiting_count && lobby->result == DDP_OK) {
+/* Takes in whoever knocks and reads the hellos that have come. */
+static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
+    for (int fd; (fd = accept(listener, NULL, NULL)) >= 0;) {
+        if (ddp__peer_of(fd).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = fd;
+        else close(fd); /* another user, or a flood */
+    }
+    for (int i = 0; i < lobby->waiting_count && lobby->result == DDP_OK; i++) {
         ddp__hello hello;
         int fd = lobby->waiting[i];
         ssize_t size = recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
         ddp_result verdict;
-        if (size < 0 && (errno == EAGAIN || errno == EINTR)) { i++; continue; }
-        lobby->waiting[i] = lobby->waiting[--lobby->waiting_count];
+        if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+        lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
         verdict = ddp__judge_hello(lobby, &hello, size);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
@@ -4068,7 +4045,6 @@ static int ddp__lobby_admit(ddp__lobby *lobby, int listener) {
             ddp__send_welcome(lobby, fd, -1);
         }
     }
-    return knocked >= 0;
 }
 
 /* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
@@ -4083,7 +4059,8 @@ static int ddp__lobby_missing(ddp__lobby *lobby) {
     }
     if (lobby->result != DDP_OK || missing == 0) return missing;
     if (departed == missing) {
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed, lobby->pid[last_departed]);
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed,
+                 lobby->pid[last_departed]);
         lobby->result = DDP_ERR_PEER_LOST;
     } else if (ddp_now() > lobby->deadline) {
         used = (size_t)snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank", lobby->timeout_ms);
@@ -4096,8 +4073,7 @@ static int ddp__lobby_missing(ddp__lobby *lobby) {
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
 static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
-    ddp__lobby lobby;
-    memset(&lobby, 0, sizeof lobby);
+    ddp__lobby lobby = DDP_ZERO;
     lobby.id = id;
     lobby.timeout_ms = timeout_ms;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
@@ -4105,10 +4081,10 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
         lobby.fd[r] = DDP__NOT_YET;
         lobby.pid[r] = (int)getpid();
     }
-    for (;;) {
-        int knocked = ddp__lobby_admit(&lobby, listener), missing = ddp__lobby_missing(&lobby);
-        if (missing == 0 || lobby.result != DDP_OK) break;
-        if (!knocked) usleep(500);
+    ddp__lobby_admit(&lobby, listener);
+    while (ddp__lobby_missing(&lobby) && lobby.result == DDP_OK) {
+        usleep(500);
+        ddp__lobby_admit(&lobby, listener);
     }
     for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
     for (int r = 1; r < id->world_size; r++)
@@ -4120,16 +4096,16 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
     return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
 }
 
-/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd. */
+/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
 static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
     ddp__parcel parcel;
     const ddp__welcome *welcome = &parcel.welcome;
     struct cmsghdr *header;
     ssize_t n;
     ddp_result result = DDP_OK;
-    *heap_fd = -1;
     ddp__parcel_init(&parcel);
-    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
+    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
+        usleep(300);
     if (n < 0 && errno == EAGAIN)
         return ddp__join_fail(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
     header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
@@ -4146,9 +4122,9 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello;
+    ddp__hello hello = DDP_ZERO;
     ddp_result result;
-    int fd, heap_fd;
+    int fd, heap_fd = -1;
     for (;;) { /* rank 0 may not be up yet */
         fd = ddp__socket();
         if (fd < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
@@ -4159,19 +4135,17 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     }
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = ddp__join_fail(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-        close(fd);
-        return result;
+    } else {
+        hello.magic = DDP__MAGIC;
+        hello.version = DDP__VERSION;
+        hello.world_size = id->world_size;
+        hello.rank = id->rank;
+        hello.pid = (int32_t)getpid();
+        hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
+        memcpy(hello.token, id->token, sizeof hello.token);
+        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
+        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
-    memset(&hello, 0, sizeof hello);
-    hello.magic = DDP__MAGIC;
-    hello.version = DDP__VERSION;
-    hello.world_size = id->world_size;
-    hello.rank = id->rank;
-    hello.pid = (int32_t)getpid();
-    hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
-    memcpy(hello.token, id->token, sizeof hello.token);
-    send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-    result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     close(fd);
     if (result != DDP_OK) return result;
     *out = ddp__heap_wrap(heap_fd, 0);
@@ -4190,7 +4164,8 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
         if (result == DDP_OK) result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
         if (result != DDP_OK && *out) ddp__heap_release(*out);
     } else if (errno == EADDRINUSE) {
-        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
+                                id->token);
     } else {
         result = ddp__join_fail(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
     }
@@ -4201,7 +4176,8 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
     return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
 
@@ -4219,7 +4195,8 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    if (out->timeout_ms < 0) return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
+    if (out->timeout_ms < 0)
+        return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
     if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
         return ddp__fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
     if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
@@ -4297,8 +4274,8 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
     if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: give "
-                         "desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: "
+                         "give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
     result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
     if (result != DDP_OK) return result;
     result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
@@ -4318,8 +4295,8 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" on one "
-                         "machine", d.init_method);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
+                         "on one machine", d.init_method);
     return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
 }
 
@@ -4497,11 +4474,10 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
 
 static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask) {
     pid_t parent = getpid(), pid = fork();
-    ddp_result result;
+    ddp_result result = DDP_ERR_SYSTEM;
     if (pid != 0) return pid;
     pthread_sigmask(SIG_SETMASK, mask, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    result = DDP_ERR_SYSTEM;
     if (getppid() == parent) { /* otherwise the parent died before the line above */
         ddp__take_cores(launch, rank);
         ddp__set_thread_variables(launch);
@@ -4518,11 +4494,11 @@ static int ddp__record_end(ddp__launch *launch, int rank, int status) {
     r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
     if (r->signal_number)
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank, launch->world_size, r->pid,
-                          r->signal_number);
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank,
+                          launch->world_size, r->pid, r->signal_number);
     else
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function returned", rank,
-                          launch->world_size, r->pid, r->exit_status);
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function "
+                          "returned", rank, launch->world_size, r->pid, r->exit_status);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
     return 1;
 }
@@ -4650,7 +4626,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.desc = desc ? desc : &none;
     if (!fn) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size, DDP_MAX_LOCAL_RANKS);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
+                         DDP_MAX_LOCAL_RANKS);
     if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
         return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
     if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
@@ -6392,12 +6369,13 @@ static size_t ddp__blocks(const ddp_group *group, int root, int holds) {
     return holds & DDP__EACH ? (size_t)group->world_size : (size_t)(holds & DDP__ONE);
 }
 
-static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root,
-                                  ddp_work *work) {
+static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
+                                  int root, ddp_work *work) {
     static const unsigned char holds[][2] = {/* send, recv of DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
-        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE}, {DDP__EACH, DDP__EACH},
-        {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
+        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE},
+        {DDP__EACH, DDP__EACH}, {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
+    const unsigned char *from = (const unsigned char *)send, *to = (unsigned char *)recv;
     size_t block, own, send_blocks, recv_blocks;
     ddp_result result;
     call.op = op;
@@ -6411,9 +6389,9 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
     if (count && send_blocks && !send) return ddp__bad_call(group, &call, "send is NULL");
     if (count && recv_blocks && !recv) return ddp__bad_call(group, &call, "recv is NULL");
     if (ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
-        const unsigned char *from = (const unsigned char *)send + (send_blocks > 1 ? own : 0), *to = (unsigned char *)recv + (recv_blocks > 1 ? own : 0);
         if (kind == DDP_CALL_ALL_TO_ALL) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
-        if (from != to) return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
+        if (from + (send_blocks > 1 ? own : 0) != to + (recv_blocks > 1 ? own : 0))
+            return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
     }
     if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
     return ddp__submit(group, &call, work);
@@ -6480,7 +6458,8 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
     if (recv_counts[group->rank] != send_count)
         return ddp__bad_call(group, &call, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
     if ((send_count && !send) || (end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if ((const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element && ddp__overlap(send, send_count * element, recv, end * element))
+    if (ddp__overlap(send, send_count * element, recv, end * element) &&
+        (const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element)
         return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
     for (int r = 0; r < group->world_size; r++) call.count += recv_counts[r];
     call.recv_counts = recv_counts;
@@ -6508,7 +6487,8 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
     return ddp__submit(group, &call, work);
 }
 
-static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
+static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer,
+                           int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     ddp_result result;
     call.root = peer;
