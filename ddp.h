@@ -3903,12 +3903,11 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
 
 /* Says which rank could not join its world. */
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
-    char cause[DDP__TEXT_MAX];
     va_list args;
     va_start(args, format);
-    vsnprintf(cause, sizeof cause, format, args);
+    ddp__fail_v(result, format, args);
     va_end(args);
-    return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, cause);
+    return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
 }
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
@@ -3961,19 +3960,19 @@ static void ddp__parcel_init(ddp__parcel *parcel) {
 static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 /* Who has come to rank 0, and how the meeting goes. */
-enum { DDP__NOT_YET = -1, DDP__DEPARTED = -2 }; /* in place of a visitor's socket */
 typedef struct ddp__lobby {
     const ddp__identity *id;
-    int timeout_ms;
+    int timeout_ms, heap_fd;
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    int fd[DDP_MAX_LOCAL_RANKS], pid[DDP_MAX_LOCAL_RANKS];
+    int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
+    int fd[DDP_MAX_LOCAL_RANKS];       /* -1 = has not come yet, or has left again */
     int waiting[128], waiting_count;   /* sockets whose hello is still to come */
     ddp_result result;
     char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
 } ddp__lobby;
 
 /* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__send_welcome(const ddp__lobby *lobby, int fd, int heap_fd) {
+static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
     ddp__parcel parcel;
     struct cmsghdr *header;
     ddp__parcel_init(&parcel);
@@ -3984,7 +3983,7 @@ static void ddp__send_welcome(const ddp__lobby *lobby, int fd, int heap_fd) {
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &heap_fd, sizeof heap_fd);
+    memcpy(CMSG_DATA(header), &lobby->heap_fd, sizeof lobby->heap_fd);
     if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
     sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
     close(fd);
@@ -3995,7 +3994,7 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
     char byte;
     if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
         close(lobby->fd[rank]);
-        lobby->fd[rank] = DDP__DEPARTED;
+        lobby->fd[rank] = -1;
     }
     return lobby->fd[rank] >= 0;
 }
@@ -4042,7 +4041,7 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
             close(fd);
         } else {
             lobby->result = verdict;
-            ddp__send_welcome(lobby, fd, -1);
+            ddp__send_welcome(lobby, fd);
         }
     }
 }
@@ -4050,10 +4049,12 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
 /* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
 static int ddp__lobby_missing(ddp__lobby *lobby) {
     int missing = 0, departed = 0, last_departed = 0;
-    size_t used;
+    char list[4 * DDP_MAX_LOCAL_RANKS] = "";
     for (int r = 1; r < lobby->id->world_size; r++) {
-        missing += !ddp__is_there(lobby, r);
-        if (lobby->fd[r] != DDP__DEPARTED) continue;
+        if (ddp__is_there(lobby, r)) continue;
+        missing++;
+        snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
+        if (!lobby->pid[r]) continue;
         departed++;
         last_departed = r;
     }
@@ -4063,9 +4064,7 @@ static int ddp__lobby_missing(ddp__lobby *lobby) {
                  lobby->pid[last_departed]);
         lobby->result = DDP_ERR_PEER_LOST;
     } else if (ddp_now() > lobby->deadline) {
-        used = (size_t)snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank", lobby->timeout_ms);
-        for (int r = 1; r < lobby->id->world_size && used < sizeof lobby->text - 8; r++)
-            if (lobby->fd[r] < 0) used += (size_t)snprintf(lobby->text + used, sizeof lobby->text - used, " %d", r);
+        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", lobby->timeout_ms, list);
         lobby->result = DDP_ERR_TIMEOUT;
     }
     return missing;
@@ -4076,11 +4075,10 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
     ddp__lobby lobby = DDP_ZERO;
     lobby.id = id;
     lobby.timeout_ms = timeout_ms;
+    lobby.heap_fd = heap->fd;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
-    for (int r = 0; r < id->world_size; r++) {
-        lobby.fd[r] = DDP__NOT_YET;
-        lobby.pid[r] = (int)getpid();
-    }
+    lobby.pid[0] = (int)getpid();
+    for (int r = 0; r < id->world_size; r++) lobby.fd[r] = -1;
     ddp__lobby_admit(&lobby, listener);
     while (ddp__lobby_missing(&lobby) && lobby.result == DDP_OK) {
         usleep(500);
@@ -4088,9 +4086,9 @@ static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, i
     }
     for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
     for (int r = 1; r < id->world_size; r++)
-        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r], heap->fd);
+        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r]);
     for (int i = 0; i < lobby.waiting_count; i++) {
-        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i], -1);
+        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i]);
         else close(lobby.waiting[i]); /* of no rank */
     }
     return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
@@ -4257,12 +4255,10 @@ static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc
 
 /* Whatever launcher started us, or nobody. */
 static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
-    ddp__identity id;
+    ddp__identity id = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
     if (desc->world_size > 0) {
-        memset(&id, 0, sizeof id);
-        id.found = 1;
         id.rank = desc->rank;
         id.world_size = id.local_world_size = desc->world_size;
         snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
@@ -4274,8 +4270,8 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
     if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: "
-                         "give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
+                         "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
     result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
     if (result != DDP_OK) return result;
     result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
@@ -6332,12 +6328,12 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 /* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
 
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *format, ...) {
-    char what[160];
     va_list args;
     va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
+    ddp__fail_v(DDP_ERR_INVALID, format, args);
     va_end(args);
-    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name, what);
+    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+                     ddp_last_error());
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
