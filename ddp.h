@@ -734,8 +734,7 @@ typedef struct ddp__job_rank {
 } ddp__job_rank;
 
 typedef struct ddp__job {
-    uint64_t magic;
-    uint32_t version, world_size;
+    uint32_t world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
     char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
@@ -801,7 +800,6 @@ typedef struct ddp__heap {
     int references;
     pthread_mutex_t lock;
     ddp__mapping *mappings;
-    uintptr_t low, span;         /* all mappings, ever, lie in [low, low + span) */
     ddp__job *job;
 } ddp__heap;
 
@@ -820,12 +818,14 @@ typedef struct ddp__op {
     void *argument;
     void *request;               /* of a send or receive, once started */
     int polling;                 /* a thread is inside the backend's p2p_poll */
-    size_t arrays[4 * DDP_MAX_LOCAL_RANKS]; /* copies of the counts of _v calls */
-    uint64_t ticket;
-    uint32_t done;
+    int done;
     ddp_result result;
+    uint64_t ticket;
+    struct ddp__op *next;
+    /* what follows outlives a reuse of the handle */
+    struct ddp__op *older;       /* of all handles of the group */
     char text[DDP__TEXT_MAX];    /* its error line */
-    struct ddp__op *next, *older; /* older: of all handles of the group */
+    size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
 
 struct ddp_group {
@@ -835,7 +835,6 @@ struct ddp_group {
     const ddp_backend *backend;
     const ddp_device *device;
     void *state;                 /* the backend's */
-    ddp_group *parent;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     int in_batch;
@@ -1746,27 +1745,23 @@ static int ddp__heap_file(const char **folder) {
     return fd;
 }
 
+static void ddp__mapping_drop(ddp__mapping **link) {
+    ddp__mapping *m = *link;
+    *link = m->next;
+    munmap(m->memory, m->size);
+    free(m);
+}
+
 static void ddp__heap_release(ddp__heap *heap) {
-    int references;
-    pthread_mutex_lock(&heap->lock);
-    references = --heap->references;
-    pthread_mutex_unlock(&heap->lock);
-    if (references > 0) return;
-    while (heap->mappings) {
-        ddp__mapping *m = heap->mappings;
-        heap->mappings = m->next;
-        munmap(m->memory, m->size);
-        free(m);
-    }
-    if (heap->fd >= 0) close(heap->fd);
+    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    while (heap->mappings) ddp__mapping_drop(&heap->mappings);
+    close(heap->fd);
     pthread_mutex_destroy(&heap->lock);
     free(heap);
 }
 
 static ddp__heap *ddp__heap_retain(ddp__heap *heap) {
-    pthread_mutex_lock(&heap->lock);
-    heap->references++;
-    pthread_mutex_unlock(&heap->lock);
+    ddp__fetch_add(&heap->references, 1);
     return heap;
 }
 
@@ -1782,19 +1777,11 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
         return NULL;
     }
     if (start > space) munmap(space, (size_t)(start - space));
-    if (space + size + extra > start + size) munmap(start + size, (size_t)(space + size + extra - (start + size)));
+    if (space + extra > start) munmap(start + size, (size_t)(space + extra - start));
 #ifdef MADV_HUGEPAGE
     if (extra) madvise(start, size, MADV_HUGEPAGE);
 #endif
     return start;
-}
-
-/* The span grows before low sinks: whoever reads low first sees a range that holds all earlier mappings. */
-static void ddp__heap_extend(ddp__heap *heap, uintptr_t start, size_t size) {
-    uintptr_t low = heap->span ? heap->low : start, high = heap->low + heap->span > start + size ? heap->low + heap->span : start + size;
-    if (start < low) low = start;
-    ddp__store(&heap->span, high - low);
-    ddp__store(&heap->low, low);
 }
 
 /* Maps [offset, offset + size); threads of one process get one common mapping, counted. */
@@ -1803,20 +1790,13 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     pthread_mutex_lock(&heap->lock);
     for (m = heap->mappings; m; m = m->next)
         if (m->offset == offset && m->size == size) break;
-    if (!m) {
-        void *memory = ddp__map_aligned(heap->fd, offset, size);
-        m = memory ? (ddp__mapping *)malloc(sizeof *m) : NULL;
-        if (m) {
-            m->offset = offset;
-            m->size = size;
-            m->memory = memory;
-            m->references = 0;
-            m->next = heap->mappings;
-            heap->mappings = m;
-            ddp__heap_extend(heap, (uintptr_t)memory, size);
-        } else if (memory) {
-            munmap(memory, size);
-        }
+    if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
+        m->offset = offset;
+        m->size = size;
+        m->memory = ddp__map_aligned(heap->fd, offset, size);
+        m->next = heap->mappings;
+        if (m->memory) heap->mappings = m;
+        else { free(m); m = NULL; }
     }
     if (m) m->references++;
     pthread_mutex_unlock(&heap->lock);
@@ -1824,17 +1804,10 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
+    ddp__mapping **link = &heap->mappings;
     pthread_mutex_lock(&heap->lock);
-    for (ddp__mapping **link = &heap->mappings; *link; link = &(*link)->next) {
-        ddp__mapping *m = *link;
-        if (m->memory != memory) continue;
-        if (--m->references == 0) {
-            *link = m->next;
-            munmap(m->memory, m->size);
-            free(m);
-        }
-        break;
-    }
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    if (*link && --(*link)->references == 0) ddp__mapping_drop(link);
     pthread_mutex_unlock(&heap->lock);
 }
 
@@ -1847,14 +1820,19 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     return offset;
 }
 
-/* Gives pages back to the system; the offsets stay used. */
-static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
+/* fallocate(2) by its number: the declaration needs _GNU_SOURCE. */
+static int ddp__fallocate(const ddp__heap *heap, int mode, uint64_t offset, size_t size) {
 #if defined(SYS_fallocate) && defined(__LP64__)
-    syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
+    return (int)syscall(SYS_fallocate, heap->fd, mode, (long)offset, (long)size);
 #else
-    (void)heap; (void)offset; (void)size;
+    (void)heap; (void)mode; (void)offset; (void)size;
+    errno = ENOSYS;
+    return -1;
 #endif
 }
+
+/* Gives pages back to the system; the offsets stay used. */
+static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) { ddp__fallocate(heap, 3 /* KEEP_SIZE | PUNCH_HOLE */, offset, size); }
 
 /* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
 static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
@@ -1862,13 +1840,7 @@ static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t 
     size_t slack = (uintptr_t)memory - low;
     if (madvise((void *)low, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
     if (errno != EINVAL) return 0;
-#if defined(SYS_fallocate) && defined(__LP64__)
-    if (syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0) return 1;
-    return errno == EOPNOTSUPP || errno == ENOSYS;
-#else
-    (void)heap; (void)offset;
-    return 1;
-#endif
+    return ddp__fallocate(heap, 0, offset - slack, size + slack) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
 /* Wraps a file descriptor; the heap owns it from here on. */
@@ -1884,14 +1856,15 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     return heap;
 }
 
-static int ddp__usable_cores(void) {
-    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
-    long bytes;
+/* The cores that this process may run on, as the system writes them. */
+enum { DDP__CPU_BITS = 8 * (int)sizeof(unsigned long), DDP__CPU_WORDS = 1024 / DDP__CPU_BITS };
+typedef struct ddp__cpus { unsigned long word[DDP__CPU_WORDS]; } ddp__cpus;
+
+static int ddp__usable_cores(ddp__cpus *cpus) {
     int cores = 0;
-    memset(mask, 0, sizeof mask);
-    bytes = syscall(SYS_sched_getaffinity, 0, sizeof mask, mask);
-    for (long i = 0; i < bytes; i++)
-        for (int bit = 0; bit < 8; bit++) cores += ((unsigned char *)mask)[i] >> bit & 1;
+    memset(cpus, 0, sizeof *cpus);
+    syscall(SYS_sched_getaffinity, 0, sizeof *cpus, cpus);
+    for (int i = 0; i < DDP__CPU_WORDS; i++) cores += __builtin_popcountl(cpus->word[i]);
     if (cores < 1) cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     return cores < 1 ? 1 : cores;
 }
@@ -1901,6 +1874,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__heap *heap;
+    ddp__cpus cpus;
     const char *folder;
     int fd = ddp__heap_file(&folder);
     *out = NULL;
@@ -1909,18 +1883,17 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
+        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
+                         (unsigned long long)limit.rlim_cur);
     }
     heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
-    heap->job->magic = DDP__MAGIC;
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
-    heap->job->version = DDP__VERSION;
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
-    heap->job->cores = (uint32_t)ddp__usable_cores();
+    heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
     *out = heap;
     return DDP_OK;
 }
@@ -1959,24 +1932,21 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
 static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
-    char s = '?';
-    if (state == DDP__RANK_LOST) {
-        if (r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
-        else snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
-        return 1;
+    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
+    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
+    else if (state == DDP__RANK_LEFT && r->result)
+        snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
+    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
+    else {
+        char s = '?';
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+        if (kill(r->pid, 0) == 0 || errno != ESRCH) {
+            uint64_t start = ddp__process_start_time(r->pid, &s);
+            if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
+            if (start == r->start_time && s != 'Z' && s != 'X') return 0;
+        }
+        snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
     }
-    if (state == DDP__RANK_LEFT) {
-        if (r->result) snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
-        else snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
-        return 1;
-    }
-    if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
-    if (kill(r->pid, 0) == 0 || errno != ESRCH) {
-        uint64_t start = ddp__process_start_time(r->pid, &s);
-        if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
-        if (start == r->start_time && s != 'Z' && s != 'X') return 0;
-    }
-    snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
     return 1;
 }
 
@@ -2246,7 +2216,6 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     uint64_t found = 0;
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
-    if ((uintptr_t)pointer - ddp__load(&l->heap->low) >= ddp__load(&l->heap->span)) return 0; /* like most private memory: no lock */
     pthread_mutex_lock(&l->heap->lock);
     for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
         for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
@@ -3427,8 +3396,7 @@ static const ddp_backend *ddp__backend_local(void) {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
-typedef struct ddp__self_memory { void *memory; struct ddp__self_memory *next; } ddp__self_memory;
-typedef struct ddp__self { uint32_t aborted; char text[DDP__TEXT_MAX]; ddp__self_memory *memories; } ddp__self;
+typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
     *state = ddp__group_calloc(group, sizeof(ddp__self));
@@ -3436,17 +3404,13 @@ static ddp_result ddp__self_open(ddp_group *group, void **state) {
 }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    size_t element = ddp__dtype_size(call->dtype), from = 0, to = 0, count = call->count;
+    size_t element = ddp__dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
+    size_t from = call->send_offsets ? call->send_offsets[0] : 0, to = call->recv_offsets ? call->recv_offsets[0] : 0;
     (void)group;
-    if (((ddp__self *)state)->aborted) return DDP_ERR_POISONED;
+    if (((ddp__self *)state)->cause != DDP_OK) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER || call->kind == DDP_CALL_BROADCAST) return DDP_OK;
-    if (call->kind == DDP_CALL_ALL_GATHER_V) { to = call->recv_offsets[0]; count = call->recv_counts[0]; }
-    if (call->kind == DDP_CALL_ALL_TO_ALL_V) {
-        from = call->send_offsets[0];
-        to = call->recv_offsets[0];
-        count = call->recv_counts[0];
-        if (count != call->send_counts[0]) return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
-    }
+    if (call->send_counts && count != call->send_counts[0])
+        return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
     if (count && (const unsigned char *)call->send + from * element != (unsigned char *)call->recv + to * element)
         memmove((unsigned char *)call->recv + to * element, (const unsigned char *)call->send + from * element, count * element);
     if (call->op == DDP_OP_AVG && ddp__has_op(call->kind) && call->divisor > 1) ddp__divide(call->recv, count, call->dtype, call->divisor);
@@ -3461,44 +3425,44 @@ static ddp_result ddp__self_split(ddp_group *parent, void *state, ddp_group *chi
 
 static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__self *self = (ddp__self *)state;
-    ddp__self_memory *entry = (ddp__self_memory *)ddp_group_malloc(group, sizeof *entry);
-    *out = entry ? ddp__group_calloc(group, size_bytes) : NULL;
-    if (!*out) { ddp_group_mfree(group, entry); return DDP_ERR_NO_MEMORY; }
-    entry->memory = *out;
-    entry->next = self->memories;
-    self->memories = entry;
+    ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    *out = region ? ddp__group_calloc(group, size_bytes) : NULL;
+    if (!*out) { ddp_group_mfree(group, region); return DDP_ERR_NO_MEMORY; }
+    region->mine = (unsigned char *)*out;
+    region->next = self->regions;
+    self->regions = region;
     return DDP_OK;
 }
 
 static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
-    for (ddp__self_memory **link = &((ddp__self *)state)->memories; *link; link = &(*link)->next) {
-        ddp__self_memory *entry = *link;
-        if (entry->memory != memory) continue;
-        *link = entry->next;
-        ddp_group_mfree(group, memory);
-        ddp_group_mfree(group, entry);
-        return DDP_OK;
-    }
-    return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    ddp__region **link = &((ddp__self *)state)->regions, *region;
+    while (*link && (*link)->mine != memory) link = &(*link)->next;
+    region = *link;
+    if (!region)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    *link = region->next;
+    ddp_group_mfree(group, memory);
+    ddp_group_mfree(group, region);
+    return DDP_OK;
 }
 
 static ddp_result ddp__self_status(const ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
-    return self->aborted ? ddp__fail((ddp_result)-(int)self->aborted, "%s", self->text) : DDP_OK;
+    return self->cause == DDP_OK ? DDP_OK : ddp__fail(self->cause, "%s", self->text);
 }
 
 static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
-    if (self->aborted) return;
+    if (self->cause != DDP_OK) return;
     snprintf(self->text, sizeof self->text, "%s", text);
-    self->aborted = (uint32_t)-(int)cause;
+    self->cause = cause;
 }
 
 static void ddp__self_close(ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
-    while (self->memories) ddp__self_free(group, state, self->memories->memory);
+    while (self->regions) ddp__self_free(group, state, self->regions->mine);
     ddp_group_mfree(group, state);
 }
 
@@ -3516,12 +3480,12 @@ static const ddp_backend *ddp__backend_self(void) {
 /* Turns a failed call into this rank's error. Until a caller has been told, every call that the failure meets gets its first code: those
    that were pending together fail alike. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
-    char cause[DDP__TEXT_MAX];
     ddp_result first = group->backend->status(group, group->state);
-    snprintf(cause, sizeof cause, "%s", ddp_last_error());
-    if (first == DDP_OK) return ddp__call_fail(group, call, result, cause);
-    ddp__store(&group->cause_seen, 1);
-    return ddp__call_fail(group, call, ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first, cause);
+    if (first != DDP_OK) {
+        ddp__store(&group->cause_seen, 1);
+        result = ddp__load(&group->cause_delivered) ? DDP_ERR_POISONED : first;
+    }
+    return ddp__call_fail(group, call, result, ddp_last_error());
 }
 
 /* What goes back to the caller: calls made after it are only told that the group is poisoned. */
@@ -3545,37 +3509,38 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
     return ddp__execute(group, &call);
 }
 
-static void ddp__op_run(ddp_group *group, ddp__op *op) {
-    op->result = op->task ? op->task(group, op->argument) : ddp__execute(group, &op->call);
-    if (op->result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
+    return task ? task(group, argument) : ddp__execute(group, call);
+}
+
+static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
+    op->result = result;
+    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+    op->done = 1;
+    pthread_cond_broadcast(&group->done_cond);
+}
+
+static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
+    if (*head) (*tail)->next = op;
+    else *head = op;
+    *tail = op;
 }
 
 /* With the lock held, takes the head of the queue and carries it out; the lock is held again afterwards. */
 static void ddp__queue_step(ddp_group *group, int polite) {
     ddp__op *op = group->head;
+    ddp_result result;
     group->head = op->next;
-    if (!group->head) group->tail = NULL;
     group->running = 1;
     group->runner = pthread_self();
     group->polite = polite;
     pthread_mutex_unlock(&group->lock);
-    ddp__op_run(group, op);
+    result = ddp__carry_out(group, &op->call, op->task, op->argument);
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     group->polite = 0;
-    op->done = 1;
-    pthread_cond_broadcast(&group->done_cond);
+    ddp__op_end(group, op, result);
     if (group->head) pthread_cond_signal(&group->work_cond);
-}
-
-static void ddp__p2p_finish(ddp_group *group, ddp__op *op, ddp_result result) {
-    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
-        if (*link == op) { *link = op->next; break; }
-    op->next = NULL;
-    op->result = result;
-    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
-    op->done = 1;
-    pthread_cond_broadcast(&group->done_cond);
 }
 
 /* With the lock held, moves one send or receive on; two threads never poll the same one. */
@@ -3589,7 +3554,10 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
     pthread_mutex_lock(&group->lock);
     op->polling = 0;
-    if (done || result != DDP_OK) ddp__p2p_finish(group, op, result);
+    if (!done && result == DDP_OK) return;
+    for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
+        if (*link == op) { *link = op->next; break; }
+    ddp__op_end(group, op, result);
 }
 
 static void ddp__p2p_step_all(ddp_group *group) {
@@ -3601,6 +3569,11 @@ static void ddp__p2p_step_all(ddp_group *group) {
             if (op == ops[i]) { ddp__p2p_step(group, op); break; }
 }
 
+static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
+    if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
+    else usleep(50);
+}
+
 static void *ddp__thread_main(void *argument) {
     ddp_group *group = (ddp_group *)argument;
     prctl(PR_SET_NAME, "ddp-comm");
@@ -3608,16 +3581,17 @@ static void *ddp__thread_main(void *argument) {
     while (!group->stopping) {
         if (group->head && !group->running) {
             ddp__queue_step(group, 1);
-        } else if (group->p2p) {
-            ddp__p2p_step_all(group);
-            if (!group->p2p || (group->head && !group->running)) continue;
-            pthread_mutex_unlock(&group->lock);
-            if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 1);
-            else usleep(50);
-            pthread_mutex_lock(&group->lock);
-        } else {
-            pthread_cond_wait(&group->work_cond, &group->lock);
+            continue;
         }
+        if (!group->p2p) {
+            pthread_cond_wait(&group->work_cond, &group->lock);
+            continue;
+        }
+        ddp__p2p_step_all(group);
+        if (!group->p2p || (group->head && !group->running)) continue;
+        pthread_mutex_unlock(&group->lock);
+        ddp__p2p_rest(group, 1);
+        pthread_mutex_lock(&group->lock);
     }
     pthread_mutex_unlock(&group->lock);
     return NULL;
@@ -3631,31 +3605,24 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (error) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank, group->world_size,
-                                group->name, strerror(error));
-    group->thread_started = 1;
-    return DDP_OK;
+    group->thread_started = error == 0;
+    return !error ? DDP_OK : ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
+                                       group->world_size, group->name, strerror(error));
 }
 
 static ddp__op *ddp__op_new(ddp_group *group) {
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
-    if (op) group->free_ops = op->next;
-    pthread_mutex_unlock(&group->lock);
-    if (!op) {
-        op = (ddp__op *)ddp_group_malloc(group, sizeof *op);
-        if (!op) return NULL;
-        pthread_mutex_lock(&group->lock);
+    if (op) {
+        group->free_ops = op->next;
+    } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
         op->older = group->all_ops;
         group->all_ops = op;
-        pthread_mutex_unlock(&group->lock);
     }
-    memset(op, 0, offsetof(ddp__op, arrays));
-    op->done = 0;
-    op->result = DDP_OK;
-    op->text[0] = 0;
-    op->next = NULL;
+    pthread_mutex_unlock(&group->lock);
+    if (!op) return NULL;
+    memset(op, 0, offsetof(ddp__op, older));
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
     return op;
 }
@@ -3668,140 +3635,120 @@ static void ddp__op_free(ddp_group *group, ddp__op *op) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* The counts of a _v call outlive the caller's arrays. */
-static void ddp__op_copy_arrays(const ddp_group *group, ddp__op *op) {
-    const size_t **from[4];
-    from[0] = &op->call.send_counts;
-    from[1] = &op->call.send_offsets;
-    from[2] = &op->call.recv_counts;
-    from[3] = &op->call.recv_offsets;
-    for (int i = 0; i < 4; i++) {
-        size_t *copy = op->arrays + i * DDP_MAX_LOCAL_RANKS;
-        if (!*from[i]) continue;
-        memcpy(copy, *from[i], (size_t)group->world_size * sizeof *copy);
-        *from[i] = copy;
-    }
-}
-
-static int ddp__is_runner(ddp_group *group) {
-    int yes;
+/* Whether this thread carries out the group's calls: it is inside a task, or takes the queue, where `take` is set and nothing is queued or
+   under way, until ddp__queue_leave. */
+enum { DDP__BEHIND_OTHERS, DDP__INSIDE_TASK, DDP__TOOK_QUEUE };
+static int ddp__queue_enter(ddp_group *group, int take) {
+    int place = DDP__BEHIND_OTHERS;
     pthread_mutex_lock(&group->lock);
-    yes = group->running && pthread_equal(group->runner, pthread_self());
-    pthread_mutex_unlock(&group->lock);
-    return yes;
-}
-
-/* When nothing is queued or under way, this thread carries out what comes next, until ddp__run_here_end. */
-static int ddp__run_here_begin(ddp_group *group) {
-    int idle;
-    pthread_mutex_lock(&group->lock);
-    idle = !group->head && !group->running;
-    if (idle) {
+    if (group->running && pthread_equal(group->runner, pthread_self())) {
+        place = DDP__INSIDE_TASK;
+    } else if (take && !group->head && !group->running) {
+        place = DDP__TOOK_QUEUE;
         group->running = 1;
         group->runner = pthread_self();
     }
     pthread_mutex_unlock(&group->lock);
-    return idle;
+    return place;
 }
 
-static void ddp__run_here_end(ddp_group *group) {
+static void ddp__queue_leave(ddp_group *group) {
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Waits for an op; carries out the queue meanwhile where nobody else does. p2p moves on here as well, up to timeout_ms. */
-static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
+/* With the lock held, waits for a send or receive by moving it on, up to timeout_ms. */
+static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp_result result;
     char text[DDP__TEXT_MAX];
-    int p2p = !op->task && ddp__is_p2p(op->call.kind), tries = 0;
-    pthread_mutex_lock(&group->lock);
-    while (!op->done) {
-        if (p2p) {
-            ddp__p2p_step(group, op);
-            if (op->done) break;
-            pthread_mutex_unlock(&group->lock);
-            if (tries++ < 200) sched_yield();
-            else if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, 2);
-            else usleep(50);
-            if (ddp_now() > deadline) {
-                snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
-                         op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
-                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
-            }
-            pthread_mutex_lock(&group->lock);
-        } else if (group->head && !group->running) {
-            ddp__queue_step(group, 0);
-        } else {
-            pthread_cond_wait(&group->done_cond, &group->lock);
+    for (int tries = 0;; tries++) {
+        ddp__p2p_step(group, op);
+        if (op->done) return;
+        pthread_mutex_unlock(&group->lock);
+        if (tries < 200) sched_yield();
+        else ddp__p2p_rest(group, 2);
+        if (ddp_now() > deadline) {
+            snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
+                     op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
+            group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
         }
+        pthread_mutex_lock(&group->lock);
+    }
+}
+
+/* Waits for an op; carries out the queue meanwhile where nobody else does. */
+static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
+    ddp_result result;
+    pthread_mutex_lock(&group->lock);
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_wait(group, op);
+    while (!op->done) {
+        if (group->head && !group->running) ddp__queue_step(group, 0);
+        else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result;
-    if (result != DDP_OK) ddp__fail(result, "%s", op->text);
+    result = op->result == DDP_OK ? DDP_OK : ddp__fail(op->result, "%s", op->text);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
 
-/* Queues a call or task, or carries it out here when there is no other rank or this thread is the one that works off the queue. */
-static ddp_result ddp__issue(ddp_group *group, ddp__op *op, ddp_work *work) {
-    if (group->world_size == 1 || ddp__is_runner(group)) {
-        ddp__op_run(group, op);
-        op->done = 1;
-    } else {
-        ddp_result result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
-        pthread_mutex_lock(&group->lock);
-        if (group->tail) group->tail->next = op;
-        else group->head = op;
-        group->tail = op;
-        pthread_cond_signal(&group->work_cond);
-        pthread_mutex_unlock(&group->lock);
-    }
+/* To the caller: the result of an op without work, or the op as work. */
+static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     if (!work) return ddp__op_wait(group, op);
     work->op = op;
     work->ticket = op->ticket;
     return DDP_OK;
 }
 
-/* Runs, or queues, a checked collective. */
-static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) {
-    ddp__op *op;
-    ddp_result result;
-    if (work) memset(work, 0, sizeof *work);
-    if (!work) {
-        if (!group->thread_started) return ddp__deliver(group, ddp__execute(group, call));
-        if (ddp__is_runner(group)) return ddp__execute(group, call);
-        if (ddp__run_here_begin(group)) {
-            result = ddp__execute(group, call);
-            ddp__run_here_end(group);
-            return ddp__deliver(group, result);
-        }
-    }
-    op = ddp__op_new(group);
-    if (!op) return DDP_ERR_NO_MEMORY;
-    op->call = *call;
-    ddp__op_copy_arrays(group, op);
-    return ddp__issue(group, op, work);
+/* The caller's arrays may go before the call ends. */
+static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
+    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
 }
 
-DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+/* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
+   or has no peers; queued otherwise. */
+static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
-    ddp_result result;
-    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    ddp_result result = DDP_OK;
+    int place;
     if (work) memset(work, 0, sizeof *work);
-    if (!work && ddp__is_runner(group)) return fn(group, argument);
-    if (!work && ddp__run_here_begin(group)) {
-        result = fn(group, argument);
-        ddp__run_here_end(group);
-        return result;
+    else if (!task && !group->thread_started) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
+    place = ddp__queue_enter(group, !work);
+    if (!work && place != DDP__BEHIND_OTHERS) {
+        result = ddp__carry_out(group, call, task, argument);
+        if (place == DDP__INSIDE_TASK) return result;
+        ddp__queue_leave(group);
+        return ddp__deliver(group, result);
     }
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
-    op->task = fn;
+    op->task = task;
     op->argument = argument;
-    return ddp__issue(group, op, work);
+    if (call) {
+        op->call = *call;
+        op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
+        op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
+        op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
+        op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
+    }
+    if (group->world_size == 1 || place == DDP__INSIDE_TASK) {
+        ddp__op_end(group, op, ddp__carry_out(group, &op->call, task, argument));
+    } else {
+        result = ddp__thread_start(group);
+        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+        pthread_mutex_lock(&group->lock);
+        ddp__append(&group->head, &group->tail, op);
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
+    return ddp__hand_out(group, op, work);
+}
+
+static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
+
+DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
+    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    return ddp__issue(group, NULL, fn, argument, work);
 }
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
@@ -3814,36 +3761,34 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     result = group->backend->status(group, group->state);
-    if (result == DDP_OK && work && !ddp__is_runner(group)) result = ddp__thread_start(group);
+    if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
-        result = ddp__call_failed(group, call, result);
         ddp__op_free(group, op);
-        return ddp__deliver(group, result);
+        return ddp__deliver(group, ddp__call_failed(group, call, result));
     }
     if (!work && group->in_batch) {
-        if (group->batch_tail) group->batch_tail->next = op;
-        else group->batch = op;
-        group->batch_tail = op;
+        ddp__append(&group->batch, &group->batch_tail, op);
         return DDP_OK;
     }
-    if (!work) return ddp__op_wait(group, op);
-    pthread_mutex_lock(&group->lock);
-    op->next = group->p2p;
-    group->p2p = op;
-    pthread_cond_signal(&group->work_cond);
-    pthread_mutex_unlock(&group->lock);
-    work->op = op;
-    work->ticket = op->ticket;
-    return DDP_OK;
+    if (work) {
+        pthread_mutex_lock(&group->lock);
+        op->next = group->p2p;
+        group->p2p = op;
+        pthread_cond_signal(&group->work_cond);
+        pthread_mutex_unlock(&group->lock);
+    }
+    return ddp__hand_out(group, op, work);
 }
 
-static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work) {
+/* The op that work stands for, or NULL with the error line set. */
+static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
     int valid;
     pthread_mutex_lock(&group->lock);
     valid = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
+    if (!valid) ddp__fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
     return valid ? op : NULL;
 }
 
@@ -3851,10 +3796,9 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     ddp__op *op;
     if (!group || !work) return ddp__fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work);
+    op = ddp__op_of(group, work, "ddp_wait");
     memset(work, 0, sizeof *work);
-    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_wait group=%s: this work has been waited for already", group->name);
-    return ddp__op_wait(group, op);
+    return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
 }
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
@@ -3862,11 +3806,11 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (!group || !work || !done) return ddp__fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work);
-    if (!op) return ddp__fail(DDP_ERR_INVALID, "ddp_test group=%s: this work has been waited for already", group->name);
+    op = ddp__op_of(group, work, "ddp_test");
+    if (!op) return DDP_ERR_INVALID;
     pthread_mutex_lock(&group->lock);
-    if (!op->done && !op->task && ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-    *done = (int)op->done;
+    if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    *done = op->done;
     pthread_mutex_unlock(&group->lock);
     return DDP_OK;
 }
@@ -3888,11 +3832,9 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
         ddp__op *op = group->batch;
         ddp_result one;
         group->batch = op->next;
-        op->next = NULL;
         one = ddp__op_wait(group, op);
         if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
     }
-    group->batch_tail = NULL;
     return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
 }
 
@@ -3900,80 +3842,89 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 /* What the environment, or the desc, says about this rank. This is the one place that reads the environment. */
 typedef struct ddp__identity {
-    int found, rank, world_size, local_rank, local_world_size;
-    const char *source;  /* the variable that decided, for messages */
-    char token[256];     /* equal on all ranks of a job, and on no other job of this user */
+    int found, rank, world_size, local_world_size;
+    char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
 
-/* A whole number from the environment: 1 set, 0 not set, -1 not a number (error line set). */
-static int ddp__env_int(const char *name, int *out) {
-    const char *text = getenv(name);
-    char *end;
-    long value;
-    if (!text || !*text) return 0;
-    errno = 0;
-    value = strtol(text, &end, 10);
-    if (*end || errno || value < 0 || value > 1 << 30) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
-        return -1;
-    }
-    *out = (int)value;
-    return 1;
-}
+/* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
+   this machine. */
+typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
-/* One launcher's four variables. The local ones may be absent: then the world is on this machine. */
-static int ddp__identity_from(ddp__identity *id, const char *rank, const char *size, const char *local_rank, const char *local_size) {
-    int got_rank = ddp__env_int(rank, &id->rank), got_size = ddp__env_int(size, &id->world_size), got;
-    if (got_rank < 0 || got_size < 0) return -1;
-    if (!got_rank && !got_size) return 0;
-    if (!got_rank || !got_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither", got_rank ? rank : size, got_rank ? size : rank);
-        return -1;
-    }
-    id->local_rank = id->rank;
-    id->local_world_size = id->world_size;
-    got = ddp__env_int(local_rank, &id->local_rank);
-    if (got < 0) return -1;
-    got = ddp__env_int(local_size, &id->local_world_size);
-    if (got < 0) return -1;
-    if (id->world_size < 1 || id->rank >= id->world_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", rank, id->rank, size, id->world_size, id->world_size - 1);
-        return -1;
-    }
-    if (id->local_world_size < 1 || id->local_world_size > id->world_size || id->local_rank >= id->local_world_size) {
-        ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", local_rank, id->local_rank, *local_size ? local_size : "local ranks",
-                  id->local_world_size, size, id->world_size);
-        return -1;
-    }
-    id->source = rank;
-    id->found = 1;
-    return 1;
+/* A whole number from the environment; fallback when it is not set. */
+static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
+    const char *text = ddp__env_text(name);
+    char *end;
+    long value;
+    *out = fallback;
+    if (!*text) return DDP_OK;
+    errno = 0;
+    value = strtol(text, &end, 10);
+    if (*end || errno || value < 0 || value > 1 << 30)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+                         name, text);
+    *out = (int)value;
+    return DDP_OK;
 }
 
-/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. 0 or -1 with the error line set. */
-static int ddp__identity_resolve(ddp__identity *id) {
-    int got;
+static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
+    size_t used;
+    int local_rank;
+    if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
+    if (id->rank < 0 && id->world_size < 0) return DDP_OK;
+    if (id->rank < 0 || id->world_size < 0)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
+                         id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    if (ddp__env_int(from->local_rank, id->rank, &local_rank) != DDP_OK ||
+        ddp__env_int(from->local_size, id->world_size, &id->local_world_size) != DDP_OK) return DDP_ERR_INVALID;
+    if (id->world_size < 1 || id->rank >= id->world_size)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
+                         id->world_size - 1);
+    if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
+                         *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
+    used = (size_t)snprintf(id->token, sizeof id->token, "%s", from->name);
+    for (int i = 0; i < 4 && from->job[i]; i++)
+        used += (size_t)snprintf(id->token + used, sizeof id->token - used, ":%.100s", ddp__env_text(from->job[i]));
+    id->found = 1;
+    return DDP_OK;
+}
+
+/* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
+static ddp_result ddp__identity_resolve(ddp__identity *id) {
+    static const ddp__launcher launchers[] = {
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+         {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+         {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+        {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID"}}};
+    enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
-    got = ddp__identity_from(id, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE");
-    if (got > 0) snprintf(id->token, sizeof id->token, "torch:%.60s:%.20s:%.80s:%.20s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"),
-                          ddp__env_text("TORCHELASTIC_RUN_ID"), ddp__env_text("TORCHELASTIC_RESTART_COUNT"));
-    if (got) return got < 0 ? -1 : 0;
-    got = ddp__identity_from(id, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
-    if (got > 0) snprintf(id->token, sizeof id->token, "ompi:%.100s:%.60s", ddp__env_text("PMIX_NAMESPACE"), ddp__env_text("OMPI_MCA_ess_base_jobid"));
-    if (got) return got < 0 ? -1 : 0;
-    got = ddp__identity_from(id, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
-    if (got > 0) snprintf(id->token, sizeof id->token, "pmi:%.100s:%d", ddp__env_text("PMI_PORT"), *ddp__env_text("PMI_PORT") ? 0 : (int)getppid());
-    if (got) return got < 0 ? -1 : 0;
-    if (!*ddp__env_text("SLURM_STEP_ID")) return 0; /* a batch script itself has SLURM_PROCID=0 and is no rank */
-    got = ddp__identity_from(id, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "");
-    if (got > 0) {
-        int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
-        if (on_node > 0) id->local_world_size = on_node < id->world_size ? on_node : id->world_size;
-        snprintf(id->token, sizeof id->token, "slurm:%.60s:%.60s", ddp__env_text("SLURM_JOB_ID"), ddp__env_text("SLURM_STEP_ID"));
+    for (int i = 0; i < LAUNCHERS; i++) {
+        if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
+        if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
+        if (!id->found) continue;
+        if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
+        if (i == SLURM) {
+            int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
+            if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
+        }
+        return DDP_OK;
     }
-    return got < 0 ? -1 : 0;
+    id->rank = 0;
+    id->world_size = id->local_world_size = 1;
+    return DDP_OK;
+}
+
+/* Says which rank could not join its world. */
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ddp__fail_v(result, format, args);
+    va_end(args);
+    return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
 }
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
@@ -3983,7 +3934,7 @@ typedef struct ddp__hello {
     uint64_t magic;
     uint32_t version;
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char token[256];
+    char token[416];
 } ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
@@ -3998,190 +3949,223 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
 }
 
 static ddp__ucred ddp__peer_of(int fd) {
-    ddp__ucred peer;
+    ddp__ucred peer = DDP_ZERO;
     socklen_t size = sizeof peer;
-    memset(&peer, 0, sizeof peer);
-    peer.uid = (uid_t)-1;
-    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
     return peer;
 }
 
-static void ddp__send_welcome(int fd, ddp_result result, const char *text, int heap_fd) {
-    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
+/* A welcome under way, with room for one file descriptor beside it. */
+typedef struct ddp__parcel {
     ddp__welcome welcome;
     struct iovec data;
     struct msghdr message;
-    memset(&welcome, 0, sizeof welcome);
-    memset(&message, 0, sizeof message);
-    memset(&control, 0, sizeof control);
-    welcome.magic = DDP__MAGIC;
-    welcome.result = (int32_t)result;
-    snprintf(welcome.text, sizeof welcome.text, "%s", text);
-    data.iov_base = &welcome;
-    data.iov_len = sizeof welcome;
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    if (heap_fd >= 0) {
-        message.msg_control = &control;
-        message.msg_controllen = sizeof control;
-        control.header.cmsg_level = SOL_SOCKET;
-        control.header.cmsg_type = SCM_RIGHTS;
-        control.header.cmsg_len = CMSG_LEN(sizeof(int));
-        memcpy(CMSG_DATA(&control.header), &heap_fd, sizeof heap_fd);
-    }
-    sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
+} ddp__parcel;
+
+static void ddp__parcel_init(ddp__parcel *parcel) {
+    memset(parcel, 0, sizeof *parcel);
+    parcel->data.iov_base = &parcel->welcome;
+    parcel->data.iov_len = sizeof parcel->welcome;
+    parcel->message.msg_iov = &parcel->data;
+    parcel->message.msg_iovlen = 1;
+    parcel->message.msg_control = parcel->control;
+    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
 }
 
-static int ddp__socket(void) {
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-    if (fd >= 0) { fcntl(fd, F_SETFD, FD_CLOEXEC); fcntl(fd, F_SETFL, O_NONBLOCK); } /* connect waits for a full backlog otherwise */
-    return fd;
+/* connect waits for a full backlog unless the socket is non-blocking. */
+static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+
+/* Who has come to rank 0, and how the meeting goes. */
+typedef struct ddp__lobby {
+    const ddp__identity *id;
+    int timeout_ms, heap_fd;
+    double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
+    int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
+    int fd[DDP_MAX_LOCAL_RANKS];       /* -1 = has not come yet, or has left again */
+    int waiting[128], waiting_count;   /* sockets whose hello is still to come */
+    ddp_result result;
+    char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
+} ddp__lobby;
+
+/* Tells a visitor how the meeting went, and hangs up. */
+static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
+    ddp__parcel parcel;
+    struct cmsghdr *header;
+    ddp__parcel_init(&parcel);
+    parcel.welcome.magic = DDP__MAGIC;
+    parcel.welcome.result = (int32_t)lobby->result;
+    memcpy(parcel.welcome.text, lobby->text, sizeof parcel.welcome.text);
+    header = CMSG_FIRSTHDR(&parcel.message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &lobby->heap_fd, sizeof lobby->heap_fd);
+    if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
+    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    close(fd);
+}
+
+/* Visitors may go away again, such as a rank that its launcher starts anew. */
+static int ddp__is_there(ddp__lobby *lobby, int rank) {
+    char byte;
+    if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
+        close(lobby->fd[rank]);
+        lobby->fd[rank] = -1;
+    }
+    return lobby->fd[rank] >= 0;
 }
 
 /* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(const ddp__hello *hello, ssize_t size, const ddp__identity *id, const int *fds, const int *pids, char *text, size_t room) {
-    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, id->token, sizeof hello->token) != 0) return DDP_ERR_INVALID;
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
+    int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
+    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
+        return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(text, room, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
-                 hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    else if (hello->world_size != id->world_size)
-        snprintf(text, room, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size, id->world_size);
-    else if (hello->rank <= 0 || hello->rank >= id->world_size || fds[hello->rank] >= 0)
-        snprintf(text, room, "two processes claim rank %d: pid %d and pid %d", hello->rank, pids[hello->rank < 0 || hello->rank >= id->world_size ? 0 : hello->rank], hello->pid);
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header",
+                 hello->rank, hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR,
+                 DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    else if (hello->world_size != lobby->id->world_size)
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid,
+                 hello->world_size, lobby->id->world_size);
+    else if (!in_range || ddp__is_there(lobby, hello->rank))
+        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
+                 lobby->pid[in_range ? hello->rank : 0], hello->pid);
     else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
-enum { DDP__NOT_YET = -1, DDP__DEPARTED = -2 }; /* in place of a visitor's socket */
-
-/* Visitors that went away again, such as a rank that its launcher starts anew. How many. */
-static int ddp__drop_departed(int *fds, int world_size) {
-    int dropped = 0;
-    for (int r = 1; r < world_size; r++) {
-        char byte;
-        if (fds[r] < 0 || recv(fds[r], &byte, 1, MSG_DONTWAIT | MSG_PEEK) != 0) continue;
-        close(fds[r]);
-        fds[r] = DDP__DEPARTED;
-        dropped++;
+/* Takes in whoever knocks and reads the hellos that have come. */
+static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
+    for (int fd; (fd = accept(listener, NULL, NULL)) >= 0;) {
+        if (ddp__peer_of(fd).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = fd;
+        else close(fd); /* another user, or a flood */
     }
-    return dropped;
+    for (int i = 0; i < lobby->waiting_count && lobby->result == DDP_OK; i++) {
+        ddp__hello hello;
+        int fd = lobby->waiting[i];
+        ssize_t size = recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
+        ddp_result verdict;
+        if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+        lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
+        verdict = ddp__judge_hello(lobby, &hello, size);
+        if (verdict == DDP_OK) {
+            double patience = ddp_now() + hello.patience_ms * 1e-3;
+            lobby->fd[hello.rank] = fd;
+            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
+            if (patience < lobby->deadline) lobby->deadline = patience;
+        } else if (verdict == DDP_ERR_INVALID) {
+            close(fd);
+        } else {
+            lobby->result = verdict;
+            ddp__send_welcome(lobby, fd);
+        }
+    }
+}
+
+/* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
+static int ddp__lobby_missing(ddp__lobby *lobby) {
+    int missing = 0, departed = 0, last_departed = 0;
+    char list[4 * DDP_MAX_LOCAL_RANKS] = "";
+    for (int r = 1; r < lobby->id->world_size; r++) {
+        if (ddp__is_there(lobby, r)) continue;
+        missing++;
+        snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
+        if (!lobby->pid[r]) continue;
+        departed++;
+        last_departed = r;
+    }
+    if (lobby->result != DDP_OK || missing == 0) return missing;
+    if (departed == missing) {
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed,
+                 lobby->pid[last_departed]);
+        lobby->result = DDP_ERR_PEER_LOST;
+    } else if (ddp_now() > lobby->deadline) {
+        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", lobby->timeout_ms, list);
+        lobby->result = DDP_ERR_TIMEOUT;
+    }
+    return missing;
 }
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
 static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
-    enum { WAITING_MAX = 128 };
-    int fds[DDP_MAX_LOCAL_RANKS], pids[DDP_MAX_LOCAL_RANKS], waiting[WAITING_MAX], waiting_count = 0, present = 1;
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp_result result = DDP_OK;
-    char text[DDP__TEXT_MAX] = "";
-    for (int r = 0; r < DDP_MAX_LOCAL_RANKS; r++) { fds[r] = DDP__NOT_YET; pids[r] = (int)getpid(); }
-    while (result == DDP_OK && present < id->world_size) {
-        int fd = accept(listener, NULL, NULL);
-        if (fd >= 0) {
-            if (ddp__peer_of(fd).uid == geteuid() && waiting_count < WAITING_MAX) waiting[waiting_count++] = fd;
-            else close(fd); /* another user, or a flood */
-        }
-        present -= ddp__drop_departed(fds, id->world_size);
-        for (int i = 0; i < waiting_count && result == DDP_OK; i++) {
-            ddp__hello hello;
-            ssize_t size = recv(waiting[i], &hello, sizeof hello, MSG_DONTWAIT);
-            if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-            result = ddp__judge_hello(&hello, size, id, fds, pids, text, sizeof text);
-            if (result == DDP_OK) {
-                double patience = ddp_now() + hello.patience_ms * 1e-3; /* whoever gives up first, all learn from us who is missing */
-                fds[hello.rank] = waiting[i];
-                pids[hello.rank] = (int)ddp__peer_of(waiting[i]).pid;
-                present++;
-                if (patience < deadline) deadline = patience;
-            } else if (result == DDP_ERR_INVALID) { close(waiting[i]); result = DDP_OK; }
-            else { ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
-            waiting[i--] = waiting[--waiting_count];
-        }
-        if (present == id->world_size) present -= ddp__drop_departed(fds, id->world_size);
-        for (int r = 1, missing = id->world_size - present; r < id->world_size && result == DDP_OK; r++) { /* only departed ones are missing */
-            if (fds[r] == DDP__NOT_YET) break;
-            if (fds[r] == DDP__DEPARTED && --missing == 0) {
-                snprintf(text, sizeof text, "rank %d (pid %d) went away before the world was complete", r, pids[r]);
-                result = DDP_ERR_PEER_LOST;
-            }
-        }
-        if (result == DDP_OK && present < id->world_size && ddp_now() > deadline) {
-            size_t used = (size_t)snprintf(text, sizeof text, "timed out after %d ms: missing rank", timeout_ms);
-            for (int r = 1; r < id->world_size && used < sizeof text - 8; r++)
-                if (fds[r] < 0) used += (size_t)snprintf(text + used, sizeof text - used, " %d", r);
-            result = DDP_ERR_TIMEOUT;
-        }
-        if (fd < 0 && present < id->world_size) usleep(500);
+    ddp__lobby lobby = DDP_ZERO;
+    lobby.id = id;
+    lobby.timeout_ms = timeout_ms;
+    lobby.heap_fd = heap->fd;
+    lobby.deadline = ddp_now() + timeout_ms * 1e-3;
+    lobby.pid[0] = (int)getpid();
+    for (int r = 0; r < id->world_size; r++) lobby.fd[r] = -1;
+    ddp__lobby_admit(&lobby, listener);
+    while (ddp__lobby_missing(&lobby) && lobby.result == DDP_OK) {
+        usleep(500);
+        ddp__lobby_admit(&lobby, listener);
     }
-    for (int i = 0; i < waiting_count; i++) { if (result != DDP_OK) ddp__send_welcome(waiting[i], result, text, -1); close(waiting[i]); }
-    for (int r = 1; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(heap, r, pids[r]);
+    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
     for (int r = 1; r < id->world_size; r++)
-        if (fds[r] >= 0) { ddp__send_welcome(fds[r], result, text, result == DDP_OK ? heap->fd : -1); close(fds[r]); }
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank 0/%d ddp_group_create: %s", id->world_size, text);
+        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r]);
+    for (int i = 0; i < lobby.waiting_count; i++) {
+        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i]);
+        else close(lobby.waiting[i]); /* of no rank */
+    }
+    return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
 }
 
-/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd. */
+/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
 static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
-    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
+    ddp__parcel parcel;
+    const ddp__welcome *welcome = &parcel.welcome;
+    struct cmsghdr *header;
     ssize_t n;
-    memset(&message, 0, sizeof message);
-    memset(&welcome, 0, sizeof welcome);
-    data.iov_base = &welcome;
-    data.iov_len = sizeof welcome;
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = &control;
-    message.msg_controllen = sizeof control;
-    while ((n = recvmsg(fd, &message, MSG_DONTWAIT)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
+    ddp_result result = DDP_OK;
+    ddp__parcel_init(&parcel);
+    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
+        usleep(300);
     if (n < 0 && errno == EAGAIN)
-        return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: rank 0 (pid %d) did not answer in time; some rank is missing", id->rank, id->world_size,
-                         (int)ddp__peer_of(fd).pid);
-    if (n != (ssize_t)sizeof welcome || welcome.magic != DDP__MAGIC)
-        return ddp__fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: rank 0 (pid %d) went away", id->rank, id->world_size, (int)ddp__peer_of(fd).pid);
-    welcome.text[sizeof welcome.text - 1] = 0;
-    if (welcome.result != 0) return ddp__fail((ddp_result)welcome.result, "rank %d/%d ddp_group_create: %.400s", id->rank, id->world_size, welcome.text);
-    if (message.msg_controllen < CMSG_LEN(sizeof(int)) || control.header.cmsg_type != SCM_RIGHTS)
-        return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: rank 0 sent no shared memory", id->rank, id->world_size);
-    memcpy(heap_fd, CMSG_DATA(&control.header), sizeof *heap_fd);
-    fcntl(*heap_fd, F_SETFD, FD_CLOEXEC);
-    return DDP_OK;
+        return ddp__join_fail(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
+    header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
+    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
+    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
+        result = ddp__join_fail(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
+    else if (welcome->result != 0) result = ddp__join_fail(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    else if (*heap_fd < 0) result = ddp__join_fail(id, DDP_ERR_SYSTEM, "rank 0 sent no shared memory");
+    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+    return result;
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, int *heap_fd) {
+static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello;
+    ddp__hello hello = DDP_ZERO;
     ddp_result result;
-    int fd;
-    memset(&hello, 0, sizeof hello);
-    hello.magic = DDP__MAGIC;
-    hello.version = DDP__VERSION;
-    hello.world_size = id->world_size;
-    hello.rank = id->rank;
-    hello.pid = (int32_t)getpid();
-    memcpy(hello.token, id->token, sizeof hello.token);
+    int fd, heap_fd = -1;
     for (;;) { /* rank 0 may not be up yet */
         fd = ddp__socket();
-        if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: socket: %s", id->rank, id->world_size, strerror(errno));
+        if (fd < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
         if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
         close(fd);
-        if (ddp_now() > deadline)
-            return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", id->rank, id->world_size, timeout_ms);
+        if (ddp_now() > deadline) return ddp__join_fail(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
     if (ddp__peer_of(fd).uid != geteuid()) {
-        result = ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d ddp_group_create: this job's socket belongs to another user (uid %ld)", id->rank, id->world_size, (long)ddp__peer_of(fd).uid);
+        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
+        hello.magic = DDP__MAGIC;
+        hello.version = DDP__VERSION;
+        hello.world_size = id->world_size;
+        hello.rank = id->rank;
+        hello.pid = (int32_t)getpid();
         hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
+        memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
+        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
     close(fd);
-    return result;
+    if (result != DDP_OK) return result;
+    *out = ddp__heap_wrap(heap_fd, 0);
+    if (*out) return DDP_OK;
+    return ddp__join_fail(id, DDP_ERR_NO_MEMORY, "the job's shared memory could not be mapped");
 }
 
 static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
@@ -4189,19 +4173,16 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     socklen_t length = ddp__job_address(&address, id->token);
     int listener = ddp__socket();
     ddp_result result;
-    if (listener < 0) return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: socket: %s", id->world_size, strerror(errno));
-    if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
-        int error = errno;
-        close(listener);
-        if (error == EADDRINUSE)
-            return ddp__fail(DDP_ERR_MISMATCH, "rank 0/%d ddp_group_create: another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
-                             id->world_size, id->token);
-        return ddp__fail(DDP_ERR_SYSTEM, "rank 0/%d ddp_group_create: bind: %s", id->world_size, strerror(error));
-    }
-    result = ddp__heap_create(out, id->world_size, 0, 0);
-    if (result == DDP_OK) {
-        result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
-        if (result != DDP_OK) { ddp__heap_release(*out); *out = NULL; }
+    if (listener < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 128) == 0) {
+        result = ddp__heap_create(out, id->world_size, 0, 0);
+        if (result == DDP_OK) result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
+        if (result != DDP_OK && *out) ddp__heap_release(*out);
+    } else if (errno == EADDRINUSE) {
+        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
+                                id->token);
+    } else {
+        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
     }
     close(listener);
     return result;
@@ -4209,21 +4190,10 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    int fd = -1;
-    ddp_result result;
-    *out = NULL;
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
-    if (id->rank == 0) {
-        result = ddp__rendezvous_host(id, timeout_ms, out);
-    } else {
-        result = ddp__rendezvous_visit(id, timeout_ms, &fd);
-        if (result == DDP_OK && !(*out = ddp__heap_wrap(fd, 0)))
-            result = ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_create: the job's shared memory could not be mapped", id->rank, id->world_size);
-    }
-    if (result != DDP_OK) return result;
-    if (id->rank == 0) ddp__rank_enter(*out, 0, (int)getpid());
-    return DDP_OK;
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4240,7 +4210,8 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    if (out->timeout_ms < 0) return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
+    if (out->timeout_ms < 0)
+        return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
     if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
         return ddp__fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
     if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
@@ -4249,8 +4220,8 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     return DDP_OK;
 }
 
-/* A handle without a backend yet. desc is resolved. */
-static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world_size) {
+/* A handle without its backend's state yet. desc is resolved. */
+static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
     if (!group) { ddp__fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
     memset(group, 0, sizeof *group);
@@ -4261,6 +4232,7 @@ static ddp_group *ddp__group_new(const ddp_group_desc *desc, int rank, int world
     group->world_size = world_size;
     group->local_rank = rank;
     group->local_world_size = world_size;
+    group->backend = backend;
     group->device = desc->device;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
@@ -4277,57 +4249,46 @@ static void ddp__group_delete(ddp_group *group) {
     ddp__aligned_free(desc.free_fn, desc.user, group);
 }
 
-/* A world over the ranks of a heap; takes no reference. */
-static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_group *group = ddp__group_new(desc, rank, (int)heap->job->world_size);
+/* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
+    ddp_group *group = ddp__group_new(desc, backend, rank, world_size);
     ddp_result result;
     if (!group) return DDP_ERR_NO_MEMORY;
-    group->backend = ddp__backend_local();
-    result = ddp__local_world(group, heap);
-    if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    ((ddp__local *)group->state)->owns_rank = owns_rank;
-    if (heap->job->folder[0]) {
-        char text[96];
-        snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
-        ddp__log(group, text);
-    }
-    *out = group;
-    return DDP_OK;
+    result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
+    if (result == DDP_OK) *out = group;
+    else ddp__group_delete(group);
+    return result;
 }
 
-static ddp_result ddp__world_on_backend(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
-    ddp_group *group = ddp__group_new(desc, rank, world_size);
-    ddp_result result;
-    if (!group) return DDP_ERR_NO_MEMORY;
-    group->backend = backend;
-    result = backend->open(group, &group->state);
-    if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    *out = group;
+static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
+    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
+    char text[96];
+    if (result != DDP_OK) return result;
+    ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
+    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
+    if (heap->job->folder[0]) ddp__log(*out, text);
     return DDP_OK;
 }
 
 /* Whatever launcher started us, or nobody. */
 static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
-    ddp__identity id;
+    ddp__identity id = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
     if (desc->world_size > 0) {
-        memset(&id, 0, sizeof id);
-        id.found = 1;
-        id.rank = id.local_rank = desc->rank;
+        id.rank = desc->rank;
         id.world_size = id.local_world_size = desc->world_size;
         snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
     } else if (ddp__here.heap) {
         return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
-    } else if (ddp__identity_resolve(&id) != 0) {
+    } else if (ddp__identity_resolve(&id) != DDP_OK) {
         return DDP_ERR_INVALID;
     }
-    if (!id.found) { id.rank = 0; id.world_size = id.local_world_size = 1; }
-    if (desc->backend) return ddp__world_on_backend(out, desc, desc->backend, id.rank, id.world_size);
-    if (id.world_size == 1) return ddp__world_on_backend(out, desc, ddp__backend_self(), 0, 1);
+    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
+    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one machine: give "
-                         "desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
+                         "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
     result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
     if (result != DDP_OK) return result;
     result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
@@ -4344,34 +4305,33 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (result != DDP_OK) return result;
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
         return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_on_backend(out, &d, ddp__backend_self(), 0, 1);
+    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" on one machine", d.init_method);
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
+                         "on one machine", d.init_method);
     return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
 }
 
-/* Members of this rank's color, ordered by key, then rank. The rank's own place in *me. */
+/* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
 static int ddp__split_members(const int32_t *table, int world_size, int rank, int *members, int *me) {
     int count = 0;
     for (int r = 0; r < world_size; r++) {
-        int at;
+        int at = count;
         if (table[2 * r] != table[2 * rank]) continue;
-        for (at = count; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
+        for (; at > 0 && table[2 * members[at - 1] + 1] > table[2 * r + 1]; at--) members[at] = members[at - 1];
         members[at] = r;
         count++;
     }
-    for (int i = 0; i < count; i++) if (members[i] == rank) *me = i;
+    for (*me = 0; members[*me] != rank;) ++*me;
     return count;
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
     int32_t mine[2], *table;
     int *members, count = 0, me = 0;
-    ddp_group_desc desc;
     ddp_group *child = NULL;
     ddp_call call;
-    char name[32];
     ddp_result result;
     if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
@@ -4385,17 +4345,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     result = ddp__submit(group, &call, NULL);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        desc = group->desc;
-        snprintf(name, sizeof name, "%.20s.%d", group->name, color);
-        desc.name = name;
-        child = ddp__group_new(&desc, me, count);
-        if (child) { child->parent = group; child->backend = group->backend; }
+        child = ddp__group_new(&group->desc, group->backend, me, count);
+        if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
         void *state = NULL;
-        ddp_result split = group->backend->split(group, group->state, child, members, count, &state);
+        result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
-        result = color >= 0 && !child ? DDP_ERR_NO_MEMORY : split;
+        else if (color >= 0) result = DDP_ERR_NO_MEMORY;
     }
     if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
     ddp_group_mfree(group, table);
@@ -4404,13 +4361,10 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 }
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
-    char cause[DDP__TEXT_MAX];
     ddp_result result;
     if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
     result = group->backend->status(group, group->state);
-    if (result == DDP_OK) return DDP_OK;
-    snprintf(cause, sizeof cause, "%s", ddp_last_error());
-    return ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, cause);
+    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
 }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
@@ -4426,15 +4380,13 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (group->thread_started) {
         char text[96];
         int pending;
-        pthread_mutex_lock(&group->lock);
-        pending = group->head != NULL || group->running || group->p2p;
-        pthread_mutex_unlock(&group->lock);
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
-        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         pthread_mutex_lock(&group->lock);
+        pending = group->head || group->running || group->p2p;
         group->stopping = 1;
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
+        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         pthread_join(group->thread, NULL);
     }
     group->backend->close(group, group->state);
@@ -4468,25 +4420,23 @@ typedef struct ddp__launch {
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
-    int world_size;
-    unsigned long cpus[1024 / (8 * sizeof(unsigned long))]; /* that the caller may use */
+    int world_size, interrupted; /* interrupted: by SIGINT or SIGTERM */
+    ddp__cpus cpus;              /* the caller's */
 } ddp__launch;
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
 /* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
-    unsigned long mine[1024 / (8 * sizeof(unsigned long))];
+    ddp__cpus mine = DDP_ZERO;
     int cores = (int)launch->heap->job->cores, first = rank * cores / launch->world_size, last = (rank + 1) * cores / launch->world_size, seen = 0;
-    const size_t bits = 8 * sizeof mine[0];
     if (launch->desc->no_affinity || launch->world_size > cores) return;
-    memset(mine, 0, sizeof mine);
-    for (size_t cpu = 0; cpu < 1024; cpu++) {
-        if (!(launch->cpus[cpu / bits] >> cpu % bits & 1)) continue;
-        if (seen >= first && seen < last) mine[cpu / bits] |= 1ul << cpu % bits;
-        seen++;
+    for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
+        unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
+        if (bit && seen >= first && seen < last) mine.word[cpu / DDP__CPU_BITS] |= bit;
+        seen += bit != 0;
     }
-    syscall(SYS_sched_setaffinity, 0, sizeof mine, mine);
+    syscall(SYS_sched_setaffinity, 0, sizeof mine, &mine);
 }
 
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
@@ -4502,15 +4452,14 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-static void ddp__unset_thread_variables(int set) {
-    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
-}
-
-static void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *text) {
+static __attribute__((format(printf, 4, 5))) void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *format, ...) {
     ddp__job_rank *me = &heap->job->rank[rank];
     uint32_t nobody = 0;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(me->text, sizeof me->text, format, args);
+    va_end(args);
     me->result = (int32_t)result;
-    snprintf(me->text, sizeof me->text, "%s", text);
     __atomic_compare_exchange_n(&heap->job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
@@ -4519,7 +4468,6 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp_group *world = NULL;
     ddp__place outside = ddp__here;
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     ddp__error_text[0] = 0;
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
@@ -4527,11 +4475,9 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
-    if (result != DDP_OK) {
-        if (ddp_last_error()[0]) snprintf(text, sizeof text, "%s", ddp_last_error());
-        else snprintf(text, sizeof text, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
-        ddp__note_failure(launch->heap, rank, result, text);
-    }
+    if (result != DDP_OK && ddp_last_error()[0]) ddp__note_failure(launch->heap, rank, result, "%s", ddp_last_error());
+    else if (result != DDP_OK)
+        ddp__note_failure(launch->heap, rank, result, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
@@ -4541,11 +4487,10 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
 
 static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask) {
     pid_t parent = getpid(), pid = fork();
-    ddp_result result;
+    ddp_result result = DDP_ERR_SYSTEM;
     if (pid != 0) return pid;
     pthread_sigmask(SIG_SETMASK, mask, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    result = DDP_ERR_SYSTEM;
     if (getppid() == parent) { /* otherwise the parent died before the line above */
         ddp__take_cores(launch, rank);
         ddp__set_thread_variables(launch);
@@ -4558,13 +4503,15 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
 /* Records how a child ended. 1 when that is a failure. */
 static int ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
-    char text[160];
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !WIFSIGNALED(status)) return r->result != 0;
     r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (r->signal_number) snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank, launch->world_size, r->pid, r->signal_number);
-    else snprintf(text, sizeof text, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function returned", rank, launch->world_size, r->pid, r->exit_status);
-    ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, text);
+    if (r->signal_number)
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank,
+                          launch->world_size, r->pid, r->signal_number);
+    else
+        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function "
+                          "returned", rank, launch->world_size, r->pid, r->exit_status);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
     return 1;
 }
@@ -4574,19 +4521,16 @@ static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
 }
 
 /* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
-static int ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
-    int alive = 0, interrupted = 0;
-    double deadline = failed ? ddp_now() + launch->group.timeout_ms * 1e-3 : 0;
+static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
+    int alive = 0;
+    double deadline = 0; /* 0 = none: nothing has gone wrong yet */
+    const struct timespec slice = {0, 20000000};
     for (int r = 0; r < launch->world_size; r++) alive += pids[r] > 0;
     while (alive > 0) {
-        struct timespec slice;
         siginfo_t info;
-        int number;
-        slice.tv_sec = 0;
-        slice.tv_nsec = 20000000;
-        number = sigtimedwait(watched, &info, &slice);
+        int number = sigtimedwait(watched, &info, &slice);
         if (number == SIGINT || number == SIGTERM) {
-            interrupted = number;
+            launch->interrupted = 1;
             ddp__signal_ranks(pids, launch->world_size, number);
         }
         for (int r = 0; r < launch->world_size; r++) {
@@ -4597,16 +4541,15 @@ static int ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const 
             pids[r] = 0;
             alive--;
         }
-        if ((failed || interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
+        if ((failed || launch->interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
         if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
     }
-    return interrupted;
 }
 
-static int ddp__launch_processes(ddp__launch *launch) {
+static void ddp__launch_processes(ddp__launch *launch) {
     pid_t pids[DDP_MAX_LOCAL_RANKS];
     sigset_t watched, old;
-    int interrupted, failed = 0;
+    int failed = 0;
     sigemptyset(&watched);
     sigaddset(&watched, SIGINT);
     sigaddset(&watched, SIGTERM);
@@ -4616,18 +4559,13 @@ static int ddp__launch_processes(ddp__launch *launch) {
     memset(pids, 0, sizeof pids);
     for (int r = 0; r < launch->world_size && !failed; r++) {
         pids[r] = ddp__fork_rank(launch, r, &old);
-        if (pids[r] < 0) {
-            char text[160];
-            snprintf(text, sizeof text, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
-            pids[r] = 0;
-            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
-            failed = 1;
-        }
+        if (pids[r] >= 0) continue;
+        failed = 1;
+        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
     }
     if (failed) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
-    interrupted = ddp__watch_ranks(launch, pids, failed, &watched);
+    ddp__watch_ranks(launch, pids, failed, &watched);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    return interrupted;
 }
 
 /* --- ranks as threads --- */
@@ -4649,25 +4587,23 @@ static void ddp__launch_threads(ddp__launch *launch) {
         threads[r].rank = r;
         error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
         threads[r].started = error == 0;
-        if (error) {
-            char text[160];
-            snprintf(text, sizeof text, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
-            ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, text);
-            ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
-        }
+        if (!error) continue;
+        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size,
+                          strerror(error));
+        ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
-    ddp__unset_thread_variables(set);
+    for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
 /* One attempt: a heap of its own, all ranks, and the first failure. */
-static ddp_result ddp__launch_once(ddp__launch *launch, int *interrupted) {
-    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, launch->desc->mode == DDP_LAUNCH_THREADS, 1);
+static ddp_result ddp__launch_once(ddp__launch *launch) {
+    int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
+    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
     uint32_t failed;
-    *interrupted = 0;
     if (result != DDP_OK) return result;
-    if (launch->desc->mode == DDP_LAUNCH_THREADS) ddp__launch_threads(launch);
-    else *interrupted = ddp__launch_processes(launch);
+    if (threads) ddp__launch_threads(launch);
+    else ddp__launch_processes(launch);
     failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
     if (failed) {
         const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
@@ -4698,13 +4634,15 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     ddp__launch launch;
     ddp__identity id;
     ddp_result result;
-    int interrupted = 0;
+    int cores;
     memset(&launch, 0, sizeof launch);
     launch.desc = desc ? desc : &none;
     if (!fn) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size, DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
+        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
     if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
     if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
         return ddp__fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
@@ -4712,18 +4650,16 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.group.rank = launch.group.world_size = 0;
     result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
-    if (ddp__here.heap) return ddp__launch_join(launch.desc, fn, user);
-    if (ddp__identity_resolve(&id) != 0) return DDP_ERR_INVALID;
-    if (id.found) return ddp__launch_join(launch.desc, fn, user);
+    if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
+    cores = ddp__usable_cores(&launch.cpus);
+    if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = launch.desc->world_size ? launch.desc->world_size : ddp__usable_cores();
-    if (launch.world_size > DDP_MAX_LOCAL_RANKS) launch.world_size = DDP_MAX_LOCAL_RANKS;
-    if (launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    syscall(SYS_sched_getaffinity, 0, sizeof launch.cpus, launch.cpus);
+    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
+    if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
     for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
-        result = ddp__launch_once(&launch, &interrupted);
-        if (result == DDP_OK || interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+        result = ddp__launch_once(&launch);
+        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
     }
     return result;
 }
@@ -6237,150 +6173,137 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 /* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
 
-static ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *what) {
-    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name, what);
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ddp__fail_v(DDP_ERR_INVALID, format, args);
+    va_end(args);
+    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+                     ddp_last_error());
 }
 
-/* 1 when the two ranges share bytes; equal starts are the callers' in-place cases and are judged by them. */
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
-static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call, size_t blocks) {
-    char text[160];
-    size_t element = ddp__dtype_size(call->dtype);
-    if (!element) {
-        snprintf(text, sizeof text, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
-        return ddp__bad_call(group, call, text);
-    }
-    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) {
-        snprintf(text, sizeof text, "op=%d is not a ddp_op", (int)call->op);
-        return ddp__bad_call(group, call, text);
-    }
-    if (call->root < -1 || call->root >= group->world_size) {
-        snprintf(text, sizeof text, "%s=%d; ranks are 0 to %d", ddp__is_p2p(call->kind) ? "peer" : "root", call->root, group->world_size - 1);
-        return ddp__bad_call(group, call, text);
-    }
-    if (call->count > SIZE_MAX / 2 / element / blocks) {
-        snprintf(text, sizeof text, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks, ddp_dtype_name(call->dtype));
-        return ddp__bad_call(group, call, text);
-    }
+static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) {
+    int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
+                                                call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
+    size_t element = ddp__dtype_size(call->dtype), blocks;
+    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
+    blocks = p2p ? 1 : (size_t)group->world_size;
+    if (rooted && (call->root < 0 || call->root >= group->world_size))
+        return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
+    if (!element) return ddp__bad_call(group, call, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) return ddp__bad_call(group, call, "op=%d is not a ddp_op", (int)call->op);
+    if (call->count > SIZE_MAX / 2 / element / blocks)
+        return ddp__bad_call(group, call, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks,
+                             ddp_dtype_name(call->dtype));
     return DDP_OK;
 }
 
-/* send_blocks and recv_blocks: sizes of the two buffers in blocks of count, 0 = not used on this rank; in_place: the one allowed pointer
-   relation, as an offset in blocks of recv in send (>= 0) or of send in recv (encoded as -1 - offset); INT64_MIN = none. */
-#define DDP__NOT_IN_PLACE INT64_MIN
-static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root,
-                                  size_t send_blocks, size_t recv_blocks, int64_t in_place, ddp_work *work) {
+/* A buffer of a call holds no block of count elements, one, or one for each rank, whose own block is what an in-place call shares. */
+enum { DDP__ONE = 1, DDP__EACH = 2, DDP__ON_ROOT = 4 /* elsewhere none */ };
+
+static size_t ddp__blocks(const ddp_group *group, int root, int holds) {
+    if (holds & DDP__ON_ROOT && root != group->rank) return 0;
+    return holds & DDP__EACH ? (size_t)group->world_size : (size_t)(holds & DDP__ONE);
+}
+
+static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
+                                  int root, ddp_work *work) {
+    static const unsigned char holds[][2] = {/* send, recv of DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
+        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE},
+        {DDP__EACH, DDP__EACH}, {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
+    const unsigned char *from = (const unsigned char *)send, *to = (unsigned char *)recv;
+    size_t block, own, send_blocks, recv_blocks;
     ddp_result result;
-    size_t block;
     call.op = op;
     call.root = root;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
-    result = ddp__check_call(group, &call, (size_t)group->world_size);
+    result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     block = count * ddp__dtype_size(dtype);
-    if (count && ((send_blocks && !send) || (recv_blocks && !recv)))
-        return ddp__bad_call(group, &call, send_blocks && !send ? "send is NULL" : "recv is NULL");
-    if (send_blocks && recv_blocks && ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
-        const unsigned char *s = (const unsigned char *)send, *r = (const unsigned char *)recv;
-        int allowed = in_place != DDP__NOT_IN_PLACE && (in_place >= 0 ? r == s + (size_t)in_place * block : s == r + (size_t)(-1 - in_place) * block);
-        if (!allowed) return ddp__bad_call(group, &call, in_place == DDP__NOT_IN_PLACE ? "send and recv overlap; this call is not done in place"
-                                                                                      : "send and recv overlap other than by its in-place rule");
+    own = (size_t)group->rank * block;
+    send_blocks = ddp__blocks(group, root, holds[kind][0]);
+    recv_blocks = ddp__blocks(group, root, holds[kind][1]);
+    if (count && send_blocks && !send) return ddp__bad_call(group, &call, "send is NULL");
+    if (count && recv_blocks && !recv) return ddp__bad_call(group, &call, "recv is NULL");
+    if (ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
+        if (kind == DDP_CALL_ALL_TO_ALL) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
+        if (from + (send_blocks > 1 ? own : 0) != to + (recv_blocks > 1 ? own : 0))
+            return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
     }
     if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
     return ddp__submit(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 1, 1, 0, work);
-}
-
-static ddp_result ddp__rooted(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    size_t world = group ? (size_t)group->world_size : 1;
-    int is_root = group && root == group->rank;
-    if (group && (root < 0 || root >= group->world_size))
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: root=%d; ranks are 0 to %d", group->rank, group->world_size, ddp__call_name(kind), group->name,
-                         root, group->world_size - 1);
-    switch (kind) {
-    case DDP_CALL_REDUCE: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? 1 : 0, 0, work);
-    case DDP_CALL_GATHER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 1, is_root ? world : 0, -1 - root, work);
-    case DDP_CALL_SCATTER: return ddp__collective(group, kind, send, recv, count, dtype, op, root, is_root ? world : 0, 1, root, work);
-    default: return ddp__collective(group, kind, send, recv, count, dtype, op, root, 0, 1, 0, work);
-    }
+    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
 
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+    return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
 
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__rooted(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
 
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 1, group ? (size_t)group->world_size : 1,
-                           group ? -1 - (int64_t)group->rank : 0, work);
+    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
 
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, group ? (size_t)group->world_size : 1, 1,
-                           group ? group->rank : 0, work);
+    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
 
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
-    size_t world = group ? (size_t)group->world_size : 1;
-    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, world, world, DDP__NOT_IN_PLACE, work);
+    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
 
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, 0, DDP__NOT_IN_PLACE, NULL);
+    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
 
 /* Fills packed offsets where none are given; 0 when the counts overflow. *end = one past the last element. */
 static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world_size, size_t element, size_t *packed, size_t *end) {
-    size_t at = 0;
+    size_t at = 0, most = SIZE_MAX / 2 / element;
     *end = 0;
     for (int r = 0; r < world_size; r++) {
         packed[r] = offsets ? offsets[r] : at;
-        if (counts[r] > SIZE_MAX / 2 / element || packed[r] > SIZE_MAX / 2 / element || at > SIZE_MAX / 2 / element) return 0;
+        if (counts[r] > most || packed[r] > most || at > most) return 0;
         at += counts[r];
         if (counts[r] && packed[r] + counts[r] > *end) *end = packed[r] + counts[r];
     }
-    return *end <= SIZE_MAX / 2 / element;
+    return *end <= most;
 }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], total = 0, end, element = ddp__dtype_size(dtype);
-    char text[160];
+    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp__dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
-    ddp_result result;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_gather_v: group is NULL");
-    result = ddp__check_call(group, &call, 1);
+    ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
-    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    for (int r = 0; r < group->world_size; r++) total += recv_counts[r];
-    if (recv_counts[group->rank] != send_count) {
-        snprintf(text, sizeof text, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
-        return ddp__bad_call(group, &call, text);
-    }
-    if ((send_count && !send) || (total && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if ((const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element && ddp__overlap(send, send_count * element, recv, end * element))
+    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end))
+        return ddp__bad_call(group, &call, "the counts do not fit in memory");
+    if (recv_counts[group->rank] != send_count)
+        return ddp__bad_call(group, &call, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
+    if ((send_count && !send) || (end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
+    if (ddp__overlap(send, send_count * element, recv, end * element) &&
+        (const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element)
         return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    call.count = total;
+    for (int r = 0; r < group->world_size; r++) call.count += recv_counts[r];
     call.recv_counts = recv_counts;
     call.recv_offsets = offsets;
     return ddp__submit(group, &call, work);
@@ -6388,18 +6311,17 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element;
+    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp__dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
-    ddp_result result;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_all_to_all_v: group is NULL");
-    result = ddp__check_call(group, &call, 1);
+    ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
-    element = ddp__dtype_size(dtype);
     if (!send_counts || !recv_counts) return ddp__bad_call(group, &call, "send_counts or recv_counts is NULL");
     if (!ddp__v_offsets(send_counts, send_offsets, group->world_size, element, from, &send_end) ||
-        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end)) return ddp__bad_call(group, &call, "the counts do not fit in memory");
+        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end))
+        return ddp__bad_call(group, &call, "the counts do not fit in memory");
     if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_end * element, recv, recv_end * element)) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
+    if (ddp__overlap(send, send_end * element, recv, recv_end * element))
+        return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
     call.send_counts = send_counts;
     call.send_offsets = from;
     call.recv_counts = recv_counts;
@@ -6407,22 +6329,20 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
     return ddp__submit(group, &call, work);
 }
 
-static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
+static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer,
+                           int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     ddp_result result;
-    call.root = peer < 0 ? -2 : peer;
+    call.root = peer;
     call.tag = tag;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(kind));
-    result = ddp__check_call(group, &call, 1);
+    result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start) {
-        snprintf(ddp__error_text, sizeof ddp__error_text, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                 ddp__call_name(kind), group->name, group->backend->name);
-        return DDP_ERR_UNSUPPORTED;
-    }
+    if (!group->backend->p2p_start)
+        return ddp__fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
+                         ddp__call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
 }
 
