@@ -1108,10 +1108,9 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
 /* To odd: an inexact result gets an odd last place, so that rounding once more to fewer bits is as if done once. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
-    double back = (double)nearest;
     uint32_t bits = ddp__f32_bits(nearest);
-    if (back == value || value != value) return nearest;
-    if ((back < 0 ? -back : back) > (value < 0 ? -value : value)) bits--;
+    if ((double)nearest == value || value != value) return nearest;
+    if (fabs((double)nearest) > fabs(value)) bits--;
     return ddp__f32_from_bits(bits | 1);
 }
 
@@ -1550,9 +1549,8 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     digit = sum->cell + ((exponent - 1) >> 5);
     shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
-    high = (mantissa >> 32) << shift; /* below 2^52 */
+    high = (mantissa >> 32 << shift) + (low >> 32); /* below 2^52 */
     digit[0] += ((int64_t)(low & 0xffffffff) ^ negative) - negative;
-    high += low >> 32;
     digit[1] += ((int64_t)(high & 0xffffffff) ^ negative) - negative;
     digit[2] += ((int64_t)(high >> 32) ^ negative) - negative;
     if (++sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
@@ -1563,14 +1561,11 @@ DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other) 
     if (sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
 }
 
-/* Bits position..position+63 of a normalised, non-negative sum; position may be negative. */
+/* Bits position..position+63 of a normalised, non-negative sum. */
 static uint64_t ddp__exact_window(const ddp_exact_sum *sum, int position) {
-    uint64_t window = 0;
-    for (int bit = 0; bit < 64;) {
-        int at = position + bit, k = at >> 5, offset = at & 31;
-        if (at >= 0 && k < DDP__EXACT_DIGITS) window |= (uint64_t)sum->cell[k] >> offset << bit;
-        bit += 32 - offset;
-    }
+    uint64_t window = (uint64_t)sum->cell[position / 32] >> position % 32;
+    for (int k = position / 32 + 1, shift = 32 - position % 32; k < DDP__EXACT_DIGITS && shift < 64; k++, shift += 32)
+        window |= (uint64_t)sum->cell[k] << shift;
     return window;
 }
 
@@ -1591,7 +1586,6 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
         ddp__exact_normalise(&sum);
     }
     for (top = DDP__EXACT_DIGITS - 1; top > 0 && !sum.cell[top]; top--) {}
-    if (!sum.cell[top]) return 0.0;
     top *= 32;
     while (ddp__exact_window(&sum, top) > 1) top++; /* now the number of the highest bit */
 
@@ -6077,10 +6071,9 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
    at the target is sample j; else what lies at j came from there. */
 static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
     for (int i = top; i >= 0; i--) {
-        uint64_t j = base + (uint64_t)i, slot = ddp__tokens_take(t, target[i]);
-        if (slot != t->none) t->node[slot] = j << t->slot_bits;
-        slot = ddp__tokens_take(t, j);
-        if (slot != t->none) ddp__tokens_put(t, target[i], slot);
+        uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
+        if (there != t->none) t->node[there] = j << t->slot_bits;
+        if (here != t->none) ddp__tokens_put(t, target[i], here);
     }
 }
 
@@ -6153,8 +6146,6 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 
 /* -- Public -- */
 
-static int ddp__sampler_is_torch(const ddp_sampler_desc *d) { return !d->no_shuffle && d->shuffle != DDP_SHUFFLE_HASHED; }
-
 #define DDP__SAMPLER_INVALID(...) ddp__fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
 
 static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
@@ -6180,7 +6171,7 @@ static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
     size_t table_words, size_bytes;
     if (s->desc.window == 0) s->desc.window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (s->desc.window > s->length) s->desc.window = s->length > 0 ? s->length : 1;
-    if (s->desc.window > window_max)
+    if (s->desc.window < 1 || s->desc.window > window_max)
         return DDP__SAMPLER_INVALID("init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; use a smaller window or "
                                     "DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
     table_words = (size_t)ddp__tokens_words(s->desc.window);
@@ -6201,7 +6192,7 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
     sampler->desc = *desc;
     result = ddp__sampler_desc_resolve(&sampler->desc);
     if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
-    if (result == DDP_OK && ddp__sampler_is_torch(&sampler->desc)) result = ddp__sampler_alloc(sampler);
+    if (result == DDP_OK && !desc->no_shuffle && desc->shuffle != DDP_SHUFFLE_HASHED) result = ddp__sampler_alloc(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
     return result;
 }
@@ -6213,18 +6204,14 @@ DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) { return sampler ? sampler->length - sampler->first : 0; }
 
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
-    uint64_t entry;
     int64_t index;
     if (is_padding) *is_padding = 0;
     if (!sampler) return -1;
     if (sampler->cursor >= sampler->length) { sampler->ended = 1; return -1; }
     index = sampler->cursor++;
-    if (is_padding || !ddp__sampler_is_torch(&sampler->desc)) {
-        entry = ddp__sampler_deal(sampler, index);
-        if (is_padding) *is_padding = entry >= sampler->left;
-        if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_place(sampler, entry);
-        if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_place(sampler, entry));
-    }
+    if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
+    if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
+    if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_position(sampler, index));
     if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) ddp__sampler_fill(sampler, index);
     return (int64_t)sampler->table[index - sampler->window_first];
 }
