@@ -855,18 +855,13 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
-static ddp_result ddp__fail_v(ddp_result result, const char *format, va_list args) {
-    char text[DDP__TEXT_MAX]; /* an argument may be the old text */
-    vsnprintf(text, sizeof text, format, args);
-    memcpy(ddp__error_text, text, sizeof text);
-    return result;
-}
-
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
+    char text[DDP__TEXT_MAX]; /* an argument may be the old text */
     va_list args;
     va_start(args, format);
-    ddp__fail_v(result, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    memcpy(ddp__error_text, text, sizeof text);
     return result;
 }
 
@@ -886,11 +881,6 @@ static const char *ddp__call_name(ddp_call_kind kind) {
                                         "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
                                         "ddp_barrier", "ddp_send", "ddp_recv"};
     return names[kind];
-}
-
-static const char *ddp__op_name(ddp_op op) {
-    static const char *const names[] = {"sum", "avg", "min", "max", "prod"};
-    return (unsigned)op < 5 ? names[op] : "unknown op";
 }
 
 static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
@@ -917,20 +907,17 @@ static const char *ddp__call_title(const ddp_call *call) {
     return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_FREE ? names[call->tag - 1] : ddp__call_name(call->kind);
 }
 
-/* "ddp_all_reduce f32 count=10 sum": what ranks compare, in words. */
+/* "ddp_all_reduce f32 count=10 sum": what ranks compare of a collective, in words. */
 static void ddp__describe(char *out, size_t size, const ddp_call *call) {
-    char root[48] = "";
-    if (!ddp__is_p2p(call->kind) && call->tag) {
-        snprintf(out, size, "%s", ddp__call_title(call));
-        if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "ddp_group_alloc size_bytes=%llu", (unsigned long long)call->count);
-        if (call->tag == DDP__FOR_FREE) snprintf(out, size, "ddp_group_free of block %llu", (unsigned long long)call->count);
-        return;
-    }
-    if (call->kind == DDP_CALL_BARRIER) { snprintf(out, size, "ddp_barrier"); return; }
-    if (ddp__is_p2p(call->kind)) snprintf(root, sizeof root, " peer=%d tag=%d", call->root, call->tag);
-    else if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
-    snprintf(out, size, "%s %s count=%llu%s%s%s", ddp__call_name(call->kind), ddp_dtype_name(call->dtype), (unsigned long long)call->count,
-             ddp__has_op(call->kind) ? " " : "", ddp__has_op(call->kind) ? ddp__op_name(call->op) : "", root);
+    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
+    const char *title = ddp__call_title(call), *op = !ddp__has_op(call->kind) ? "" : (unsigned)call->op < 5 ? ops[call->op] : " unknown op";
+    unsigned long long count = (unsigned long long)call->count;
+    char root[32] = "";
+    if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
+    if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
+    else if (call->tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
+    else if (call->tag || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
+    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call->dtype), count, op, root);
 }
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
@@ -990,12 +977,12 @@ static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
     return memory;
 }
 
-static size_t ddp__dtype_size(ddp_dtype dtype) {
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
     static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
     return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
 }
 
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtype_size(dtype); }
+#define ddp__dtype_size ddp_dtype_size
 
 DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
     static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
@@ -1121,10 +1108,9 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
 /* To odd: an inexact result gets an odd last place, so that rounding once more to fewer bits is as if done once. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
-    double back = (double)nearest;
     uint32_t bits = ddp__f32_bits(nearest);
-    if (back == value || value != value) return nearest;
-    if ((back < 0 ? -back : back) > (value < 0 ? -value : value)) bits--;
+    if ((double)nearest == value || value != value) return nearest;
+    if (fabs((double)nearest) > fabs(value)) bits--;
     return ddp__f32_from_bits(bits | 1);
 }
 
@@ -1146,6 +1132,8 @@ static void ddp__store_f16(void *data, const float *DDP__RESTRICT in, size_t cou
     DDP__FOR_EACH(count, out[i] = ddp__f32_to_f16(in[i]));
 }
 
+#define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
+
 /* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
@@ -1166,35 +1154,32 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
 
-/* Any float type to any other, rounded once to nearest even, or a copy between equal types. dst and src do not overlap, or are
-   equal with types of equal size. */
+/* Any float type to any other, rounded once to nearest even, or a copy between equal types. dst and src do not overlap, or are equal with
+   types of equal size. */
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
-    float DDP__ALIGNED64 block[DDP__BLOCK_BYTES / sizeof(float)];
-    size_t dst_size = ddp__dtype_size(dst_dtype), src_size = ddp__dtype_size(src_dtype);
+    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
+    size_t dst_size = ddp__dtype_size(dst_dtype), src_size = ddp__dtype_size(src_dtype), n;
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
     if (dst_dtype == src_dtype) {
         if (count && dst != src) memcpy(dst, src, count * dst_size);
         return;
     }
-    while (count) {
-        size_t n = count < DDP__BLOCK_BYTES / sizeof(float) ? count : DDP__BLOCK_BYTES / sizeof(float);
+    for (; count; in += n * src_size, out += n * dst_size, count -= n) {
+        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
         ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
         ddp__store_f32(out, dst_dtype, block, n);
-        in += n * src_size;
-        out += n * dst_size;
-        count -= n;
     }
 }
 
 //== division ===================================================================================== >>impl-divide
 
 /* x / divisor rounded once. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
-#define DDP__DIVIDE_FN(type, suffix)                                                        \
-    static void ddp__divide_##suffix(type *data, size_t count, uint64_t divisor) {          \
-        type d = (type)divisor, r = (type)1 / d;                                            \
-        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);           \
-        else DDP__FOR_EACH(count, data[i] = data[i] * r);                                   \
+#define DDP__DIVIDE_FN(type, suffix)                                                              \
+    static void ddp__divide_##suffix(ddp__any_##suffix *data, size_t count, uint64_t divisor) {   \
+        type d = (type)divisor, r = (type)1 / d;                                                  \
+        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);                 \
+        else DDP__FOR_EACH(count, data[i] = data[i] * r);                                         \
     }
 DDP__DIVIDE_FN(float, f32) DDP__DIVIDE_FN(double, f64)
 #undef DDP__DIVIDE_FN
@@ -1206,37 +1191,47 @@ DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
-/* Divides aligned elements of one of the types that add (not f16, bf16). */
+/* Divides elements of one of the types that add (not f16, bf16). */
 static void ddp__divide_block(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    if (dtype == DDP_F32) ddp__divide_f32((float *)data, count, divisor);
-    else if (dtype == DDP_F64) ddp__divide_f64((double *)data, count, divisor);
+    if (dtype == DDP_F32) ddp__divide_f32((ddp__any_f32 *)data, count, divisor);
+    else if (dtype == DDP_F64) ddp__divide_f64((ddp__any_f64 *)data, count, divisor);
     else
         for (size_t i = 0; i < count; i++) {
             if (dtype == DDP_I8) ((int8_t *)data)[i] = (int8_t)ddp__divide_signed(((int8_t *)data)[i], divisor);
             else if (dtype == DDP_U8) ((uint8_t *)data)[i] = (uint8_t)(((uint8_t *)data)[i] / divisor);
-            else if (dtype == DDP_I32) ((int32_t *)data)[i] = (int32_t)ddp__divide_signed(((int32_t *)data)[i], divisor);
-            else if (dtype == DDP_I64) ((int64_t *)data)[i] = ddp__divide_signed(((int64_t *)data)[i], divisor);
-            else ((uint64_t *)data)[i] /= divisor;
+            else if (dtype == DDP_I32) ((ddp__any_i32 *)data)[i] = (int32_t)ddp__divide_signed(((ddp__any_i32 *)data)[i], divisor);
+            else if (dtype == DDP_I64) ((ddp__any_i64 *)data)[i] = ddp__divide_signed(((ddp__any_i64 *)data)[i], divisor);
+            else ((ddp__any_u64 *)data)[i] /= divisor;
         }
+}
+
+/* x / divisor * factor of f16 or bf16, by way of f32. One of the two is 1, which changes no bit. */
+static void ddp__scale_half(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
+    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
+    unsigned char *at = (unsigned char *)data;
+    for (size_t n; count; at += 2 * n, count -= n) {
+        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
+        ddp__load_f32(block, at, dtype, n, 0);
+        ddp__divide_f32(block, n, divisor);
+        DDP__FOR_EACH(n, block[i] *= factor);
+        ddp__store_f32(at, dtype, block, n);
+    }
 }
 
 /* In place, as AVG does after its last addition. A divisor of 0 counts as 1. */
 static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    union { double f64; float f32[DDP__BLOCK_BYTES / sizeof(float)]; } DDP__ALIGNED64 block;
-    size_t size = ddp__dtype_size(dtype), step = dtype == DDP_F64 || size == 8 ? DDP__BLOCK_BYTES / 8 : DDP__BLOCK_BYTES / 4;
-    int half = dtype == DDP_F16 || dtype == DDP_BF16;
-    unsigned char *at = (unsigned char *)data;
     if (divisor <= 1) return;
-    while (count) {
-        size_t n = count < step ? count : step;
-        if (half) ddp__load_f32(block.f32, at, dtype, n, 0);
-        else memcpy(&block, at, n * size);
-        ddp__divide_block(&block, n, half ? DDP_F32 : dtype, divisor);
-        if (half) ddp__store_f32(at, dtype, block.f32, n);
-        else memcpy(at, &block, n * size);
-        at += n * size;
-        count -= n;
-    }
+    if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, divisor, 1.0f);
+    else ddp__divide_block(data, count, dtype, divisor);
+}
+
+/* Floats in place; integers stay as they are. */
+static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) {
+    ddp__any_f32 *f32 = (ddp__any_f32 *)data;
+    ddp__any_f64 *f64 = (ddp__any_f64 *)data;
+    if (dtype == DDP_F32) DDP__FOR_EACH(count, f32[i] *= factor);
+    else if (dtype == DDP_F64) DDP__FOR_EACH(count, f64[i] *= (double)factor);
+    else if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, 1, factor);
 }
 
 //== reducing ======================================================================================= >>impl-tree
@@ -1556,9 +1551,8 @@ DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     digit = sum->cell + ((exponent - 1) >> 5);
     shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
-    high = (mantissa >> 32) << shift; /* below 2^52 */
+    high = (mantissa >> 32 << shift) + (low >> 32); /* below 2^52 */
     digit[0] += ((int64_t)(low & 0xffffffff) ^ negative) - negative;
-    high += low >> 32;
     digit[1] += ((int64_t)(high & 0xffffffff) ^ negative) - negative;
     digit[2] += ((int64_t)(high >> 32) ^ negative) - negative;
     if (++sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
@@ -1569,22 +1563,19 @@ DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other) 
     if (sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
 }
 
-/* Bits position..position+63 of a normalised, non-negative sum; position may be negative. */
+/* Bits position..position+63 of a normalised, non-negative sum. */
 static uint64_t ddp__exact_window(const ddp_exact_sum *sum, int position) {
-    uint64_t window = 0;
-    for (int bit = 0; bit < 64;) {
-        int at = position + bit, k = at >> 5, offset = at & 31;
-        if (at >= 0 && k < DDP__EXACT_DIGITS) window |= (uint64_t)sum->cell[k] >> offset << bit;
-        bit += 32 - offset;
-    }
+    uint64_t window = (uint64_t)sum->cell[position / 32] >> position % 32;
+    for (int k = position / 32 + 1, shift = 32 - position % 32; k < DDP__EXACT_DIGITS && shift < 64; k++, shift += 32)
+        window |= (uint64_t)sum->cell[k] << shift;
     return window;
 }
 
 /* An empty sum, and one that cancels, is +0. */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     ddp_exact_sum sum = *exact;
-    uint64_t sign = 0, mantissa, bits;
-    int top, lowest, sticky = 0;
+    uint64_t sign = 0, bits;
+    int top, lowest;
 
     if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS]))
         return ddp__f64_from_bits(UINT64_C(0x7ff8) << 48);
@@ -1597,27 +1588,25 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
         ddp__exact_normalise(&sum);
     }
     for (top = DDP__EXACT_DIGITS - 1; top > 0 && !sum.cell[top]; top--) {}
-    if (!sum.cell[top]) return 0.0;
     top *= 32;
     while (ddp__exact_window(&sum, top) > 1) top++; /* now the number of the highest bit */
 
-    /* 53 bits from lowest up; a subnormal has fewer, and then nothing below them. */
+    /* 53 bits from lowest up; a subnormal has fewer, and then nothing below them. Half of the last one is added before the rest is cut
+       off, less the smallest bit there is where that leaves an even number as it is: to nearest, ties to even. */
     lowest = top > 52 ? top - 52 : 0;
-    mantissa = ddp__exact_window(&sum, lowest) & ((UINT64_C(1) << 53) - 1);
-    if (lowest && (ddp__exact_window(&sum, lowest - 1) & 1)) {
-        for (int k = 0; k < (lowest - 1) >> 5; k++) sticky |= sum.cell[k] != 0;
-        sticky |= (sum.cell[(lowest - 1) >> 5] & ((INT64_C(1) << ((lowest - 1) & 31)) - 1)) != 0;
-        mantissa += (uint64_t)sticky | (mantissa & 1);
+    if (lowest) {
+        sum.cell[0] -= !(ddp__exact_window(&sum, lowest) & 1);
+        sum.cell[(lowest - 1) >> 5] += INT64_C(1) << ((lowest - 1) & 31);
+        ddp__exact_normalise(&sum);
     }
     /* The hidden bit carries into the exponent, and so does a mantissa that rounded up to 2^53. */
-    bits = ((uint64_t)lowest << 52) + mantissa;
+    bits = ((uint64_t)lowest << 52) + ddp__exact_window(&sum, lowest);
     if (bits >= UINT64_C(0x7ff0) << 48) bits = UINT64_C(0x7ff0) << 48;
     return ddp__f64_from_bits(bits | sign);
 }
 
-/* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e.
-   The square of an f32 is exact in f64: fused with the addition that follows or not, the bits are the same. The square of an f64 is
-   rounded, and must not be fused: it has to be in memory before it is added. */
+/* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e. The square of an f32 is exact in f64: fused with
+   the addition that follows or not, the bits are the same. That of an f64 is rounded and must not be fused: it is in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
     for (int e = 0; e < DDP__EXACT_LANES; e++) {
         double low = (double)x[e], high = (double)x[e + DDP__EXACT_LANES];
@@ -1663,19 +1652,17 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
     size_t row_bytes = row_count * ddp__dtype_size(dtype);
-
-    if (row_count == 0) return;
-    if (row_count == 1 && dtype != DDP_F64) { /* biases and the like */
-        float DDP__ALIGNED64 block[64];
-        for (size_t row = 0; row < rows; row += 64) {
-            size_t n = rows - row < 64 ? rows - row : 64;
-            ddp__load_f32(block, at + row * row_bytes, dtype, n, 0);
+    float DDP__ALIGNED64 block[64];
+    if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
+        for (size_t n; rows; at += n * row_bytes, rows -= n) {
+            n = rows < 64 ? rows : 64;
+            ddp__load_f32(block, at, dtype, n, 0);
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
-        return;
-    }
-    for (size_t row = 0; row < rows; row++) ddp_exact_sum_add(sum, ddp__row_squares(at + row * row_bytes, row_count, dtype));
+    else if (row_count)
+        for (; rows; at += row_bytes, rows--) ddp_exact_sum_add(sum, ddp__row_squares(at, row_count, dtype));
 }
+
 //== the CPU as a device ============================================================================== >>impl-device
 
 static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -1687,30 +1674,13 @@ static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcp
 static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, size_bytes); }
 
 static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
-    const void *sources[2];
-    sources[0] = left;
-    sources[1] = right;
+    const void *sources[2] = {left, right};
     ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, 0);
-}
-
-static void ddp__cpu_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    enum { BLOCK = 1024 };
-    float block[BLOCK];
-    if (dtype == DDP_F32) for (size_t i = 0; i < count; i++) ((float *)data)[i] *= factor;
-    else if (dtype == DDP_F64) for (size_t i = 0; i < count; i++) ((double *)data)[i] *= (double)factor;
-    else if (dtype == DDP_F16 || dtype == DDP_BF16)
-        for (size_t done = 0; done < count; done += BLOCK) {
-            size_t n = count - done < BLOCK ? count - done : (size_t)BLOCK;
-            unsigned char *part = (unsigned char *)data + 2 * done;
-            ddp__cast(block, DDP_F32, part, dtype, n);
-            for (size_t i = 0; i < n; i++) block[i] *= factor;
-            ddp__cast(part, dtype, block, DDP_F32, n);
-        }
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
-                                   ddp__cpu_add, ddp__cpu_scale, ddp__divide, ddp__exact_add_squares};
+                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares};
     return &cpu;
 }
 
@@ -5659,310 +5629,17 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 //
 // Three steps lead from the count of samples taken to a sample:
 //     index in this rank's dealing  --deal-->  entry of what is dealt  --place-->  position in the epoch's order  --order-->  sample
-// deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the
-// epoch; order is the identity, a Feistel network, or a window of PyTorch's randperm.
+// deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the epoch; order is the
+// identity, a Feistel network, or a window of PyTorch's randperm.
 
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
 #define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
 #endif
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 #define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
-#define DDP__SAMPLER_EMPTY UINT64_MAX
-#define DDP__MT_WORDS 624
-#define DDP__MT_SHIFT 397
+enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__MT_LAG = DDP__MT_WORDS - DDP__MT_SHIFT };
 
 static int ddp__bit_length(uint64_t x) { int n = 0; while (x) { x >>= 1; n++; } return n; }
-
-/* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
-
-static uint32_t ddp__mt_mix(uint32_t upper, uint32_t lower) {
-    uint32_t y = (upper & 0x80000000u) | (lower & 0x7fffffffu);
-    return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu);
-}
-
-/* One block on: x[k] becomes x[k + 624] = x[k + 397] ^ mix(x[k], x[k + 1]). */
-static void ddp__mt_forward(uint32_t *x) {
-    const int lag = DDP__MT_WORDS - DDP__MT_SHIFT;
-    for (int k = 0; k < lag; k++) x[k] = x[k + DDP__MT_SHIFT] ^ ddp__mt_mix(x[k], x[k + 1]);
-    for (int k = lag; k < DDP__MT_WORDS - 1; k++) x[k] = x[k - lag] ^ ddp__mt_mix(x[k], x[k + 1]);
-    x[DDP__MT_WORDS - 1] = x[DDP__MT_SHIFT - 1] ^ ddp__mt_mix(x[DDP__MT_WORDS - 1], x[0]);
-}
-
-/* mix shifts out the low bit but leaves it in the top one, so it can be undone. */
-static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
-
-/* One block back. y[k] = unmix(x[k + 624] ^ x[k + 397]) has the top bit of x[k] and the low 31 bits of x[k + 1]. From k = 227 on,
-   x[k + 397] is a word of the block we come from; below, one that has just been recovered. */
-static void ddp__mt_backward(uint32_t *x) {
-    const int lag = DDP__MT_WORDS - DDP__MT_SHIFT;
-    uint32_t y[DDP__MT_WORDS];
-    for (int k = lag; k < DDP__MT_WORDS; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k - lag]);
-    for (int k = lag + 1; k < DDP__MT_WORDS; k++) x[k] = (y[k] & 0x80000000u) | (y[k - 1] & 0x7fffffffu);
-    for (int k = 0; k < lag; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k + DDP__MT_SHIFT]);
-    for (int k = 1; k <= lag; k++) x[k] = (y[k] & 0x80000000u) | (y[k - 1] & 0x7fffffffu);
-    x[0] = (y[0] & 0x80000000u) | (ddp__mt_unmix(x[DDP__MT_WORDS - 1] ^ x[DDP__MT_SHIFT - 1]) & 0x7fffffffu);
-}
-
-static uint32_t ddp__mt_temper(uint32_t y) {
-    y ^= y >> 11;
-    y ^= y << 7 & 0x9d2c5680u;
-    y ^= y << 15 & 0xefc60000u;
-    return y ^ y >> 18;
-}
-
-/* Brings sampler->mt to a block of the epoch's draws. Windows follow each other, so this mostly moves on from the last. */
-static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
-    if (s->mt_block < 0 || s->mt_block > block) {
-        s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
-        for (uint32_t i = 1; i < DDP__MT_WORDS; i++) s->mt[i] = UINT32_C(1812433253) * (s->mt[i - 1] ^ s->mt[i - 1] >> 30) + i;
-        ddp__mt_forward(s->mt);
-        s->mt_block = 0;
-    }
-    for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
-}
-
-/* -- The samples of a window on their way back through the shuffle: where does each lie now? An open-addressed table of
-   location << slot_bits | slot, linear probing, deletion by shifting back. Every pass sizes it anew, at load 0.6. -- */
-
-typedef struct ddp__tokens {
-    uint64_t *table, *filter;         /* filter: bit location >> filter_shift is set if a token lies there, or did */
-    uint64_t capacity;
-    int filter_shift;
-    uint64_t settled;                 /* this bit of a location: no longer a location but the sample; fills its place, is never found */
-    int slot_bits;
-    int64_t first, slot;              /* the window starts with this sample of the dealing, and this one of its slots is met next */
-} ddp__tokens;
-
-static int64_t ddp__tokens_capacity(int64_t count) { return count + count / 3 * 2 + 8; }
-static int64_t ddp__tokens_filter_words(int64_t count) { return count / 4 + 1; }
-
-static inline uint64_t ddp__tokens_home(const ddp__tokens *t, uint64_t location) {
-    return ((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->capacity) >> 32;
-}
-
-/* 0 when no token lies at the location. Nearly all draws end here, in 2 bytes per token instead of the table's 13. */
-static inline uint64_t ddp__tokens_maybe(const ddp__tokens *t, uint64_t location) {
-    uint64_t bit = location >> t->filter_shift;
-    return t->filter[bit >> 6] >> (bit & 63) & 1;
-}
-
-static inline void ddp__tokens_expect(ddp__tokens *t, uint64_t location) {
-    uint64_t bit = location >> t->filter_shift;
-    t->filter[bit >> 6] |= UINT64_C(1) << (bit & 63);
-}
-
-/* The place of the token at a location; capacity when there is none. */
-static inline uint64_t ddp__tokens_find(const ddp__tokens *t, uint64_t location) {
-    uint64_t i = ddp__tokens_home(t, location);
-    for (;;) {
-        uint64_t entry = t->table[i];
-        if (entry >> t->slot_bits == location) return i;
-        if (entry == DDP__SAMPLER_EMPTY) return t->capacity;
-        if (++i == t->capacity) i = 0;
-    }
-}
-
-static void ddp__tokens_insert(ddp__tokens *t, uint64_t location, uint64_t slot) {
-    uint64_t i = ddp__tokens_home(t, location);
-    while (t->table[i] != DDP__SAMPLER_EMPTY) if (++i == t->capacity) i = 0;
-    t->table[i] = location << t->slot_bits | slot;
-    ddp__tokens_expect(t, location);
-}
-
-static void ddp__tokens_remove(ddp__tokens *t, uint64_t hole) {
-    for (uint64_t i = hole;; ) {
-        uint64_t entry, home;
-        if (++i == t->capacity) i = 0;
-        entry = t->table[i];
-        home = ddp__tokens_home(t, entry >> t->slot_bits);
-        if (entry == DDP__SAMPLER_EMPTY) break;
-        if (entry >> t->slot_bits & t->settled) continue;
-        if ((i >= home ? i - home : i + t->capacity - home) < (i >= hole ? i - hole : i + t->capacity - hole)) continue;
-        t->table[hole] = entry;
-        hole = i;
-    }
-    t->table[hole] = DDP__SAMPLER_EMPTY;
-}
-
-static inline void ddp__tokens_move(ddp__tokens *t, uint64_t place, uint64_t location) {
-    uint64_t slot = t->table[place] & ((UINT64_C(1) << t->slot_bits) - 1);
-    ddp__tokens_remove(t, place);
-    ddp__tokens_insert(t, location, slot);
-}
-
-/* Ends a pass: table[slot] = sample. Packs the entries, then sweeps over them, each swapping into its place the one it finds; not
-   along the cycles, where every load would wait for the one before. A sweep about halves what is out of place. */
-static void ddp__tokens_to_samples(ddp__tokens *t, uint64_t count) {
-    uint64_t slot_mask = (UINT64_C(1) << t->slot_bits) - 1, n = 0, *table = t->table;
-    int moved = 1;
-    for (uint64_t i = 0; i < t->capacity; i++) if (table[i] != DDP__SAMPLER_EMPTY) table[n++] = table[i];
-    while (moved) {
-        moved = 0;
-        for (uint64_t i = 0; i < count; i++) {
-            uint64_t entry = table[i], slot = entry & slot_mask;
-            if (i + 16 < count) __builtin_prefetch(&table[table[i + 16] & slot_mask], 1);
-            if (slot == i) continue;
-            table[i] = table[slot];
-            table[slot] = entry;
-            moved = 1;
-        }
-    }
-    for (uint64_t i = 0; i < count; i++) table[i] = table[i] >> t->slot_bits & (t->settled - 1);
-}
-
-/* -- Dealing: which positions of the order are this rank's -- */
-
-static uint64_t ddp__sampler_block(const ddp_sampler *s) { return (uint64_t)(s->desc.global_batch / s->desc.num_replicas); }
-
-/* Of the first `entries` dealt, how many are this rank's. */
-static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
-    uint64_t rank = (uint64_t)s->desc.rank, batch = (uint64_t)s->desc.global_batch, block, rest;
-    if (!batch) return entries > rank ? (int64_t)((entries - rank - 1) / (uint64_t)s->desc.num_replicas + 1) : 0;
-    block = ddp__sampler_block(s);
-    rest = entries % batch > rank * block ? entries % batch - rank * block : 0;
-    return (int64_t)(entries / batch * block + (rest < block ? rest : block));
-}
-
-static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
-    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank, block;
-    if (!s->desc.global_batch) return k * (uint64_t)s->desc.num_replicas + rank;
-    block = ddp__sampler_block(s);
-    return k / block * (uint64_t)s->desc.global_batch + rank * block + k % block;
-}
-
-/* Position of a dealt entry. After a load inside a global batch what is dealt first is the rest of each of its blocks:
-       order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...      gap_count 2, gap_used 4 (#), gap_block 8 */
-static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
-    uint64_t rest = s->gap_block - s->gap_used, in_gap = s->gap_count * rest;
-    if (entry >= s->left) return (entry - s->left) % (uint64_t)s->desc.dataset_size;
-    if (entry >= in_gap) return s->origin + s->gap_count * s->gap_used + entry;
-    return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
-}
-
-static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
-
-/* Starts a dealing at position origin of the epoch, of which gap_* say what else is used up. */
-static void ddp__sampler_deal_from(ddp_sampler *s, uint64_t origin, uint64_t gap_count, uint64_t gap_used, uint64_t gap_block) {
-    uint64_t rest = (uint64_t)s->desc.dataset_size - origin;
-    uint64_t unit = s->desc.global_batch ? (uint64_t)s->desc.global_batch : (uint64_t)s->desc.num_replicas;
-    uint64_t whole = gap_count && rest / gap_block < gap_count ? rest / gap_block : gap_count;   /* the order may end inside the batch */
-    uint64_t tail = rest - whole * gap_block, tail_used = whole == gap_count ? 0 : tail < gap_used ? tail : gap_used;
-    s->origin = origin;
-    s->gap_count = gap_count;
-    s->gap_used = gap_used;
-    s->gap_block = gap_block;
-    s->left = rest - whole * gap_used - tail_used;
-    s->total = s->left;
-    if (s->desc.drop_last) s->total -= s->left % unit;
-    else if (!s->desc.no_pad && s->left % unit) s->total += unit - s->left % unit;
-    s->length = ddp__sampler_share(s, s->total);
-    s->first = s->cursor = s->window_count = 0;
-    s->ended = 0;
-}
-
-/* -- TORCH: windows of randperm -- */
-
-/* Draw j of randperm swaps entries j and j + z. Undone from the last position of the window down, a window's sample is first met
-   at draw j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the
-   window do not matter, so an epoch's first window takes few of them. A block of draws is first sifted, so that the loads of
-   filter and table overlap: a draw stays if it is one of the window's, or its target is in the filter or inside the block. */
-static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint32_t *x, uint64_t base, int top) {
-    uint64_t target[DDP__MT_WORDS], n = (uint64_t)s->desc.dataset_size, at;
-    int stays[DDP__MT_WORDS], stay_count = 0;
-    unsigned char is_mine[DDP__MT_WORDS] = {0};
-    for (int i = 0; i <= top; i++) {
-        uint64_t room = n - base - (uint64_t)i;
-        uint32_t draw = ddp__mt_temper(x[i]);
-        target[i] = base + (uint64_t)i + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-        __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
-    }
-    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, t->first + slot)) >= base; slot--) {
-        is_mine[at - base] = 1;
-        ddp__tokens_expect(t, target[at - base]);
-    }
-    for (int i = top; i >= 0; i--) {
-        stays[stay_count] = i;
-        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
-    }
-    for (int c = 0; c < stay_count; c++) {
-        __builtin_prefetch(&t->table[ddp__tokens_home(t, target[stays[c]])]);
-        __builtin_prefetch(&t->table[ddp__tokens_home(t, base + (uint64_t)stays[c])]);
-    }
-    for (int c = 0; c < stay_count; c++) {
-        uint64_t to = target[stays[c]], place = ddp__tokens_find(t, to);
-        if (place != t->capacity) ddp__tokens_move(t, place, base + (uint64_t)stays[c]);
-        if (is_mine[stays[c]]) ddp__tokens_insert(t, to, (uint64_t)t->slot--);
-    }
-}
-
-/* Draw i of the inside-out rule moves entry z to i and puts sample i at z. Undone from the last draw of all down: what lies at z
-   is sample i; else what lies at i came from z. Each pass takes all N draws of 64 bits, two words each, high half first. */
-static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint32_t *x, uint64_t base, int top) {
-    uint64_t target[DDP__MT_WORDS / 2], slot_mask = (UINT64_C(1) << t->slot_bits) - 1, place;
-    for (int i = 0; i <= top; i++) {
-        uint64_t draw = (uint64_t)ddp__mt_temper(x[2 * i]) << 32 | ddp__mt_temper(x[2 * i + 1]);
-        target[i] = draw % (base + (uint64_t)i + 1);
-        __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
-    }
-    for (int i = top; i >= 0; i--) {
-        uint64_t j = base + (uint64_t)i;
-        place = ddp__tokens_maybe(t, target[i]) ? ddp__tokens_find(t, target[i]) : t->capacity;
-        if (place != t->capacity) t->table[place] = (t->settled | j) << t->slot_bits | (t->table[place] & slot_mask);
-        place = ddp__tokens_maybe(t, j) ? ddp__tokens_find(t, j) : t->capacity;
-        if (place != t->capacity) ddp__tokens_move(t, place, target[i]);
-    }
-}
-
-static int ddp__sampler_is_inside_out(const ddp_sampler *s) {
-    return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
-}
-
-/* Takes the samples of slots 0 to t->slot back through the draws, block by block; base is a block's first draw, top its last one. */
-static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
-    int inside_out = ddp__sampler_is_inside_out(s), draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
-    int64_t last = inside_out ? s->desc.dataset_size - 1 : (int64_t)ddp__sampler_position(s, t->first + t->slot);
-    int top = (int)(last % draws);
-    uint32_t x[DDP__MT_WORDS];
-    ddp__sampler_mt_goto(s, last / draws);
-    memcpy(x, s->mt, sizeof x);
-    for (; inside_out && t->slot >= 0; t->slot--) ddp__tokens_insert(t, ddp__sampler_position(s, t->first + t->slot), (uint64_t)t->slot);
-    for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
-        if (inside_out) ddp__sampler_undo_inside_out(t, x, (uint64_t)base, top);
-        else ddp__sampler_undo_swaps(s, t, x, (uint64_t)base, top);
-        if (base) ddp__mt_backward(x);
-    }
-}
-
-/* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
-   of the order, so its positions ascend. Each window is three times as long as all before it: few passes, and a quick first sample. */
-static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
-    uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
-    int64_t replicas = s->desc.num_replicas, count = s->desc.window, want;
-    ddp__tokens t;
-    if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
-    if (end > s->total) end = s->total;
-    if (!ddp__sampler_is_inside_out(s)) {
-        want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
-        if (count > want) count = want > 0 ? want : 1;
-    }
-    if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
-
-    t.first = first;
-    t.slot = count - 1;
-    t.table = s->table;
-    t.capacity = (uint64_t)ddp__tokens_capacity(count);
-    t.settled = UINT64_C(1) << ddp__bit_length(n);
-    t.slot_bits = 63 - ddp__bit_length(n);
-    t.filter = t.table + t.capacity;
-    t.filter_shift = 0;
-    while (n >> t.filter_shift >= (uint64_t)ddp__tokens_filter_words(count) * 64) t.filter_shift++;
-    memset(t.table, 0xff, (size_t)t.capacity * sizeof *t.table);
-    memset(t.filter, 0, (size_t)ddp__tokens_filter_words(count) * sizeof *t.filter);
-    ddp__sampler_pass(s, &t);
-    ddp__tokens_to_samples(&t, (uint64_t)count);
-    s->window_first = first;
-    s->window_count = count;
-}
 
 /* -- HASHED: a Feistel network over the smallest power of two that holds N (Black and Rogaway 2002: a result outside [0, N) is put
    in again until it falls inside, which keeps it a bijection and takes two rounds at most on average) -- */
@@ -5984,7 +5661,7 @@ static void ddp__sampler_hash_setup(ddp_sampler *s) {
     for (int i = 0; i < s->round_count; i++) s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
 
-static inline uint64_t ddp__sampler_round(uint64_t half, uint64_t key) {
+static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
     uint64_t y = (half ^ key) * UINT64_C(0xd6e8feb86659fd93);
     return y >> 32 ^ y >> 51;
 }
@@ -5994,17 +5671,273 @@ static uint64_t ddp__sampler_hash(const ddp_sampler *s, uint64_t x) {
     do {
         uint64_t left = x >> s->half_bits[1], right = x & mask1;
         for (int i = 0; i < s->round_count; i += 2) {
-            left ^= ddp__sampler_round(right, s->round_keys[i]) & mask0;
-            right ^= ddp__sampler_round(left, s->round_keys[i + 1]) & mask1;
+            left ^= ddp__sampler_scramble(right, s->round_keys[i]) & mask0;
+            right ^= ddp__sampler_scramble(left, s->round_keys[i + 1]) & mask1;
         }
         x = left << s->half_bits[1] | right;
     } while (x >= (uint64_t)s->desc.dataset_size);
     return x;
 }
 
-/* -- Public -- */
+/* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
 
-static int ddp__sampler_is_torch(const ddp_sampler_desc *d) { return !d->no_shuffle && d->shuffle != DDP_SHUFFLE_HASHED; }
+static uint32_t ddp__mt_join(uint32_t upper, uint32_t lower) { return (upper & 0x80000000u) | (lower & 0x7fffffffu); }
+
+/* mix shifts out the low bit but leaves it in the top one, so it can be undone. */
+static uint32_t ddp__mt_mix(uint32_t y) { return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu); }
+static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
+
+/* One block on: x[k] becomes x[k + 624] = x[k + 397] ^ mix(join(x[k], x[k + 1])). */
+static void ddp__mt_forward(uint32_t *x) {
+    for (int k = 0; k < DDP__MT_LAG; k++) x[k] = x[k + DDP__MT_SHIFT] ^ ddp__mt_mix(ddp__mt_join(x[k], x[k + 1]));
+    for (int k = DDP__MT_LAG; k < DDP__MT_WORDS - 1; k++) x[k] = x[k - DDP__MT_LAG] ^ ddp__mt_mix(ddp__mt_join(x[k], x[k + 1]));
+    x[DDP__MT_WORDS - 1] = x[DDP__MT_SHIFT - 1] ^ ddp__mt_mix(ddp__mt_join(x[DDP__MT_WORDS - 1], x[0]));
+}
+
+/* One block back. y[k] = unmix(x[k + 624] ^ x[k + 397]) is the join of x[k] and x[k + 1]. From k = 227 on, x[k + 397] is a word of the block we come
+   from; below, one that has just been recovered. */
+static void ddp__mt_backward(uint32_t *x) {
+    uint32_t y[DDP__MT_WORDS];
+    for (int k = DDP__MT_LAG; k < DDP__MT_WORDS; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k - DDP__MT_LAG]);
+    for (int k = DDP__MT_LAG + 1; k < DDP__MT_WORDS; k++) x[k] = ddp__mt_join(y[k], y[k - 1]);
+    for (int k = 0; k < DDP__MT_LAG; k++) y[k] = ddp__mt_unmix(x[k] ^ x[k + DDP__MT_SHIFT]);
+    for (int k = 1; k <= DDP__MT_LAG; k++) x[k] = ddp__mt_join(y[k], y[k - 1]);
+    x[0] = ddp__mt_join(y[0], ddp__mt_unmix(x[DDP__MT_WORDS - 1] ^ x[DDP__MT_SHIFT - 1]));
+}
+
+static uint32_t ddp__mt_temper(uint32_t y) {
+    y ^= y >> 11;
+    y ^= y << 7 & 0x9d2c5680u;
+    y ^= y << 15 & 0xefc60000u;
+    return y ^ y >> 18;
+}
+
+/* Brings sampler->mt to a block of the epoch's draws. Windows follow each other, so this mostly moves on from the last. */
+static void ddp__sampler_mt_goto(ddp_sampler *s, int64_t block) {
+    if (s->mt_block < 0 || s->mt_block > block) {
+        s->mt[0] = (uint32_t)(s->desc.seed + s->epoch);
+        for (uint32_t i = 1; i < DDP__MT_WORDS; i++) s->mt[i] = UINT32_C(1812433253) * (s->mt[i - 1] ^ s->mt[i - 1] >> 30) + i;
+        ddp__mt_forward(s->mt);
+        s->mt_block = 0;
+    }
+    for (; s->mt_block < block; s->mt_block++) ddp__mt_forward(s->mt);
+}
+
+/* -- The samples of a window on their way back through the shuffle: where does each lie now? A hash table of chains. -- */
+
+typedef struct ddp__tokens {
+    uint64_t *node;                   /* by slot of the window: location << slot_bits | next slot in the chain; without a chain, the sample itself */
+    uint64_t *filter;                 /* bit location >> filter_shift is set if a token lies there, or did */
+    uint32_t *head;                   /* by chain: the first slot */
+    uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
+    int slot_bits, filter_shift;
+    int64_t first, slot;              /* the window starts with this sample of the dealing, and this one of its slots is met next */
+} ddp__tokens;
+
+static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
+static int64_t ddp__tokens_filter_words(int64_t count) { return count / 4 + 1; }
+static int64_t ddp__tokens_words(int64_t count) { return count + ddp__tokens_filter_words(count) + (ddp__tokens_chains(count) + 1) / 2; }
+
+static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t location) {
+    return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
+}
+
+/* 0 when no token lies at the location. Nearly all draws end here, in 2 bytes per token instead of 13. */
+static inline uint64_t ddp__tokens_maybe(const ddp__tokens *t, uint64_t location) {
+    uint64_t bit = location >> t->filter_shift;
+    return t->filter[bit >> 6] >> (bit & 63) & 1;
+}
+
+static inline void ddp__tokens_expect(ddp__tokens *t, uint64_t location) {
+    uint64_t bit = location >> t->filter_shift;
+    t->filter[bit >> 6] |= UINT64_C(1) << (bit & 63);
+}
+
+static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t slot) {
+    uint32_t *head = ddp__tokens_chain(t, location);
+    t->node[slot] = location << t->slot_bits | *head;
+    *head = (uint32_t)slot;
+    ddp__tokens_expect(t, location);
+}
+
+/* Takes the token at a location out of the table; none when there is no token. */
+static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
+    uint32_t *head = ddp__tokens_chain(t, location);
+    uint64_t slot = ddp__tokens_maybe(t, location) ? *head : t->none, before = t->none;
+    for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none) before = slot;
+    if (slot == t->none) return slot;
+    if (before == t->none) *head = (uint32_t)(t->node[slot] & t->none);
+    else t->node[before] = (t->node[before] & ~t->none) | (t->node[slot] & t->none);
+    return slot;
+}
+
+/* -- Dealing: which positions of the order are this rank's -- */
+
+/* A round gives each rank a block: one sample, without global_batch. */
+static uint64_t ddp__sampler_round(const ddp_sampler *s) { return (uint64_t)(s->desc.global_batch ? s->desc.global_batch : s->desc.num_replicas); }
+static uint64_t ddp__sampler_block(const ddp_sampler *s) { return ddp__sampler_round(s) / (uint64_t)s->desc.num_replicas; }
+
+/* How many of the first `entries` lie in [from, from + length) of their round. */
+static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
+    uint64_t rest = entries % round > from ? entries % round - from : 0;
+    return entries / round * length + (rest < length ? rest : length);
+}
+
+/* Of the first `entries` dealt, how many are this rank's. */
+static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
+    uint64_t block = ddp__sampler_block(s);
+    return (int64_t)ddp__sampler_count(entries, ddp__sampler_round(s), (uint64_t)s->desc.rank * block, block);
+}
+
+static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
+    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank, round = ddp__sampler_round(s), block;
+    if (!s->desc.global_batch) return k * round + rank; /* spares the divisions by 1 */
+    block = ddp__sampler_block(s);
+    return k / block * round + rank * block + k % block;
+}
+
+/* Position of a dealt entry. After a load inside a global batch what is dealt first is the rest of each of its blocks:
+       order    ... origin [#### 0 1 2 3][#### 4 5 6 7] 8 9 10 ...      gap_count 2, gap_used 4 (#), gap_block 8 */
+static uint64_t ddp__sampler_place(const ddp_sampler *s, uint64_t entry) {
+    uint64_t rest = s->gap_block - s->gap_used, in_gap = s->gap_count * rest;
+    if (entry >= s->left) return (entry - s->left) % (uint64_t)s->desc.dataset_size;
+    if (entry >= in_gap) return s->origin + s->gap_count * s->gap_used + entry;
+    return s->origin + entry / rest * s->gap_block + s->gap_used + entry % rest;
+}
+
+static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { return ddp__sampler_place(s, ddp__sampler_deal(s, index)); }
+
+/* Starts a dealing at position origin of an epoch. rest_of: NULL, or where a load found a global batch begun. */
+static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
+    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, round = ddp__sampler_round(s), gap;
+    s->epoch = epoch;
+    s->mt_block = -1;
+    s->origin = origin;
+    s->gap_count = rest_of ? (uint64_t)rest_of->num_replicas : 0;
+    s->gap_used = rest_of ? (uint64_t)rest_of->block_offset : 0;
+    s->gap_block = rest_of ? (uint64_t)(rest_of->global_batch / rest_of->num_replicas) : 1;
+    gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;   /* the order may end inside the batch */
+    s->left = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
+    s->total = s->left;
+    if (s->desc.drop_last) s->total -= s->left % round;
+    else if (!s->desc.no_pad && s->left % round) s->total += round - s->left % round;
+    s->length = ddp__sampler_share(s, s->total);
+    s->first = s->cursor = s->window_count = 0;
+    s->ended = 0;
+    if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(s);
+}
+
+/* -- TORCH: windows of randperm -- */
+
+/* Draw j of randperm swaps entry j with its target, j + z. Undone from the last position of the window down, a window's sample is first met at draw
+   j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the window do not matter, so an
+   epoch's first window takes few of them. A block of draws is first sifted, so that the loads of filter and table overlap: a draw stays if it is
+   one of the window's, or its target is in the filter or inside the block. */
+static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
+    int stays[DDP__MT_WORDS], stay_count = 0;
+    unsigned char is_mine[DDP__MT_WORDS] = {0};
+    uint64_t at;
+    for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, t->first + slot)) >= base; slot--) {
+        is_mine[at - base] = 1;
+        ddp__tokens_expect(t, target[at - base]);
+    }
+    for (int i = top; i >= 0; i--) {
+        stays[stay_count] = i;
+        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
+    }
+    for (int c = 0; c < stay_count; c++) {
+        __builtin_prefetch(ddp__tokens_chain(t, target[stays[c]]));
+        __builtin_prefetch(ddp__tokens_chain(t, base + (uint64_t)stays[c]));
+    }
+    for (int c = 0; c < stay_count; c++) {
+        uint64_t slot = *ddp__tokens_chain(t, target[stays[c]]);
+        if (slot != t->none) __builtin_prefetch(&t->node[slot]);
+    }
+    for (int c = 0; c < stay_count; c++) {
+        uint64_t to = target[stays[c]], slot = ddp__tokens_take(t, to);
+        if (slot != t->none) ddp__tokens_put(t, base + (uint64_t)stays[c], slot);
+        if (is_mine[stays[c]]) ddp__tokens_put(t, to, (uint64_t)t->slot--);
+    }
+}
+
+/* Draw j of the inside-out rule moves the entry at its target to j and puts sample j at the target. Undone from the last draw of all down: what lies
+   at the target is sample j; else what lies at j came from there. */
+static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target, uint64_t base, int top) {
+    for (int i = top; i >= 0; i--) {
+        uint64_t j = base + (uint64_t)i, there = ddp__tokens_take(t, target[i]), here = ddp__tokens_take(t, j);
+        if (there != t->none) t->node[there] = j << t->slot_bits;
+        if (here != t->none) ddp__tokens_put(t, target[i], here);
+    }
+}
+
+static int ddp__sampler_is_inside_out(const ddp_sampler *s) {
+    return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+}
+
+/* Takes the samples of slots 0 to t->slot back through the draws, block by block; base is a block's first draw, top its last one. The inside-out rule
+   takes all N draws, of 64 bits: two words each, high half first. */
+static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
+    int inside_out = ddp__sampler_is_inside_out(s), draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
+    int64_t n = s->desc.dataset_size, last = inside_out ? n - 1 : (int64_t)ddp__sampler_position(s, t->first + t->slot);
+    int top = (int)(last % draws);
+    uint32_t x[DDP__MT_WORDS];
+    uint64_t target[DDP__MT_WORDS];
+    ddp__sampler_mt_goto(s, last / draws);
+    memcpy(x, s->mt, sizeof x);
+    for (; inside_out && t->slot >= 0; t->slot--) ddp__tokens_put(t, ddp__sampler_position(s, t->first + t->slot), (uint64_t)t->slot);
+    for (int64_t base = last - top; base >= 0; base -= draws, top = draws - 1) {
+        for (int i = 0; i <= top; i++) {
+            uint64_t j = (uint64_t)(base + i), room = (uint64_t)n - j;
+            uint32_t draw = ddp__mt_temper(x[inside_out ? 2 * i : i]);
+            if (inside_out) target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
+            else target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
+            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+        }
+        if (inside_out) ddp__sampler_undo_inside_out(t, target, (uint64_t)base, top);
+        else ddp__sampler_undo_swaps(s, t, target, (uint64_t)base, top);
+        if (base) ddp__mt_backward(x);
+    }
+}
+
+/* A token is a location up to N and a slot of the window, in 64 bits. */
+static int ddp__sampler_slot_bits(const ddp_sampler *s) {
+    int bits = 63 - ddp__bit_length((uint64_t)s->desc.dataset_size);
+    return bits < 31 ? bits : 31;
+}
+
+/* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
+   of the order, so its positions ascend. Each window is three times as long as all before it: few passes, and a quick first sample. */
+static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
+    uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
+    int64_t replicas = s->desc.num_replicas, count = s->desc.window, want;
+    ddp__tokens t;
+    if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
+    if (end > s->total) end = s->total;
+    if (!ddp__sampler_is_inside_out(s)) {
+        want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
+        if (count > want) count = want > 0 ? want : 1;
+    }
+    if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
+
+    t.first = first;
+    t.slot = count - 1;
+    t.slot_bits = ddp__sampler_slot_bits(s);
+    t.none = (UINT64_C(1) << t.slot_bits) - 1;
+    t.chains = (uint64_t)ddp__tokens_chains(count);
+    t.node = s->table;
+    t.filter = t.node + count;
+    t.head = (uint32_t *)(void *)(t.filter + ddp__tokens_filter_words(count));
+    t.filter_shift = 0;
+    while (n >> t.filter_shift >= (uint64_t)ddp__tokens_filter_words(count) * 64) t.filter_shift++;
+    memset(t.filter, 0, (size_t)ddp__tokens_filter_words(count) * sizeof *t.filter);
+    for (uint64_t chain = 0; chain < t.chains; chain++) t.head[chain] = (uint32_t)t.none;
+    ddp__sampler_pass(s, &t);
+    for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
+    s->window_first = first;
+    s->window_count = count;
+}
+
+/* -- Public -- */
 
 #define DDP__SAMPLER_INVALID(...) ddp__fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
 
@@ -6026,16 +5959,15 @@ static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
     return DDP_OK;
 }
 
-/* Table entries hold a location of bit_length(N) + 1 bits and a slot of the window in 64 bits. */
 static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
-    int64_t room_bits = 63 - ddp__bit_length((uint64_t)s->desc.dataset_size);
+    int64_t window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1;
     size_t table_words, size_bytes;
-    if (s->desc.window == 0) s->desc.window = room_bits < 22 ? (INT64_C(1) << room_bits) - 1 : DDP__SAMPLER_WINDOW;
+    if (s->desc.window == 0) s->desc.window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (s->desc.window > s->length) s->desc.window = s->length > 0 ? s->length : 1;
-    if (s->desc.window >> (room_bits < 31 ? room_bits : 31))
+    if (s->desc.window < 1 || s->desc.window > window_max)
         return DDP__SAMPLER_INVALID("init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; use a smaller window or "
                                     "DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
-    table_words = (size_t)(ddp__tokens_capacity(s->desc.window) + ddp__tokens_filter_words(s->desc.window));
+    table_words = (size_t)ddp__tokens_words(s->desc.window);
     size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
     if (!s->memory)
@@ -6053,34 +5985,26 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
     sampler->desc = *desc;
     result = ddp__sampler_desc_resolve(&sampler->desc);
     if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
-    if (result == DDP_OK && ddp__sampler_is_torch(&sampler->desc)) result = ddp__sampler_alloc(sampler);
+    if (result == DDP_OK && !desc->no_shuffle && desc->shuffle != DDP_SHUFFLE_HASHED) result = ddp__sampler_alloc(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
     return result;
 }
 
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
-    if (!sampler || sampler->desc.dataset_size < 1) return;
-    sampler->epoch = epoch;
-    sampler->mt_block = -1;
-    ddp__sampler_deal_from(sampler, 0, 0, 0, 0);
-    if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(sampler);
+    if (sampler && sampler->desc.dataset_size > 0) ddp__sampler_start(sampler, epoch, 0, NULL);
 }
 
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) { return sampler ? sampler->length - sampler->first : 0; }
 
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
-    uint64_t entry;
     int64_t index;
     if (is_padding) *is_padding = 0;
     if (!sampler) return -1;
     if (sampler->cursor >= sampler->length) { sampler->ended = 1; return -1; }
     index = sampler->cursor++;
-    if (is_padding || !ddp__sampler_is_torch(&sampler->desc)) {
-        entry = ddp__sampler_deal(sampler, index);
-        if (is_padding) *is_padding = entry >= sampler->left;
-        if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_place(sampler, entry);
-        if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_place(sampler, entry));
-    }
+    if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
+    if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
+    if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_position(sampler, index));
     if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) ddp__sampler_fill(sampler, index);
     return (int64_t)sampler->table[index - sampler->window_first];
 }
@@ -6097,20 +6021,20 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
     const ddp_sampler *s = sampler;
-    uint64_t replicas, used, in_block = 0, in_gap;
+    uint64_t replicas, used, in_block, in_gap;
     int untouched;
     if (!s || !state || s->desc.dataset_size < 1)
         return DDP__SAMPLER_INVALID("save: sampler or state is NULL, or the sampler was not initialised");
     replicas = (uint64_t)s->desc.num_replicas;
-    if (s->desc.global_batch && !s->ended) in_block = (uint64_t)s->cursor % ddp__sampler_block(s);
+    in_block = s->ended ? 0 : (uint64_t)s->cursor % ddp__sampler_block(s);
     used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * replicas;   /* entries used up by all ranks together */
     if (used > s->left) used = s->left;
     in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (in_gap > s->left) in_gap = s->left;
-    if (used < in_gap && used + in_block > 0)
+    untouched = used < in_gap && s->cursor == 0;       /* since a load inside a batch: the same state again */
+    if (used < in_gap && !untouched)
         return DDP__SAMPLER_INVALID("save: the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
                                     (unsigned long long)(in_gap - used));
-    untouched = used < in_gap;                         /* nothing taken since a load inside a batch: the same state again */
     memset(state, 0, sizeof *state);
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
@@ -6143,20 +6067,15 @@ static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_
 }
 
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
-    ddp_result result;
     int other_blocks;
+    ddp_result result;
     if (!sampler || !state || sampler->desc.dataset_size < 1)
         return DDP__SAMPLER_INVALID("load: sampler or state is NULL, or the sampler was not initialised");
     result = ddp__sampler_state_check(&sampler->desc, state);
     if (result != DDP_OK) return result;
-    ddp_sampler_set_epoch(sampler, state->epoch);
     other_blocks = state->num_replicas != sampler->desc.num_replicas || state->global_batch != sampler->desc.global_batch;
-    if (state->block_offset > 0 && other_blocks) {
-        uint64_t gap_block = (uint64_t)(state->global_batch / state->num_replicas);
-        ddp__sampler_deal_from(sampler, (uint64_t)state->position, (uint64_t)state->num_replicas, (uint64_t)state->block_offset, gap_block);
-        return DDP_OK;
-    }
-    ddp__sampler_deal_from(sampler, (uint64_t)state->position, 0, 0, 0);
+    ddp__sampler_start(sampler, state->epoch, (uint64_t)state->position, other_blocks && state->block_offset ? state : NULL);
+    if (other_blocks) return DDP_OK;
     sampler->first = sampler->cursor = state->block_offset;
     if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
     return DDP_OK;
@@ -6169,6 +6088,7 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     if (sampler->memory) sampler->desc.free_fn(sampler->memory, sampler->desc.user);
     memset(sampler, 0, sizeof *sampler);
 }
+
 //== public collectives =================================================================================== >>impl-public
 
 /* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
