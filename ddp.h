@@ -855,13 +855,18 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
-DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
+static ddp_result ddp__fail_v(ddp_result result, const char *format, va_list args) {
     char text[DDP__TEXT_MAX]; /* an argument may be the old text */
+    vsnprintf(text, sizeof text, format, args);
+    memcpy(ddp__error_text, text, sizeof text);
+    return result;
+}
+
+DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    ddp__fail_v(result, format, args);
     va_end(args);
-    memcpy(ddp__error_text, text, sizeof text);
     return result;
 }
 
