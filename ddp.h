@@ -593,7 +593,7 @@ struct ddp_backend {
        ends the request. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
-    /* Sleeps until something may have changed for p2p_poll, at most so long. NULL = the caller yields. */
+    /* Sleeps until something may have changed for p2p_poll, at most so long; 0 = a moment of a wait that should be short. NULL = the caller yields. */
     void (*p2p_sleep)(ddp_group *group, void *state, int timeout_ms);
     /* Collective over the parent: makes the state of child, whose members are ranks of the parent, ordered; child NULL = this rank is in none. */
     ddp_result (*split)(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
@@ -3143,6 +3143,11 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     ddp__sleeper *me = &l->line[l->rank].p2p;
     uint32_t value = ddp__load(&me->word);
     int idle;
+    if (timeout_ms == 0) {
+        if (l->spins > l->yields && !group->polite) ddp__pause();
+        else sched_yield();
+        return;
+    }
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
@@ -3546,6 +3551,7 @@ static void ddp__p2p_step_all(ddp_group *group) {
 
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
+    else if (timeout_ms == 0) sched_yield();
     else usleep(50);
 }
 
@@ -3641,9 +3647,8 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
         ddp__p2p_step(group, op);
         if (op->done) return;
         pthread_mutex_unlock(&group->lock);
-        if (tries < 200) sched_yield();
-        else ddp__p2p_rest(group, 2);
-        if (ddp_now() > deadline) {
+        ddp__p2p_rest(group, tries < 1000 ? 0 : 2);
+        if (tries >= 1000 && ddp_now() > deadline) {
             snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
                      op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
             group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
