@@ -5578,7 +5578,8 @@ static void ddp__reducer_end_step(ddp_reducer *reducer, ddp_result result, doubl
         stats->comm_seconds += reducer->buckets[i].seconds;
     }
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = stats->comm_seconds > 0 && stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->overlap = 0; /* one rank carries its buckets out in ddp_reducer_ready, which hides nothing */
+    if (reducer->world_size > 1 && stats->wait_seconds < stats->comm_seconds) stats->overlap = 1 - stats->wait_seconds / stats->comm_seconds;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     if (result == DDP_OK) stats->steps++;
