@@ -141,6 +141,39 @@ static ddp_result large(ddp_group *g) {
     return DDP_OK;
 }
 
+/* 4 MiB under every flavour. Two sends and two receives with each neighbour are outstanding, private and group memory on either
+   side, while a barrier goes through; the second of two is waited for first. Upward messages have tag 0, downward ones tag 1. */
+static ddp_result outstanding_both_ways(ddp_group *g) {
+    enum { LINES = 8 }; /* bit 0: send, bit 1: with the next rank, bit 2: the second one */
+    int rank = ddp_rank(g), w = ddp_world_size(g);
+    size_t size = (size_t)4 << 20;
+    void *shared;
+    unsigned char *own = bytes(LINES * size);
+    RANKS_OK(g, ddp_group_alloc(g, LINES * size, &shared));
+    for (int memory = 0; memory < 4; memory += DDP_TEST_SLOWDOWN > 3 ? 3 : 1) { /* bit 0: receives, bit 1: sends use group memory */
+        ddp_work works[LINES];
+        memset(works, 0, sizeof works);
+        for (int phase = 0; phase < 2; phase++) {
+            if (phase == 1) RANKS_OK(g, ddp_barrier(g));
+            for (int i = 0; i < LINES; i++) {
+                int k = rank % 2 ? i ^ 1 : i; /* odd ranks send first */
+                int sends = k & 1, up = k >> 1 & 1, peer = (rank + (up ? 1 : w - 1)) % w, tag = sends ? !up : up;
+                uint64_t number = (uint64_t)(memory * 10000 + (sends ? rank : peer) * 100 + tag * 10 + (k >> 2));
+                unsigned char *line = (memory >> sends & 1 ? (unsigned char *)shared : own) + (size_t)k * size;
+                if (phase == 0 && sends) message_fill(line, size, number);
+                if (phase == 0 && sends) RANKS_OK(g, ddp_send(g, line, size, DDP_U8, peer, tag, &works[k]));
+                if (phase == 0 && !sends) RANKS_OK(g, ddp_recv(g, line, size, DDP_U8, peer, tag, &works[k]));
+                if (phase == 0) continue;
+                RANKS_OK(g, ddp_wait(g, &works[k ^ 4]));
+                RANKS_OK(g, ddp_wait(g, &works[k]));
+                if (!sends) ARRIVED(g, line, size, number);
+            }
+        }
+    }
+    free(own);
+    return ddp_group_free(g, shared);
+}
+
 static ddp_result every_dtype(ddp_group *g) {
     int rank = ddp_rank(g), w = ddp_world_size(g);
     for (int dtype = DDP_F32; dtype <= DDP_U64; dtype++) {
@@ -324,6 +357,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RUN(many_outstanding(world, 0, 20011));
     RUN(many_outstanding(world, 1, 20011));
     RUN(large(world));
+    RUN(outstanding_both_ways(world));
     RUN(every_dtype(world));
     RUN(batches(world, 8));
     RUN(batches(world, ddp_world_size(world) <= 4 ? BIG : BIG / 16));
