@@ -239,7 +239,7 @@ typedef struct ddp_reducer_stats {
     double comm_seconds;    /* last step: carrying out the buckets */
     double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
     double total_comm_seconds, total_wait_seconds;
-    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1 */
+    double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; one rank hides nothing: 0 */
 } ddp_reducer_stats;
 
 typedef struct ddp_accumulator_desc {
@@ -5381,7 +5381,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->overlap = reducer->world_size > 1 && stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     stats->steps += result == DDP_OK;

@@ -1,12 +1,7 @@
 #!/bin/sh
 # Whatever is wrong with the input: exit status 1, one sentence on stderr that says what to change, and no file is made or changed.
 # usage: train_gpt_bad_input.sh path/of/train_gpt
-set -u
-program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
-work=$(mktemp -d) || exit 1
-trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
-cd "$work" || exit 1
+. "$(dirname "$0")/../support/train_gpt.sh"
 failures=0
 
 seq 1 400 > text

@@ -1,13 +1,7 @@
 #!/bin/sh
 # The same binary joins the world of mpirun and of torchrun, and gets the bits that it gets alone. torchrun is imitated by its
 # variables; the real one runs too when it is there (TORCHRUN=path).   usage: train_gpt_launchers.sh path/of/train_gpt
-set -u
-program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
-work=$(mktemp -d) || exit 1
-trap 'rm -rf "$work"' EXIT
-cd "$work" || exit 1
-fail() { echo "FAILED: $*" >&2; exit 1; }
+. "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text
 tiny="--layers 2 --heads 2 --channels 32 --context 32 --batch 16 --micro-batch 2 --steps 4 text"

@@ -1,13 +1,7 @@
 #!/bin/sh
 # The same global batch and micro-batch print the same losses and end with the same weights, bit for bit, on 1, 2, 3 and 4 ranks,
 # as processes and as threads.   usage: train_gpt_ranks.sh path/of/train_gpt
-set -u
-program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
-work=$(mktemp -d) || exit 1
-trap 'rm -rf "$work"' EXIT
-cd "$work" || exit 1
-fail() { echo "FAILED: $*" >&2; exit 1; }
+. "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text
 tiny="--layers 2 --heads 2 --channels 32 --context 32 --micro-batch 2 --steps 8 text"

@@ -1,13 +1,7 @@
 #!/bin/sh
 # A run resumed from a checkpoint of its middle ends with the bits of the run that was never interrupted, on any number of ranks;
 # and a kill leaves a checkpoint that a run goes on from.   usage: train_gpt_resume.sh path/of/train_gpt
-set -u
-program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
-work=$(mktemp -d) || exit 1
-trap 'rm -rf "$work"' EXIT
-cd "$work" || exit 1
-fail() { echo "FAILED: $*" >&2; exit 1; }
+. "$(dirname "$0")/../support/train_gpt.sh"
 
 # wait_for FILE PID: until FILE is there, while PID runs.
 wait_for() {

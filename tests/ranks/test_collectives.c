@@ -4,7 +4,7 @@
 
     One launch per W runs: the cross of kind x dtype x op x count x memory x place x blocking/async; sizes around the
     places where an implementation may change its method; and a long random sequence with random delays, in which up to
-    three asynchronous calls are in flight. Everything is compared bit for bit with the reference of ranks.h, and memory that a
+    three asynchronous calls are in flight. From W = 8 on, where two cores make everything slow, a chosen few of these. Everything is compared bit for bit with the reference of ranks.h, and memory that a
     call must leave alone with a copy. Under mpirun or torchrun, mode env does the same without launching. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
@@ -357,6 +357,37 @@ static ddp_result run_cross(rig *g, long stride) {
     return drain(g);
 }
 
+/* Many ranks: every kind; the reductions with three dtypes and operations, the others with one of three dtypes. Each count meets every
+   memory and place, of which each case has one. With very many ranks the reference takes longest: half the large reductions then. */
+static ddp_result run_many_ranks(rig *g) {
+    static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I8};
+    static const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG, DDP_OP_MAX};
+    size_t counts[4] = {0, 1, (size_t)g->world_size + 1, 5000};
+    long number = 3000000;
+    int turn = 0;
+    for (int kind = DDP_CALL_ALL_REDUCE; kind <= DDP_CALL_BARRIER; kind++)
+        for (int n = 0; n < 4; n++) {
+            int reduction = is_reduction((ddp_call_kind)kind), step = reduction && n == 3 && g->world_size > 33 ? 2 : 1;
+            for (int i = 0; i < (reduction ? 9 : 4); i += step) {
+                ccase c;
+                ddp_result result;
+                int mix = i / step + n;
+                c.kind = (ddp_call_kind)kind;
+                c.dtype = dtypes[i % 3];
+                c.op = ops[i / 3 % 3];
+                c.count = counts[n];
+                c.memory = mix & 1 ? MEMORY_GROUP : MEMORY_PRIVATE;
+                c.place = mix & 2 && can_be_in_place(c.kind) ? PLACE_IN : PLACE_OUT;
+                c.async = turn % 3 == 0 && kind != DDP_CALL_BARRIER;
+                vary(&c, g->world_size, ++number);
+                result = run_case(g, &g->slots[bytes_needed(g, &c) > g->slots[0].capacity ? SLOTS : turn % SLOTS], &c);
+                if (result != DDP_OK) return result;
+                turn++;
+            }
+        }
+    return drain(g);
+}
+
 /* Sizes just under, at and over round numbers of bytes, per block and in all. */
 static ddp_result run_thresholds(rig *g, int most) {
     static const size_t sizes[] = {4096, 16384, 65536, 262144, 1048576, 3145728};
@@ -450,13 +481,14 @@ static ddp_result free_slot(rig *g, slot *s) {
 
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
-    long stride = w <= 2 ? 1 : w <= 4 ? 7 : w <= 7 ? 17 : w <= 8 ? 41 : w <= 16 ? 61 : w <= 33 ? 307 : 997;
+    int few = DDP_TEST_SLOWDOWN > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
+    long stride = w <= 2 ? 1 : w <= 4 ? 7 : 41;
     ddp_result result;
-    if (DDP_TEST_SLOWDOWN > 1) stride = stride * 13 - 2;
-    result = run_cross(g, stride);
-    if (result == DDP_OK) result = run_thresholds(g, DDP_TEST_SLOWDOWN > 1 || w > 8 ? 16 : 1000);
-    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w <= 8 ? 1000 : w <= 16 ? 500 : 100) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
-    if (result == DDP_OK) result = run_barriers(g, p->entered, (w <= 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
+    if (few) stride = stride * (DDP_TEST_SLOWDOWN > 1 ? 13 : 3) - 2;
+    result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);
+    if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 1000 : 100);
+    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
+    if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
     return result;
 }
 
@@ -470,8 +502,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     g->group = world;
     g->rank = ddp_rank(world);
     g->world_size = ddp_world_size(world);
-    small = g->world_size <= 8 ? (size_t)g->world_size * 4200 * 8 + 4096 : 65536;
-    large = (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20;
+    small = g->world_size < 8 ? (size_t)g->world_size * 4200 * 8 + 4096 : 65536;
+    large = g->world_size < 8 ? (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20 : (size_t)g->world_size * 5010 * 4 + 4096;
     for (int i = 0; i <= SLOTS; i++) {
         result = make_slot(g, &g->slots[i], i < SLOTS ? small : large);
         if (result != DDP_OK) return result;

@@ -336,49 +336,23 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     int w = ddp_world_size(world);
     RANKS_CHECK(world, ddp_rank(world) >= 0 && ddp_rank(world) < w && ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
                 "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
-#define RUN(test)                                                                                                            \
-    do {                                                                                                                     \
-        double run_start = ranks_now();                                                                                      \
-        ddp_result run_result = (test);                                                                                      \
-        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
-        if (run_result != DDP_OK) {                                                                                          \
-            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), w, #test, ddp_last_error());                     \
-            return run_result;                                                                                               \
-        }                                                                                                                    \
-        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
-    } while (0)
-    RUN(splits(world));
-    RUN(nested(world));
-    RUN(many_groups_at_once(world));
-    RUN(memory(world));
-    RUN(too_much_memory(world));
-    RUN(split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / DDP_TEST_SLOWDOWN + 2));
-    RUN(async_order(world));
-    RUN(tasks(world));
-    RUN(destroy_right_away(world));
-    RUN(abort_child(world));
-#undef RUN
+    RANKS_RUN(world, splits(world));
+    RANKS_RUN(world, nested(world));
+    RANKS_RUN(world, many_groups_at_once(world));
+    RANKS_RUN(world, memory(world));
+    RANKS_RUN(world, too_much_memory(world));
+    RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / DDP_TEST_SLOWDOWN + 2));
+    RANKS_RUN(world, async_order(world));
+    RANKS_RUN(world, tasks(world));
+    RANKS_RUN(world, destroy_right_away(world));
+    RANKS_RUN(world, abort_child(world));
     if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
     fflush(stdout);
     return DDP_OK;
 }
 
 int main(int argc, char **argv) {
-    static const int defaults[] = {1, 2, 3, 4, 7};
+    static const int defaults[] = {1, 2, 3, 4, 7, 0};
     ranks_mode mode;
-    int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) {
-        fprintf(stderr, "usage: test_groups processes|threads|env [W ...]\n");
-        return 2;
-    }
-    watchdog_start(400);
-    if (mode == RANKS_ENV) count = 1;
-    for (int i = 0; i < count; i++) {
-        int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
-        ddp_result result = ranks_run(mode, w, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode);
-        if (result == DDP_OK) continue;
-        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(mode), w, ddp_result_name(result), ddp_last_error());
-        failures++;
-    }
-    return failures != 0;
+    return ranks_each(argc, argv, defaults, 400, &mode, rank_main) != 0;
 }

@@ -7,8 +7,6 @@
 
 #define BIG ((size_t)(DDP_TEST_SLOWDOWN > 1 ? 1 : 4) << 20)
 
-static __thread const char *current = ""; /* the test that runs; the same on every rank */
-
 /* A message's bytes follow from its number. */
 static void message_fill(void *buf, size_t size_bytes, uint64_t number) {
     ranks_data data;
@@ -31,7 +29,7 @@ static long message_check(const void *buf, size_t size_bytes, uint64_t number) {
 #define ARRIVED(group, buf, size_bytes, number)                                                                              \
     do {                                                                                                                     \
         long at = message_check((buf), (size_bytes), (number));                                                              \
-        RANKS_CHECK((group), at < 0, "%s: message %llu of %zu bytes is wrong at byte %ld", current,                          \
+        RANKS_CHECK((group), at < 0, "%s: message %llu of %zu bytes is wrong at byte %ld", ranks_current,                    \
                     (unsigned long long)(number), (size_t)(size_bytes), at);                                                 \
     } while (0)
 
@@ -139,6 +137,39 @@ static ddp_result large(ddp_group *g) {
         RANKS_OK(g, ddp_group_free(g, shared[i]));
     }
     return DDP_OK;
+}
+
+/* 4 MiB under every flavour. Two sends and two receives with each neighbour are outstanding, private and group memory on either
+   side, while a barrier goes through; the second of two is waited for first. Upward messages have tag 0, downward ones tag 1. */
+static ddp_result outstanding_both_ways(ddp_group *g) {
+    enum { LINES = 8 }; /* bit 0: send, bit 1: with the next rank, bit 2: the second one */
+    int rank = ddp_rank(g), w = ddp_world_size(g);
+    size_t size = (size_t)4 << 20;
+    void *shared;
+    unsigned char *own = bytes(LINES * size);
+    RANKS_OK(g, ddp_group_alloc(g, LINES * size, &shared));
+    for (int memory = 0; memory < 4; memory += DDP_TEST_SLOWDOWN > 3 ? 3 : 1) { /* bit 0: receives, bit 1: sends use group memory */
+        ddp_work works[LINES];
+        memset(works, 0, sizeof works);
+        for (int phase = 0; phase < 2; phase++) {
+            if (phase == 1) RANKS_OK(g, ddp_barrier(g));
+            for (int i = 0; i < LINES; i++) {
+                int k = rank % 2 ? i ^ 1 : i; /* odd ranks send first */
+                int sends = k & 1, up = k >> 1 & 1, peer = (rank + (up ? 1 : w - 1)) % w, tag = sends ? !up : up;
+                uint64_t number = (uint64_t)(memory * 10000 + (sends ? rank : peer) * 100 + tag * 10 + (k >> 2));
+                unsigned char *line = (memory >> sends & 1 ? (unsigned char *)shared : own) + (size_t)k * size;
+                if (phase == 0 && sends) message_fill(line, size, number);
+                if (phase == 0 && sends) RANKS_OK(g, ddp_send(g, line, size, DDP_U8, peer, tag, &works[k]));
+                if (phase == 0 && !sends) RANKS_OK(g, ddp_recv(g, line, size, DDP_U8, peer, tag, &works[k]));
+                if (phase == 0) continue;
+                RANKS_OK(g, ddp_wait(g, &works[k ^ 4]));
+                RANKS_OK(g, ddp_wait(g, &works[k]));
+                if (!sends) ARRIVED(g, line, size, number);
+            }
+        }
+    }
+    free(own);
+    return ddp_group_free(g, shared);
 }
 
 static ddp_result every_dtype(ddp_group *g) {
@@ -303,36 +334,23 @@ static ddp_result refused(ddp_group *g) {
 
 static ddp_result rank_main(ddp_group *world, void *user) {
     double start = ranks_now();
-#define RUN(test)                                                                                                            \
-    do {                                                                                                                     \
-        double run_start = ranks_now();                                                                                      \
-        ddp_result run_result;                                                                                               \
-        current = #test;                                                                                                     \
-        run_result = (test);                                                                                                 \
-        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
-        if (run_result != DDP_OK) {                                                                                          \
-            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), ddp_world_size(world), #test, ddp_last_error()); \
-            return run_result;                                                                                               \
-        }                                                                                                                    \
-        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
-    } while (0)
-    RUN(refused(world));
-    RUN(all_pairs(world));
-    RUN(tags_out_of_order(world));
-    RUN(many_outstanding(world, 0, 16));
-    RUN(many_outstanding(world, 1, 16));
-    RUN(many_outstanding(world, 0, 20011));
-    RUN(many_outstanding(world, 1, 20011));
-    RUN(large(world));
-    RUN(every_dtype(world));
-    RUN(batches(world, 8));
-    RUN(batches(world, ddp_world_size(world) <= 4 ? BIG : BIG / 16));
-    RUN(beside_collectives(world, 8));
-    RUN(beside_collectives(world, BIG + 5));
-    RUN(behind_pending_collective(world, 8));
-    RUN(behind_pending_collective(world, BIG / 4 + 5));
-    for (int round = 0; round < 4; round++) RUN(random_traffic(world, 400, 1000000u * (uint64_t)(round + 1)));
-#undef RUN
+    RANKS_RUN(world, refused(world));
+    RANKS_RUN(world, all_pairs(world));
+    RANKS_RUN(world, tags_out_of_order(world));
+    RANKS_RUN(world, many_outstanding(world, 0, 16));
+    RANKS_RUN(world, many_outstanding(world, 1, 16));
+    RANKS_RUN(world, many_outstanding(world, 0, 20011));
+    RANKS_RUN(world, many_outstanding(world, 1, 20011));
+    RANKS_RUN(world, large(world));
+    RANKS_RUN(world, outstanding_both_ways(world));
+    RANKS_RUN(world, every_dtype(world));
+    RANKS_RUN(world, batches(world, 8));
+    RANKS_RUN(world, batches(world, ddp_world_size(world) <= 4 ? BIG : BIG / 16));
+    RANKS_RUN(world, beside_collectives(world, 8));
+    RANKS_RUN(world, beside_collectives(world, BIG + 5));
+    RANKS_RUN(world, behind_pending_collective(world, 8));
+    RANKS_RUN(world, behind_pending_collective(world, BIG / 4 + 5));
+    for (int round = 0; round < 4; round++) RANKS_RUN(world, random_traffic(world, 400, 1000000u * (uint64_t)(round + 1)));
     if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world), ranks_now() - start);
     fflush(stdout);
     return DDP_OK;
@@ -380,22 +398,9 @@ static int run_unequal(ranks_mode mode) {
 }
 
 int main(int argc, char **argv) {
-    static const int defaults[] = {2, 3, 4, 7};
+    static const int defaults[] = {2, 3, 4, 7, 0};
     ranks_mode mode;
-    int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) {
-        fprintf(stderr, "usage: test_p2p processes|threads|env [W ...]\n");
-        return 2;
-    }
-    watchdog_start(180);
-    if (mode == RANKS_ENV) count = 1;
-    for (int i = 0; i < count; i++) {
-        int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
-        ddp_result result = ranks_run(mode, w, 60000 * DDP_TEST_SLOWDOWN, rank_main, &mode);
-        if (result == DDP_OK) continue;
-        fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(mode), w, ddp_result_name(result), ddp_last_error());
-        failures++;
-    }
-    if (mode != RANKS_ENV) failures += run_unequal(mode);
+    int failures = ranks_each(argc, argv, defaults, 180, &mode, rank_main);
+    if (failures >= 0 && mode != RANKS_ENV) failures += run_unequal(mode);
     return failures != 0;
 }

@@ -173,6 +173,9 @@ static ddp_result averages(ddp_group *group, void *user) {
             RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
             RANKS_CHECK(group, stats.steps == 3 && stats.rebuilt == 1, "steps=%d rebuilt=%d", (int)stats.steps, stats.rebuilt);
             RANKS_CHECK(group, ddp_world_size(group) == 1 || stats.bytes_reduced >= stats.gradient_bytes, "%zu of %zu", stats.bytes_reduced, stats.gradient_bytes);
+            RANKS_CHECK(group, stats.overlap >= 0 && stats.overlap <= 1 && stats.total_wait_seconds >= stats.wait_seconds, "overlap %g", stats.overlap);
+            RANKS_CHECK(group, ddp_world_size(group) == 1 || (stats.comm_seconds > 0 && stats.total_comm_seconds > stats.comm_seconds), "%g s", stats.comm_seconds);
+            RANKS_CHECK(group, ddp_world_size(group) > 1 || (stats.overlap == 0 && (round >= 4 || stats.total_comm_seconds == 0)), "%g s alone", stats.total_comm_seconds);
             RANKS_CHECK(group, how != PLACED || round != 0 || stats.bytes_copied == 0, "one range per bucket was copied: %zu bytes", stats.bytes_copied);
             ddp_reducer_destroy(reducer);
             model_close(&m);
@@ -740,6 +743,79 @@ static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
+//== times ==================================================================================
+
+enum { TIMED_BUCKETS = 5, BUCKET_US = 10000 /* what a bucket takes at least */ };
+
+static ddp_result timed_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
+    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_AVG, NULL);
+    ranks_sleep_us(BUCKET_US);
+    __atomic_fetch_add((int *)user, 1, __ATOMIC_SEQ_CST);
+    return result;
+}
+
+/* One step. hide: compute after each gradient lasts until its bucket is through, except after the last, which is left to
+   ddp_reducer_wait. Otherwise all are ready at once. *before: seconds from the first call to the wait; *inside: of the wait. */
+static ddp_result timed_step(model *m, ddp_reducer *reducer, int hide, const int *through, double *before, double *inside) {
+    int first = __atomic_load_n(through, __ATOMIC_SEQ_CST);
+    double begin = ranks_now();
+    for (int i = m->count - 1; i >= 0; i--) {
+        RANKS_OK(m->group, ddp_reducer_ready(reducer, i));
+        while (hide && i > 0 && __atomic_load_n(through, __ATOMIC_SEQ_CST) - first < m->count - i) {
+            RANKS_CHECK(m->group, ranks_now() - begin < 20.0 * DDP_TEST_SLOWDOWN, "bucket %d is not carried out before the wait", m->count - 1 - i);
+            ranks_sleep_us(100);
+        }
+    }
+    *before = ranks_now() - begin;
+    begin = ranks_now();
+    RANKS_OK(m->group, ddp_reducer_wait(reducer));
+    *inside = ranks_now() - begin;
+    return DDP_OK;
+}
+
+/* Four buckets of five can be hidden, or none; with one rank, which has nobody to hand them to, none. Which share a step reaches is up to the
+   machine, so steps go on until every rank has seen what it must see; the bounds of a step hold in each. */
+static ddp_result overlap_is_the_share_that_compute_hid(ddp_group *group, void *user) {
+    (void)user;
+    for (int variant = 0; variant < 3; variant++) { /* all at once; hidden; one bucket, which nothing can hide */
+        int buckets = variant == 2 ? 1 : TIMED_BUCKETS, through = 0, seen = 0, now = 0;
+        double least = buckets * BUCKET_US * 1e-6, comm = 0, wait = 0;
+        model m;
+        ddp_reducer *reducer;
+        ddp_reducer_desc desc;
+        model_open(&m, group, buckets);
+        desc = model_desc(&m);
+        desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+        desc.hook = timed_hook;
+        desc.hook_user = &through;
+        RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+        for (int step = 0; step < 40 && (step < 2 || !seen); step++) {
+            ddp_reducer_stats stats;
+            double before, inside;
+            int mine;
+            PASS(timed_step(&m, reducer, variant == 1, &through, &before, &inside));
+            RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));
+            comm += stats.comm_seconds;
+            wait += stats.wait_seconds;
+            RANKS_CHECK(group, stats.bucket_count == buckets && through == buckets * (step + 1), "%d buckets, %d through", stats.bucket_count, through);
+            RANKS_CHECK(group, stats.comm_seconds >= least && stats.comm_seconds <= before + inside, "%g s of communication in %g s", stats.comm_seconds, before + inside);
+            RANKS_CHECK(group, stats.wait_seconds >= least / buckets && stats.wait_seconds <= inside, "%g s of waiting in %g s", stats.wait_seconds, inside);
+            RANKS_CHECK(group, stats.overlap >= 0 && stats.overlap <= 1 && stats.overlap * stats.comm_seconds <= before + 1e-9,
+                        "%g of %g s hidden in %g s", stats.overlap, stats.comm_seconds, before);
+            RANKS_CHECK(group, (buckets > 1 && ddp_world_size(group) > 1) || stats.overlap == 0, "overlap %g where nothing can be hidden", stats.overlap);
+            RANKS_CHECK(group, stats.total_comm_seconds == comm && stats.total_wait_seconds == wait, "totals %g %g, want %g %g",
+                        stats.total_comm_seconds, stats.total_wait_seconds, comm, wait);
+            mine = variant == 1 && ddp_world_size(group) > 1 ? stats.overlap > 0.5 : stats.overlap < 0.25;
+            RANKS_OK(group, ddp_all_reduce(group, &mine, &now, 1, DDP_I32, DDP_OP_MIN, NULL));
+            seen |= now;
+        }
+        RANKS_CHECK(group, seen, "variant %d: no step in which every rank had %s overlap", variant, variant == 1 ? "much" : "little");
+        ddp_reducer_destroy(reducer);
+        model_close(&m);
+    }
+    return DDP_OK;
+}
+
 //== memory =================================================================================
 
 static int allocations; /* of this process */
@@ -801,6 +877,7 @@ int main(int argc, char **argv) {
         {"destroy_in_the_middle_of_a_step", destroy_in_the_middle_of_a_step, DDP_OK},
         {"uneven_inputs", uneven_inputs, DDP_OK},
         {"a_rank_without_any_batch", a_rank_without_any_batch, DDP_OK},
+        {"overlap_is_the_share_that_compute_hid", overlap_is_the_share_that_compute_hid, DDP_OK},
         {"steps_allocate_nothing", steps_allocate_nothing, DDP_OK},
     };
     int failures = 0;

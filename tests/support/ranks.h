@@ -107,6 +107,41 @@ static RANKS_UNUSED ddp_result ranks_failed(ddp_group *group, const char *file, 
     return ddp_fail(DDP_ERR_CORRUPT, "%s:%d: %s", file, line, what);
 }
 
+static RANKS_UNUSED __thread const char *ranks_current = ""; /* the test that runs; the same on every rank */
+
+/* Inside a rank function: runs a test and a barrier, and leaves when either fails. */
+#define RANKS_RUN(world, test)                                                                                               \
+    do {                                                                                                                     \
+        double run_start = ranks_now();                                                                                      \
+        ddp_result run_result;                                                                                               \
+        ranks_current = #test;                                                                                               \
+        run_result = (test);                                                                                                 \
+        if (run_result == DDP_OK) run_result = ddp_barrier(world);                                                           \
+        if (run_result != DDP_OK) {                                                                                          \
+            fprintf(stderr, "FAIL rank %d/%d in %s: %s\n", ddp_rank(world), ddp_world_size(world), #test, ddp_last_error()); \
+            return run_result;                                                                                               \
+        }                                                                                                                    \
+        if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
+    } while (0)
+
+/* The main of `program processes|threads|env [W ...]`: one launch per W, by default per entry of defaults, which ends with 0; fn gets
+   the mode. Returns how many failed, or -1 after a line on usage. The watchdog is started here. */
+static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, int watchdog_seconds, ranks_mode *mode, ddp_rank_fn fn) {
+    int failures = 0;
+    if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0) return fprintf(stderr, "usage: %s processes|threads|env [W ...]\n", argv[0]), -1;
+    watchdog_start(watchdog_seconds);
+    for (int i = 0; argc > 2 ? i + 2 < argc : defaults[i]; i++) {
+        int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
+        ddp_result result = ranks_run(*mode, w, 60000 * DDP_TEST_SLOWDOWN, fn, mode);
+        if (result != DDP_OK) {
+            fprintf(stderr, "FAIL %s W=%d: %s: %s\n", ranks_mode_name(*mode), w, ddp_result_name(result), ddp_last_error());
+            failures++;
+        }
+        if (*mode == RANKS_ENV) break;
+    }
+    return failures;
+}
+
 //== 16-bit floats ==========================================================================
 
 static RANKS_UNUSED float ranks_f16_to_f32(uint16_t bits) {

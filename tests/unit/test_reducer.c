@@ -600,6 +600,15 @@ static float tree(int first, int n, int param, size_t index) {
     return tree(first, left, param, index) + tree(first + left, n - left, param, index);
 }
 
+static ddp_accumulator_desc accumulator_desc(model *m, ddp_reducer *reducer, int micro_batch_count) {
+    ddp_accumulator_desc desc = DDP_ZERO;
+    desc.params = m->params;
+    desc.param_count = m->count;
+    desc.micro_batch_count = micro_batch_count;
+    desc.reducer = reducer;
+    return desc;
+}
+
 static void accumulation_is_the_tree_for_any_count(void **state) {
     (void)state;
     for (int count = 1; count <= 37; count++) {
@@ -607,7 +616,7 @@ static void accumulation_is_the_tree_for_any_count(void **state) {
         ddp_reducer_desc desc;
         ddp_reducer *reducer;
         ddp_accumulator *accumulator = NULL;
-        ddp_accumulator_desc accumulate = DDP_ZERO;
+        ddp_accumulator_desc accumulate;
         int last = 0;
         model_open(&m);
         model_add(&m, DDP_F32, 1, 5);
@@ -615,10 +624,7 @@ static void accumulation_is_the_tree_for_any_count(void **state) {
         desc = model_desc(&m);
         desc.micro_batch_count = count;
         reducer = model_reducer(&m, &desc);
-        accumulate.params = m.params;
-        accumulate.param_count = m.count;
-        accumulate.micro_batch_count = count;
-        accumulate.reducer = reducer;
+        accumulate = accumulator_desc(&m, reducer, count);
         assert_int_equal(ddp_accumulator_create(&accumulator, m.group, &accumulate), DDP_OK);
         for (int step = 0; step < 2; step++) {
             for (int b = 0; b < count; b++) {
@@ -653,14 +659,12 @@ static void misuse_of_an_accumulator_is_named(void **state) {
     ddp_reducer_desc desc;
     ddp_reducer *reducer;
     ddp_accumulator *accumulator = NULL;
-    ddp_accumulator_desc good = DDP_ZERO, bad;
+    ddp_accumulator_desc good, bad;
     (void)state;
     model_open(&m);
     model_open(&other);
     for (int i = 0; i < 2; i++) { model_add(&m, DDP_F32, 2, 3); model_add(&other, DDP_F32, 2, 3); }
-    good.params = m.params;
-    good.param_count = 2;
-    good.micro_batch_count = 4;
+    good = accumulator_desc(&m, NULL, 4);
     bad_accumulator(&m, &good, "parameter 0 'p0': grad.data is NULL");
     desc = model_desc(&m);
     desc.micro_batch_count = 4;
@@ -763,7 +767,7 @@ static void steps_allocate_nothing_and_all_is_given_back(void **state) {
         ddp_reducer_desc desc;
         ddp_reducer *reducer = NULL;
         ddp_accumulator *accumulator = NULL;
-        ddp_accumulator_desc accumulate = DDP_ZERO;
+        ddp_accumulator_desc accumulate;
         int after_first = 0, before, base;
         ddp_result result;
         model_open(&m);
@@ -778,10 +782,7 @@ static void steps_allocate_nothing_and_all_is_given_back(void **state) {
         desc.micro_batch_count = 4;
         result = ddp_reducer_create(&reducer, m.group, &desc);
         if (result == DDP_OK) {
-            accumulate.params = m.params;
-            accumulate.param_count = m.count;
-            accumulate.micro_batch_count = 4;
-            accumulate.reducer = reducer;
+            accumulate = accumulator_desc(&m, reducer, 4);
             result = ddp_accumulator_create(&accumulator, m.group, &accumulate);
         }
         if (fail_at == 0) assert_int_equal(result, DDP_OK);

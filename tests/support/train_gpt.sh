@@ -1,0 +1,9 @@
+# Read first by the scripts that run the trainer, whose path is $1: $program is absolute, $limit the seconds that one run may take,
+# and the shell is in a folder of its own that is removed at the end.
+set -u
+program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
+work=$(mktemp -d) || exit 1
+trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
+cd "$work" || exit 1
+fail() { echo "FAILED: $*" >&2; exit 1; }
