@@ -2167,7 +2167,7 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
    direct   every rank's buffer is group memory (or ranks are threads): rank r reduces part r from all buffers and writes it into all. Two waits.
    staged   private memory, chunk by chunk through slots: fill the own slot, reduce part r of all slots, writing the sum back into the slots
             that were read (whoever wrote a line last decides what the next write costs), drain the own slot. Chunk k+1 is filled
-            before chunk k is waited for.
+            before chunk k is waited for. Large ones may go past the caches, see ddp__route_propose.
 
    Draw of a staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
@@ -4861,7 +4861,9 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
     ddp_result result = DDP_OK;
-    (void)group;
+    if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
+        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d reducer: no room was found for the packed gradients of the rebuilt buckets; "
+                         "free group memory and make a new reducer", group->rank, group->world_size);
     if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
         result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
