@@ -128,6 +128,40 @@ case_nvcc() {
     build $NVCC -x cu -std=c++17 -O2 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
 }
 
+# ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without.
+cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -O2 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
+need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
+cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
+
+case_cuda_targets() {
+    need_cuda
+    { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
+    cuda -arch=sm_80 -c unit.cu -o sm_80.o
+    cuda -arch=sm_90 -c unit.cu -o sm_90.o
+    cuda -arch=compute_80 -ptx unit.cu -o unit.ptx
+    grep -q 'ld.global.v4' unit.ptx && grep -q 'st.global.v4' unit.ptx || fail "no 16-byte accesses in the PTX"
+    if grep -E 'fma\.rn\.f(32|64)' unit.ptx; then fail "multiplications and additions are fused"; fi
+    if nm -g --defined-only sm_80.o | awk '$2 != "V" { print $3 }' | grep -Ev '^ddp_(cuda_|device_cuda$)'; then fail "the symbols above are exported"; fi
+}
+case_cuda_linked() { # ddp.h in a C file, this header in one for nvcc, a C program that calls both; and all in one file, private
+    need_cuda
+    { echo '#define DDP_IMPLEMENTATION'; include ddp.h; } >core.c
+    { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >cuda.cu
+    { include ddp_cuda.cuh; echo 'int main(void) { int device; return ddp_cuda_pick(0, 0, &device) != DDP_OK && !ddp_last_error()[0]; }'; } >main.c
+    build $CC -std=gnu11 $warnings -I"$root" -c core.c -o core.o
+    build $CC -std=c11 $warnings -I"$root" -isystem "$(cuda_include)" -c main.c -o main.o
+    cuda -arch=sm_80 -c cuda.cu -o cuda.o
+    cuda core.o main.o cuda.o -o program -lpthread -lm
+    build ./program
+    { printf '%s\n' '#define DDP_STATIC' '#define DDP_IMPLEMENTATION'; include ddp_cuda.cuh; cat main.c; } >static.cu
+    cuda -arch=sm_80 static.cu -o program -lpthread -lm
+    build ./program
+    { printf '%s\n' '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >wrong.c
+    refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
+    grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
+}
+case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work"; }
+
 case_fast_math() { # refused with a sentence, unless asked for
     implementation >unit.c
     for compiler in $CC $CLANG; do

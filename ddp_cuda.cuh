@@ -1,0 +1,1578 @@
+/*  ddp_cuda.cuh - GPUs for ddp.h: choosing a device, device memory as a ddp_device, and the kernels of a training step.
+
+    The first part of the CUDA backend. It needs the CUDA runtime alone, and every kernel gives the bits that the CPU gives.
+
+USAGE
+    #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
+    #include "ddp_cuda.cuh"
+    DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
+
+EXAMPLE
+    #define DDP_IMPLEMENTATION
+    #include "ddp_cuda.cuh"
+    #include <stdio.h>
+
+    int main(void) {
+        ddp_cuda_pick_desc desc = DDP_ZERO;                      // zero means default: the device with the number of the local rank
+        const void *gradients[2];
+        void *memory[2], *sum;
+        int device;
+        if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
+        for (int i = 0; i < 2; i++) {
+            if (cudaMalloc(&memory[i], 4000) != cudaSuccess || cudaMemset(memory[i], 0, 4000) != cudaSuccess) return 1;
+            gradients[i] = memory[i];
+        }
+        sum = memory[0];                                         // a destination may be a source
+        ddp_result result = ddp_cuda_reduce_tree(&sum, 1, gradients, 2, 1000, DDP_F32, DDP_OP_AVG, 2, 0);
+        if (result != DDP_OK) fprintf(stderr, "%s\n", ddp_last_error());
+        return result != DDP_OK || cudaDeviceSynchronize() != cudaSuccess;
+    }
+
+CONTENTS      (search for the tags)
+    >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
+    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-device  >>impl-public
+
+CONCEPTS
+    Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
+               take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
+    Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
+               kernel only shares elements out among threads, 16 bytes at a time where all its pointers allow it.
+    Order      ddp_cuda_reduce_tree adds in the order of DDP_ORDER_TREE, and sums of squares in that of ddp_device_cpu(): the same
+               bits for the same inputs. NaNs are NaNs on both, with payloads of their own.
+    Sizes      counts are 64 bits, may be 0, and pointers may have any alignment; aligned to 16 bytes is fastest.
+
+ERRORS
+    As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
+    with the failing call and CUDA's own text, such as
+      ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
+    A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
+    their thread's first failure for ddp_cuda_check.
+
+CONFIG MACROS (define before including)
+    DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
+    DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
+    DDP_STATIC               make every function static: a private copy for one source file
+    DDP_NO_NCCL              build without NCCL; no effect yet, as nothing here uses it
+    Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
+    defines nothing by which this header could refuse them.
+
+NOT DONE HERE
+    The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
+    backend, which reads memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
+    Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
+    dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+*/
+#ifndef DDP_CUDA_CUH
+#define DDP_CUDA_CUH
+
+#include "ddp.h"
+
+//== config ============================================================================================== >>config
+#include <cuda_runtime_api.h>
+
+#define DDP_CUDA_QUANT_BLOCK 256 /* elements that share a scale in ddp_cuda_quantise8 */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+//== types ================================================================================================ >>types
+
+/* One tensor of a list, and where it lies in the flat buffer. */
+typedef struct ddp_cuda_range {
+    void *data;    /* on the device */
+    size_t count;
+    size_t offset; /* elements from the start of the flat buffer */
+} ddp_cuda_range;
+
+/* What ddp_cuda_unscale leaves, in device memory, zeroed by the caller. All cells are int64: adding those of several ranks, as
+   DDP_I64 SUM over sizeof(ddp_cuda_norm) / 8 elements, gives the norm of everything, exactly and in any order. */
+typedef struct ddp_cuda_norm {
+    ddp_exact_sum squares; /* of the values as stored; ddp_exact_sum_value of a host copy is the sum */
+    int64_t non_finite;    /* how many values are NaN or infinite */
+} ddp_cuda_norm;
+
+//== descs ================================================================================================ >>descs
+
+typedef struct ddp_cuda_pick_desc {
+    const int *devices;  /* NULL = by local rank; otherwise local rank r takes devices[r], as --gpus 0 2 would say */
+    int device_count;    /* entries of devices */
+    const char *uuid;    /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L prints it */
+    int allow_shared;    /* 1 = ranks may share a device: by local rank, numbers wrap around, and doubles are no error */
+} ddp_cuda_pick_desc;
+
+/* One step of AdamW or SGD on a shard. All pointers are device memory. */
+typedef struct ddp_cuda_step_desc {
+    float *master;        /* required; the parameters in f32, updated in place */
+    const void *grad;     /* required */
+    ddp_dtype grad_dtype; /* 0 = F32; F16, BF16 */
+    float *first;         /* AdamW: required, first moment. SGD: the momentum buffer, required when momentum is not 0 */
+    float *second;        /* AdamW: required, second moment */
+    void *copy;           /* NULL = none; the updated parameters in copy_dtype, written in the same pass */
+    ddp_dtype copy_dtype; /* 0 = BF16; F16, F32 */
+    size_t count;
+    int64_t step;         /* required; counts from 1 */
+    float lr, weight_decay;
+    float beta1, beta2;   /* AdamW; 0 = 0.9 and 0.999 */
+    float eps;            /* AdamW; 0 = 1e-8 */
+    float momentum, dampening; /* SGD */
+    int nesterov;         /* SGD; 1 = on */
+    float grad_factor;    /* 0 = 1; gradients are multiplied by it first: clipping, or 1 / loss scale */
+    const int64_t *skip;  /* NULL = never; on the device: nothing is written when it is not 0, such as &norm->non_finite */
+    int stochastic;       /* 1 = a BF16 copy is rounded up or down at random, with the right average */
+    uint64_t seed;        /* stochastic: the bits drawn depend on seed, step and first_index + i alone, not on how parameters are sharded */
+    uint64_t first_index; /* stochastic: number of element 0 among all parameters */
+} ddp_cuda_step_desc;
+
+//== api ================================================================================================== >>api
+
+/* Chooses the device of this rank, makes it current for the calling thread and stores its number. Collective over control (any CPU
+   group), which compares the choices; control NULL is one rank alone. Call it after ddp_launch has started the ranks and before
+   anything else of CUDA. desc NULL is all defaults. DDP_ERR_INVALID on every rank when one asks for a device that is not there (the
+   line says which are) or two ranks share one (it names both, host and UUID); DDP_ERR_ENGINE when CUDA does not work. */
+DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
+
+/* Memory of the current device as ddp.h's layers see it. See >>spi for what its functions promise beyond struct ddp_device. */
+DDPDEF const ddp_device *ddp_device_cuda(void);
+
+/* Sets the stream on which this thread's calls of ddp_device_cuda() run, and returns the one before. It starts as 0, CUDA's default
+   stream, which other streams wait for unless made non-blocking. */
+DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
+
+/* The first failure of this thread's calls of ddp_device_cuda() since the last ddp_cuda_check, or DDP_OK. */
+DDPDEF ddp_result ddp_cuda_check(void);
+
+/* --- kernels ---
+   All pointers to payloads are device memory, lists of pointers and ranges are host memory and read before the call returns.
+   Nothing blocks, payloads belong to the stream until it has passed. DDP_ERR_INVALID, before anything is launched, names the
+   argument. A count of 0 does nothing. */
+
+/* Reduces src_count (1 to 64) arrays of count elements in tree order and writes the result to dst_count (1 to 64) arrays. A
+   destination may be one of the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1). 16-bit floats
+   add in f32 and round once, integers wrap. The bits are those of the CPU backends. */
+DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
+                                       ddp_op op, uint64_t divisor, cudaStream_t stream);
+
+/* Many tensors into one flat buffer, and back, in one launch per 64 of them: every element is multiplied by factor and rounded once
+   to nearest even. Float dtypes. Computes in f64 when either dtype is F64, otherwise in f32. Tensors and buffer do not overlap. */
+DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
+                                   float factor, cudaStream_t stream);
+DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
+                                     float factor, cudaStream_t stream);
+
+/* In one pass over rows rows of row_count elements: multiplies by factor in place, counts what is not finite before or after, and adds
+   the sums of squares of the rows exactly to *norm (device memory; several calls add up). Shard whole rows, and the sum does not depend
+   on the sharding: the bits are those of ddp_device_cpu()'s scale followed by sum_squares. Float dtypes. */
+DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, ddp_cuda_norm *norm,
+                                   cudaStream_t stream);
+
+/* AdamW (Loshchilov and Hutter 2019), every operation rounded in f32:
+     g = factor grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w = w (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps) */
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream);
+
+/* SGD as in PyTorch: g = factor grad + wd w;  b = g in step 1, then momentum b + (1 - dampening) g;  w = w - lr (nesterov ? g + momentum b : b) */
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream);
+
+/* Signed bytes with one f32 scale per DDP_CUDA_QUANT_BLOCK elements, scales[ceil(count / 256)], and back. scale = A / 127 with A the
+   largest magnitude of the block, q = x / scale rounded to nearest even. F32, F16, BF16.
+   Before dst_dtype rounds it, the result is off by at most A / 253.9 per element. A block with A below 2^-100 becomes zeros, one with
+   a NaN or an infinity becomes NaNs. quantise8 of equal data has equal bits; its sources and destinations do not overlap. */
+DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream);
+DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream);
+
+//== plugging in ============================================================================================ >>spi
+
+/* What ddp_device_cuda() promises beyond struct ddp_device:
+     alloc        blocks until the zeros are there: any stream may use the memory at once.
+     copy         between device pointers it is in stream order. When either side is host memory, it is complete on return.
+     sum_squares  blocks, since its result is on the host.
+     the others   are in stream order and return at once; add, divide and cast take any alignment.
+   The functions act on the current device of the calling thread. */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DDP_CUDA_CUH */
+
+#if (defined(DDP_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION)) && !defined(DDP_CUDA_IMPLEMENTATION_INCLUDED)
+#define DDP_CUDA_IMPLEMENTATION_INCLUDED
+
+#if !defined(__CUDACC__)
+#error "the implementation of ddp_cuda.cuh holds kernels: define DDP_CUDA_IMPLEMENTATION (or DDP_IMPLEMENTATION) in a .cu file that nvcc compiles"
+#endif
+
+//== structs ======================================================================================== >>impl-structs
+#include <ctype.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include <type_traits>
+#include <unistd.h>
+
+#define DDP__HD __host__ __device__ __forceinline__
+#if defined(__CUDA_ARCH__)
+#define DDP__UNROLL _Pragma("unroll")
+#define DDP__UNROLL_4 _Pragma("unroll 4")
+#else
+#define DDP__UNROLL
+#define DDP__UNROLL_4
+#endif
+#if !defined(DDP__CUDA_SEEN)
+#define DDP__CUDA_SEEN(n, address, size_bytes) (void)0 /* tests see the accesses made on the CPU */
+#endif
+#define DDP__CUDA_TEXT 512          /* an error line of ddp.h */
+#define DDP__CUDA_THREADS 256       /* of a block */
+#define DDP__CUDA_BLOCKS 4096       /* at most: some waves on any GPU, the rest is a loop in the kernel */
+#define DDP__CUDA_RANGES 64         /* of one launch: a kernel's arguments are limited to 4 KiB */
+#define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
+
+/* Every call of the CUDA runtime goes through this table. */
+typedef struct ddp__cuda_runtime {
+    int on_host; /* 1 = kernels run as loops on the CPU, on host memory: for tests without a device */
+    cudaError_t (*device_count)(int *count);
+    cudaError_t (*device_identity)(int device, char name[256], unsigned char uuid[16]);
+    cudaError_t (*set_device)(int device);
+    cudaError_t (*malloc)(void **out, size_t size_bytes);
+    cudaError_t (*free)(void *memory);
+    cudaError_t (*malloc_async)(void **out, size_t size_bytes, cudaStream_t stream);
+    cudaError_t (*free_async)(void *memory, cudaStream_t stream);
+    cudaError_t (*memcpy_async)(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream);
+    cudaError_t (*memset_async)(void *dst, int value, size_t size_bytes, cudaStream_t stream);
+    cudaError_t (*synchronize)(cudaStream_t stream);
+    cudaError_t (*is_device_memory)(const void *pointer, int *yes);
+    cudaError_t (*launch)(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream);
+    cudaError_t (*clear_error)(void);
+} ddp__cuda_runtime;
+
+#if !defined(DDP__CUDA_RUNTIME)
+static cudaError_t ddp__cuda_identity(int device, char name[256], unsigned char uuid[16]) {
+    cudaDeviceProp properties;
+    cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    if (error != cudaSuccess) return error;
+    snprintf(name, 256, "%.255s", properties.name);
+    memcpy(uuid, &properties.uuid, 16);
+    return cudaSuccess;
+}
+
+static cudaError_t ddp__cuda_is_device_memory(const void *pointer, int *yes) {
+    cudaPointerAttributes attributes;
+    cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
+    *yes = error == cudaSuccess && attributes.type == cudaMemoryTypeDevice;
+    return error;
+}
+
+static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
+    static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree, cudaMallocAsync,
+                                            cudaFreeAsync, cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
+                                            cudaLaunchKernel, cudaGetLastError};
+    return &table;
+}
+#define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
+#endif
+
+//== errors ========================================================================================= >>impl-error
+
+/* Of the functions of the device table, which have no group: per thread, like the error line. */
+typedef struct ddp__cuda_thread {
+    cudaStream_t stream;
+    ddp_result first; /* failure that ddp_cuda_check has not reported yet */
+    char text[DDP__CUDA_TEXT];
+} ddp__cuda_thread;
+
+static thread_local ddp__cuda_thread ddp__cuda_mine;
+
+static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const char *call) {
+    DDP__CUDA_RUNTIME->clear_error(); /* or the user's next cudaGetLastError would show what is reported here */
+    return ddp_fail(error == cudaErrorMemoryAllocation ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "%s: %s: %s (%s)", function, call,
+                    cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+/* For functions that return nothing. */
+static void ddp__cuda_keep(ddp_result result) {
+    ddp__cuda_thread *mine = &ddp__cuda_mine;
+    if (result == DDP_OK || mine->first != DDP_OK) return;
+    mine->first = result;
+    snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
+}
+
+static void ddp__cuda_keep_error(cudaError_t error, const char *function, const char *call) {
+    if (error != cudaSuccess) ddp__cuda_keep(ddp__cuda_fail(error, function, call));
+}
+
+//== choosing a device =============================================================================== >>impl-pick
+
+/* What ranks tell each other. */
+typedef struct ddp__cuda_seat {
+    int32_t result;
+    int32_t device;
+    int32_t allow_shared;
+    unsigned char uuid[16];
+    char host[64];
+    char text[400]; /* result is not 0: the cause */
+} ddp__cuda_seat;
+
+static void ddp__cuda_uuid_text(char out[48], const unsigned char uuid[16]) {
+    int at = snprintf(out, 48, "GPU-");
+    for (int i = 0; i < 16; i++) at += snprintf(out + at, 48 - (size_t)at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
+}
+
+/* "0 (NVIDIA H100), 1 (NVIDIA H100)", or with UUIDs; four of them, then how many more. */
+static void ddp__cuda_present(char *out, size_t size, int count, int with_uuid) {
+    int at = 0;
+    snprintf(out, size, "none");
+    for (int i = 0; i < count && i < 4 && (size_t)at < size; i++) {
+        char name[256] = "unknown", uuid_text[48];
+        unsigned char uuid[16] = {0};
+        DDP__CUDA_RUNTIME->device_identity(i, name, uuid);
+        ddp__cuda_uuid_text(uuid_text, uuid);
+        at += snprintf(out + at, size - (size_t)at, "%s%d (%.40s)", i ? ", " : "", i, with_uuid ? uuid_text : name);
+    }
+    if (count > 4 && (size_t)at < size) snprintf(out + at, size - (size_t)at, " and %d more, up to %d", count - 4, count - 1);
+}
+
+/* Does the user's text begin the UUID? Upper case and a missing GPU- are fine. */
+static int ddp__cuda_uuid_begins(const char *uuid, const char *wanted) {
+    if (strncmp(wanted, "GPU-", 4) != 0 && strncmp(wanted, "MIG-", 4) != 0) uuid += 4;
+    else { uuid += 4; wanted += 4; }
+    while (*wanted && tolower((unsigned char)*wanted) == *uuid) { wanted++; uuid++; }
+    return !*wanted;
+}
+
+static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) {
+    char present[300], text[48], name[256];
+    unsigned char uuid[16];
+    *device = -1;
+    for (int i = 0; i < count; i++) {
+        cudaError_t error = DDP__CUDA_RUNTIME->device_identity(i, name, uuid);
+        if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaGetDeviceProperties");
+        ddp__cuda_uuid_text(text, uuid);
+        if (!ddp__cuda_uuid_begins(text, wanted)) continue;
+        if (*device >= 0)
+            return ddp_fail(DDP_ERR_INVALID, "uuid %.48s fits devices %d and %d: give more of it", wanted, *device, i);
+        *device = i;
+    }
+    if (*device >= 0) return DDP_OK;
+    ddp__cuda_present(present, sizeof present, count, 1);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
+}
+
+static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int count, int *device) {
+    char present[300];
+    const char *hint = "";
+    if (desc->devices && local_rank >= desc->device_count)
+        return ddp_fail(DDP_ERR_INVALID, "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
+                        local_rank, desc->device_count);
+    *device = desc->devices ? desc->devices[local_rank] : desc->allow_shared && count ? local_rank % count : local_rank;
+    if (*device >= 0 && *device < count) return DDP_OK;
+    if (!desc->devices) hint = ": start fewer ranks, or set allow_shared";
+    ddp__cuda_present(present, sizeof present, count, 0);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, desc->devices ? "" : ", the number of this local rank",
+                    present, hint);
+}
+
+/* What this rank wants and whether it is there. */
+static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, ddp__cuda_seat *seat) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    int count = 0, device = -1;
+    char name[256];
+    ddp_result result;
+    cudaError_t error;
+    if (desc->devices && desc->uuid) return ddp_fail(DDP_ERR_INVALID, "set devices or uuid, not both");
+    if (!desc->devices != !desc->device_count || desc->device_count < 0) return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
+    error = cuda->device_count(&count);
+    if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
+    if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
+    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, count, &device);
+    if (result != DDP_OK) return result;
+    error = cuda->device_identity(device, name, seat->uuid);
+    if (error != cudaSuccess) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceProperties");
+    seat->device = device;
+    return DDP_OK;
+}
+
+/* The same sentence on every rank: the first one that found nothing, then the first two that share. */
+static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int world_size) {
+    char uuid[48];
+    for (int i = 0; i < world_size; i++)
+        if (seats[i].result != DDP_OK)
+            return ddp_fail((ddp_result)seats[i].result, "rank %d/%d ddp_cuda_pick: rank %d on host %s: %s", rank, world_size, i, seats[i].host, seats[i].text);
+    for (int i = 0; i < world_size; i++)
+        for (int k = i + 1; k < world_size; k++) {
+            if (memcmp(seats[i].uuid, seats[k].uuid, 16) != 0 || (seats[i].allow_shared && seats[k].allow_shared)) continue;
+            ddp__cuda_uuid_text(uuid, seats[i].uuid);
+            return ddp_fail(DDP_ERR_INVALID, "rank %d/%d ddp_cuda_pick: ranks %d and %d on host %s both took device %d (%s): give each rank a device of its "
+                            "own in devices, start fewer ranks, or set allow_shared", rank, world_size, i, k, seats[k].host, seats[k].device, uuid);
+        }
+    return DDP_OK;
+}
+
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, ddp__cuda_seat *mine) {
+    int rank = control ? ddp_rank(control) : 0, world_size = control ? ddp_world_size(control) : 1;
+    ddp__cuda_seat *seats;
+    ddp_result result;
+    memset(mine, 0, sizeof *mine);
+    if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
+    mine->allow_shared = desc->allow_shared;
+    mine->result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, mine);
+    if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
+    if (!control) return ddp__cuda_compare(mine, rank, world_size);
+    seats = (ddp__cuda_seat *)ddp_group_malloc(control, sizeof *seats * (size_t)world_size);
+    if (!seats) return DDP_ERR_NO_MEMORY;
+    result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
+    if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
+    ddp_group_mfree(control, seats);
+    return result;
+}
+
+//== numbers ====================================================================================== >>impl-numbers
+
+/* Arithmetic that rounds every operation: no fused multiply-add may appear, on either side. */
+#if defined(__CUDA_ARCH__)
+static DDP__HD float ddp__cuda_add(float a, float b) { return __fadd_rn(a, b); }
+static DDP__HD float ddp__cuda_mul(float a, float b) { return __fmul_rn(a, b); }
+static DDP__HD float ddp__cuda_div(float a, float b) { return __fdiv_rn(a, b); }
+static DDP__HD float ddp__cuda_sqrt(float a) { return __fsqrt_rn(a); }
+static DDP__HD double ddp__cuda_add(double a, double b) { return __dadd_rn(a, b); }
+static DDP__HD double ddp__cuda_mul(double a, double b) { return __dmul_rn(a, b); }
+static DDP__HD double ddp__cuda_div(double a, double b) { return __ddiv_rn(a, b); }
+#else
+static DDP__HD float ddp__cuda_add(float a, float b) { return a + b; }
+static DDP__HD float ddp__cuda_mul(float a, float b) { return a * b; }
+static DDP__HD float ddp__cuda_div(float a, float b) { return a / b; }
+static DDP__HD float ddp__cuda_sqrt(float a) { return sqrtf(a); }
+static DDP__HD double ddp__cuda_add(double a, double b) { return a + b; }
+static DDP__HD double ddp__cuda_mul(double a, double b) { return a * b; }
+static DDP__HD double ddp__cuda_div(double a, double b) { return a / b; }
+#endif
+
+static DDP__HD uint32_t ddp__cuda_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static DDP__HD uint64_t ddp__cuda_bits(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
+static DDP__HD float ddp__cuda_from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static DDP__HD double ddp__cuda_from_bits(uint64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
+static DDP__HD int ddp__cuda_finite(float x) { return (ddp__cuda_bits(x) & 0x7f800000u) != 0x7f800000u; }
+static DDP__HD int ddp__cuda_finite(double x) { return (ddp__cuda_bits(x) >> 52 & 0x7ff) != 0x7ff; }
+
+/* 16-bit floats, nearest even. The GPU converts them in one instruction, and only a NaN's payload differs from the code for the CPU. */
+static DDP__HD float ddp__cuda_from_bf16(uint16_t half) { return ddp__cuda_from_bits((uint32_t)half << 16); }
+
+static DDP__HD uint16_t ddp__cuda_to_bf16(float x) {
+#if defined(__CUDA_ARCH__)
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
+    uint32_t bits = ddp__cuda_bits(x);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+}
+
+static DDP__HD float ddp__cuda_from_f16(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(half));
+#else
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
+    if (magnitude < 0x400) return ddp__cuda_from_bits(sign | ddp__cuda_bits((float)magnitude * (1.0f / 16777216.0f)));
+    if (magnitude >= 0x7c00) return ddp__cuda_from_bits(sign | 0x7f800000u | (magnitude & 0x3ff) << 13 | (magnitude > 0x7c00 ? 0x400000u : 0));
+    return ddp__cuda_from_bits(sign | ((magnitude << 13) + (112u << 23)));
+#endif
+}
+
+/* Below 2^-14 adding 0.5, whose last place is 2^-24, does the rounding. */
+static DDP__HD uint16_t ddp__cuda_to_f16(float x) {
+#if defined(__CUDA_ARCH__)
+    return __half_as_ushort(__float2half_rn(x));
+#else
+    uint32_t bits = ddp__cuda_bits(x), magnitude = bits & 0x7fffffff, half;
+    if (magnitude > 0x7f800000u) half = 0x7e00 | (magnitude >> 13 & 0x3ff);
+    else if (magnitude >= 143u << 23) half = 0x7c00;
+    else if (magnitude < 113u << 23) half = ddp__cuda_bits(ddp__cuda_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    else half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    return (uint16_t)(half | (bits >> 16 & 0x8000));
+#endif
+}
+
+/* To odd: an inexact result gets an odd last place, so that rounding once more to 16 bits is as if done once. */
+static DDP__HD float ddp__cuda_round_odd(double x) {
+    float nearest = (float)x;
+    double back = (double)nearest;
+    uint32_t bits = ddp__cuda_bits(nearest);
+    if (back == x || x != x) return nearest;
+    if ((back < 0 ? -back : back) > (x < 0 ? -x : x)) bits--;
+    return ddp__cuda_from_bits(bits | 1);
+}
+
+/* Of each dtype: how it is stored, the type that adds, and the unsigned type in which integers wrap. */
+template <ddp_dtype D> struct ddp__cuda_type;
+#define DDP__CUDA_TYPE(dtype, kept, computed, wrapping, is_integer, to_math, to_kept)                   \
+    template <> struct ddp__cuda_type<dtype> {                                                          \
+        typedef kept store;                                                                             \
+        typedef computed math;                                                                          \
+        typedef wrapping wrap;                                                                          \
+        enum { INTEGER = is_integer };                                                                  \
+        static DDP__HD math load(store x) { return to_math(x); }                                        \
+        static DDP__HD store save(math x) { return to_kept(x); }                                        \
+    };
+DDP__CUDA_TYPE(DDP_F32, float, float, float, 0, float, float)
+DDP__CUDA_TYPE(DDP_F64, double, double, double, 0, double, double)
+DDP__CUDA_TYPE(DDP_F16, uint16_t, float, float, 0, ddp__cuda_from_f16, ddp__cuda_to_f16)
+DDP__CUDA_TYPE(DDP_BF16, uint16_t, float, float, 0, ddp__cuda_from_bf16, ddp__cuda_to_bf16)
+DDP__CUDA_TYPE(DDP_I8, int8_t, int8_t, uint8_t, 1, int8_t, int8_t)
+DDP__CUDA_TYPE(DDP_U8, uint8_t, uint8_t, uint8_t, 1, uint8_t, uint8_t)
+DDP__CUDA_TYPE(DDP_I32, int32_t, int32_t, uint32_t, 1, int32_t, int32_t)
+DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
+DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
+#undef DDP__CUDA_TYPE
+
+/* The float type in which a conversion between two types multiplies, and the roundings from it. */
+template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(float x) {
+    return ddp__cuda_type<D>::save((typename ddp__cuda_type<D>::math)x);
+}
+template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(double x) {
+    typedef typename ddp__cuda_type<D>::math math;
+    return ddp__cuda_type<D>::save(D == DDP_F16 || D == DDP_BF16 ? (math)ddp__cuda_round_odd(x) : (math)x);
+}
+
+/* One inner node of the tree. MIN and MAX of floats as IEEE 754-2019: NaN if either is, -0 below +0. */
+template <class T, class Word> static DDP__HD T ddp__cuda_least(T a, T b) {
+    Word x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a == b ? x | y : y;
+    return ddp__cuda_from_bits(a < b || a != a ? x : tie);
+}
+template <class T, class Word> static DDP__HD T ddp__cuda_greatest(T a, T b) {
+    Word x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a == b ? x & y : y;
+    return ddp__cuda_from_bits(a > b || a != a ? x : tie);
+}
+#define DDP__CUDA_JOIN(type, word)                                                  \
+    template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_join(type a, type b) { \
+        if (OP == DDP_OP_MIN) return ddp__cuda_least<type, word>(a, b);             \
+        if (OP == DDP_OP_MAX) return ddp__cuda_greatest<type, word>(a, b);          \
+        return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);       \
+    }
+DDP__CUDA_JOIN(float, uint32_t)
+DDP__CUDA_JOIN(double, uint64_t)
+#undef DDP__CUDA_JOIN
+template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T b) {
+    if (OP == DDP_OP_MIN) return a < b ? a : b;
+    if (OP == DDP_OP_MAX) return a > b ? a : b;
+    return OP == DDP_OP_PROD ? (T)(Wrap)((Wrap)a * (Wrap)b) : (T)(Wrap)((Wrap)a + (Wrap)b);
+}
+
+/* What an average divides by, prepared on the CPU. By a power of two the exact reciprocal gives the same bits and is faster. */
+typedef struct ddp__cuda_divisor {
+    uint64_t n; /* 1 = no division */
+    int power_of_two;
+    float f32;  /* the reciprocal of a power of two, otherwise n */
+    double f64;
+} ddp__cuda_divisor;
+
+static ddp__cuda_divisor ddp__cuda_divisor_of(uint64_t n) {
+    ddp__cuda_divisor d;
+    d.n = n ? n : 1;
+    d.power_of_two = !(d.n & (d.n - 1));
+    d.f32 = d.power_of_two ? 1.0f / (float)d.n : (float)d.n;
+    d.f64 = d.power_of_two ? 1.0 / (double)d.n : (double)d.n;
+    return d;
+}
+
+static DDP__HD float ddp__cuda_divide(float x, const ddp__cuda_divisor &d) { return d.power_of_two ? ddp__cuda_mul(x, d.f32) : ddp__cuda_div(x, d.f32); }
+static DDP__HD double ddp__cuda_divide(double x, const ddp__cuda_divisor &d) { return d.power_of_two ? ddp__cuda_mul(x, d.f64) : ddp__cuda_div(x, d.f64); }
+/* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
+template <class T> static DDP__HD T ddp__cuda_divide(T x, const ddp__cuda_divisor &d) {
+    int negative = x < (T)1 && x != (T)0 && (T)-1 < (T)1;
+    uint64_t magnitude = negative ? UINT64_C(0) - (uint64_t)(int64_t)x : (uint64_t)x;
+    uint64_t quotient = (magnitude | d.n) >> 32 ? magnitude / d.n : (uint32_t)magnitude / (uint32_t)d.n;
+    return (T)(negative ? UINT64_C(0) - quotient : quotient);
+}
+
+/* 16 random bits of an element: the mix of SplitMix64 (Steele, Lea and Flood 2014) of a counter, under a key per step. */
+static DDP__HD uint64_t ddp__cuda_mix(uint64_t x) {
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* Up with the probability that the 16 bits dropped stand for, so that the average is x. */
+static DDP__HD uint16_t ddp__cuda_to_bf16_random(float x, uint64_t key, uint64_t index) {
+    uint32_t bits = ddp__cuda_bits(x), random = (uint32_t)(ddp__cuda_mix(key + index * UINT64_C(0x9e3779b97f4a7c15)) >> 48);
+    return ddp__cuda_finite(x) ? (uint16_t)((bits + random) >> 16) : ddp__cuda_to_bf16(x);
+}
+
+//== loads, stores, sharing out =================================================================== >>impl-elements
+
+/* N elements in registers, moved as words of up to 16 bytes. */
+template <int N, class T> union ddp__cuda_pack {
+    enum { BYTES = N * sizeof(T), SIZE = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 1, WORDS = BYTES / SIZE };
+    typedef typename std::conditional<SIZE == 16, uint4, typename std::conditional<SIZE == 8, uint2,
+            typename std::conditional<SIZE == 4, uint32_t, unsigned char>::type>::type>::type word;
+    T at[N];
+    word words[WORDS];
+    unsigned char bytes[BYTES];
+};
+
+/* N elements at index at. N > 1: base + at is aligned to 16 bytes, or to the N elements where they are fewer. N = 1: any address. */
+template <int N, class T> static DDP__HD void ddp__cuda_get(T *out, const void *base, size_t at) {
+    const unsigned char *from = (const unsigned char *)base + at * sizeof(T);
+#if defined(__CUDA_ARCH__)
+    typedef ddp__cuda_pack<N, T> pack;
+    pack in;
+    if (N == 1 && (uintptr_t)from % sizeof(T))
+        for (int i = 0; i < (int)pack::BYTES; i++) in.bytes[i] = from[i];
+    else
+        DDP__UNROLL
+        for (int i = 0; i < (int)pack::WORDS; i++) in.words[i] = ((const typename pack::word *)from)[i];
+    DDP__UNROLL
+    for (int i = 0; i < N; i++) out[i] = in.at[i];
+#else
+    DDP__CUDA_SEEN(N, from, N * sizeof(T));
+    memcpy(out, from, N * sizeof(T));
+#endif
+}
+
+template <int N, class T> static DDP__HD void ddp__cuda_put(const T *in, void *base, size_t at) {
+    unsigned char *to = (unsigned char *)base + at * sizeof(T);
+#if defined(__CUDA_ARCH__)
+    typedef ddp__cuda_pack<N, T> pack;
+    pack out;
+    DDP__UNROLL
+    for (int i = 0; i < N; i++) out.at[i] = in[i];
+    if (N == 1 && (uintptr_t)to % sizeof(T))
+        for (int i = 0; i < (int)pack::BYTES; i++) to[i] = out.bytes[i];
+    else
+        DDP__UNROLL
+        for (int i = 0; i < (int)pack::WORDS; i++) ((typename pack::word *)to)[i] = out.words[i];
+#else
+    DDP__CUDA_SEEN(N, to, N * sizeof(T));
+    memcpy(to, in, N * sizeof(T));
+#endif
+}
+
+/* count elements: head single ones, vectors groups of the functor's WIDTH that are aligned in every array, then single ones again. */
+typedef struct ddp__cuda_split { size_t head, vectors, count; } ddp__cuda_split;
+
+/* Bit h of a mask: with a head of h elements, groups of width elements are aligned in every array seen so far. */
+static DDP__HD uint32_t ddp__cuda_heads(uint32_t mask, const void *array, int size, int width) {
+    uintptr_t align = (uintptr_t)(width * size < 16 ? width * size : 16);
+    for (int h = 0; h < width; h++)
+        if (((uintptr_t)array + (uintptr_t)(h * size)) % align) mask &= ~(1u << h);
+    return mask;
+}
+
+static DDP__HD ddp__cuda_split ddp__cuda_split_of(uint32_t mask, size_t count, int width) {
+    ddp__cuda_split split = {0, 0, count};
+    for (; split.head < (size_t)width && !(mask >> split.head & 1); split.head++) {}
+    if (split.head == (size_t)width || split.head > count) split.head = count;
+    split.vectors = (count - split.head) / (size_t)width;
+    return split;
+}
+
+/* The share of thread first of stride threads. */
+template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cuda_split &split, size_t first, size_t stride) {
+    size_t rest = split.count - split.vectors * F::WIDTH;
+    for (size_t i = first; i < split.vectors; i += stride) f.template run<F::WIDTH>(split.head + i * F::WIDTH);
+    for (size_t i = first; i < rest; i += stride) f.template run<1>(i < split.head ? i : i + split.vectors * F::WIDTH);
+}
+
+//== launching ===================================================================================== >>impl-launch
+
+#define DDP__CUDA_HOST_THREADS 7 /* that tests on the CPU share elements out to */
+
+static ddp_result ddp__cuda_launch(const void *kernel, size_t blocks, void **arguments, size_t shared_bytes, cudaStream_t stream, const char *function) {
+    dim3 grid((unsigned)(blocks < DDP__CUDA_BLOCKS ? blocks : DDP__CUDA_BLOCKS)), block(DDP__CUDA_THREADS);
+    cudaError_t error = DDP__CUDA_RUNTIME->launch(kernel, grid, block, arguments, shared_bytes, stream);
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchKernel");
+}
+
+/* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
+template <class F> static __global__ void ddp__cuda_each_kernel(const __grid_constant__ F f, const ddp__cuda_split split) {
+    ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x);
+}
+
+template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
+    size_t rest = split.count - split.vectors * F::WIDTH, work = split.vectors > rest ? split.vectors : rest;
+    void *arguments[2] = {(void *)&f, &split};
+    if (split.count == 0) return DDP_OK;
+    if (DDP__CUDA_RUNTIME->on_host) {
+        for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS);
+        return DDP_OK;
+    }
+    return ddp__cuda_launch((const void *)ddp__cuda_each_kernel<F>, (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
+}
+
+/* Chunks of a list of tensors, a block at a time. F has chunk(number, thread, threads). */
+template <class F> static __global__ void ddp__cuda_chunks_kernel(const __grid_constant__ F f, size_t chunks) {
+    for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x);
+}
+
+template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
+    void *arguments[2] = {(void *)&f, &chunks};
+    if (chunks == 0) return DDP_OK;
+    if (DDP__CUDA_RUNTIME->on_host) {
+        for (size_t i = 0; i < chunks; i++)
+            for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
+        return DDP_OK;
+    }
+    return ddp__cuda_launch((const void *)ddp__cuda_chunks_kernel<F>, chunks, arguments, 0, stream, function);
+}
+
+/* Rows, a warp at a time. F has a type value and
+     partial(row, lane, cells)        what a lane finds in its part of the row
+     join(a, b)                       of lanes e and e + half, for half = 16, 8, 4, 2, 1; lane 0 ends up with the row's value
+     finish(row, value, lane, cells)  every lane, with that value
+     CELLS, flush(cells)              int64 sums that a block keeps in shared memory, and one thread's last word about them */
+template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_constant__ F f, size_t rows) {
+    __shared__ int64_t cells[F::CELLS];
+    int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
+    __syncthreads();
+    for (size_t row = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32; row < rows; row += (size_t)gridDim.x * blockDim.x / 32) {
+        typename F::value value = f.partial(row, lane, cells);
+        DDP__UNROLL
+        for (int half = 16; half; half /= 2) value = F::join(value, __shfl_down_sync(0xffffffffu, value, half));
+        f.finish(row, __shfl_sync(0xffffffffu, value, 0), lane, cells);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) f.flush(cells);
+}
+
+template <class F> static void ddp__cuda_rows_on_host(const F &f, size_t rows) {
+    int64_t cells[F::CELLS] = {0};
+    for (size_t row = 0; row < rows; row++) {
+        typename F::value value[32];
+        for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
+        for (int half = 16; half; half /= 2)
+            for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
+        for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+    }
+    f.flush(cells);
+}
+
+template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
+    void *arguments[2] = {(void *)&f, &rows};
+    if (rows == 0) return DDP_OK;
+    if (DDP__CUDA_RUNTIME->on_host) { ddp__cuda_rows_on_host(f, rows); return DDP_OK; }
+    return ddp__cuda_launch((const void *)ddp__cuda_rows_kernel<F>, (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
+}
+
+/* Block-local cells and those in device memory: integers, so the order of additions does not show. */
+static DDP__HD void ddp__cuda_cell_add(int64_t *cell, int64_t value) {
+#if defined(__CUDA_ARCH__)
+    atomicAdd((unsigned long long *)cell, (unsigned long long)value);
+#else
+    *cell += value;
+#endif
+}
+
+//== reducing ======================================================================================== >>impl-tree
+
+/* The tree over sources. Four at a time make a subtree, and a binary counter of those adds equal ones as they appear; what is left
+   at the end folds from the smallest up:   W=11:  [0..7] [8..10]   W=28:  [0..15] [16..23] [24..27]
+   level[k] is a subtree of 4 * 2^k sources; all indices are known when compiling, so levels stay in registers. */
+template <ddp_dtype D, ddp_op OP> struct ddp__cuda_tree {
+    typedef ddp__cuda_type<D> type;
+    typedef typename type::store store;
+    typedef typename type::math math;
+    typedef typename type::wrap wrap;
+    enum { WIDTH = 16 / sizeof(store), LEVELS = 5 };
+    const void *src[DDP_MAX_LOCAL_RANKS];
+    void *dst[DDP_MAX_LOCAL_RANKS];
+    int src_count, dst_count;
+    ddp__cuda_divisor divisor;
+
+    template <int N> DDP__HD void join(math *out, const math *a, const math *b) const {
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = ddp__cuda_join<OP, wrap>(a[i], b[i]);
+    }
+    template <int N> DDP__HD void load(math *out, int source, size_t at) const {
+        store in[N];
+        ddp__cuda_get<N>(in, src[source], at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
+    }
+    /* 1 to 4 sources from base on. */
+    template <int N> DDP__HD void leaf(math *out, int base, int n, size_t at) const {
+        math a[N], b[N];
+        load<N>(out, base, at);
+        if (n == 4) {
+            math c[N];
+            load<N>(a, base + 1, at);
+            load<N>(b, base + 2, at);
+            load<N>(c, base + 3, at);
+            join<N>(out, out, a);
+            join<N>(b, b, c);
+            join<N>(out, out, b);
+            return;
+        }
+        if (n > 1) { load<N>(a, base + 1, at); join<N>(out, out, a); }
+        if (n > 2) { load<N>(b, base + 2, at); join<N>(out, out, b); }
+    }
+    template <int N> DDP__HD void run(size_t at) const {
+        math level[LEVELS][N] = {}, value[N] = {};
+        int groups = src_count / 4, rest = src_count % 4, have = rest;
+        for (int g = 0; g < groups; g++) {
+            int carry = 1;
+            leaf<N>(value, 4 * g, 4, at);
+            DDP__UNROLL
+            for (int k = 0; k < LEVELS; k++) {
+                if (!carry) continue;
+                if (g >> k & 1) join<N>(value, level[k], value);
+                else { carry = 0; copy<N>(level[k], value); }
+            }
+        }
+        if (rest) leaf<N>(value, 4 * groups, rest, at);
+        DDP__UNROLL
+        for (int k = 0; k < LEVELS; k++) {
+            if (!(groups >> k & 1)) continue;
+            if (have) join<N>(value, level[k], value);
+            else copy<N>(value, level[k]);
+            have = 1;
+        }
+        finish<N>(value, at);
+    }
+    template <int N> DDP__HD void copy(math *out, const math *in) const {
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = in[i];
+    }
+    template <int N> DDP__HD void finish(const math *value, size_t at) const {
+        store out[N];
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = type::save(divisor.n > 1 ? ddp__cuda_divide(value[i], divisor) : value[i]);
+        for (int k = 0; k < dst_count; k++) ddp__cuda_put<N>(out, dst[k], at);
+    }
+};
+
+typedef struct ddp__cuda_tree_call {
+    void *const *dst;
+    int dst_count;
+    const void *const *src;
+    int src_count;
+    size_t count;
+    ddp_op op;
+    uint64_t divisor; /* 1 = none */
+    cudaStream_t stream;
+    const char *function;
+} ddp__cuda_tree_call;
+
+template <ddp_dtype D, ddp_op OP> static ddp_result ddp__cuda_tree_run(const ddp__cuda_tree_call *call) {
+    ddp__cuda_tree<D, OP> f = {};
+    enum { WIDTH = ddp__cuda_tree<D, OP>::WIDTH, SIZE = 16 / WIDTH };
+    uint32_t mask = (1u << WIDTH) - 1;
+    for (int k = 0; k < call->src_count; k++) { f.src[k] = call->src[k]; mask = ddp__cuda_heads(mask, call->src[k], SIZE, WIDTH); }
+    for (int k = 0; k < call->dst_count; k++) { f.dst[k] = call->dst[k]; mask = ddp__cuda_heads(mask, call->dst[k], SIZE, WIDTH); }
+    f.src_count = call->src_count;
+    f.dst_count = call->dst_count;
+    f.divisor = ddp__cuda_divisor_of(call->divisor);
+    return ddp__cuda_each(f, ddp__cuda_split_of(mask, call->count, WIDTH), call->stream, call->function);
+}
+
+template <ddp_dtype D> static ddp_result ddp__cuda_tree_op(const ddp__cuda_tree_call *call) {
+    switch (call->op) {
+    case DDP_OP_MIN: return ddp__cuda_tree_run<D, DDP_OP_MIN>(call);
+    case DDP_OP_MAX: return ddp__cuda_tree_run<D, DDP_OP_MAX>(call);
+    case DDP_OP_PROD: return ddp__cuda_tree_run<D, DDP_OP_PROD>(call);
+    default: return ddp__cuda_tree_run<D, DDP_OP_SUM>(call);
+    }
+}
+
+static ddp_result ddp__cuda_tree_any(const ddp__cuda_tree_call *call, ddp_dtype dtype) {
+    switch (dtype) {
+    case DDP_F32: return ddp__cuda_tree_op<DDP_F32>(call);
+    case DDP_F64: return ddp__cuda_tree_op<DDP_F64>(call);
+    case DDP_F16: return ddp__cuda_tree_op<DDP_F16>(call);
+    case DDP_BF16: return ddp__cuda_tree_op<DDP_BF16>(call);
+    case DDP_I8: return ddp__cuda_tree_op<DDP_I8>(call);
+    case DDP_U8: return ddp__cuda_tree_op<DDP_U8>(call);
+    case DDP_I32: return ddp__cuda_tree_op<DDP_I32>(call);
+    case DDP_I64: return ddp__cuda_tree_op<DDP_I64>(call);
+    case DDP_U64: return ddp__cuda_tree_op<DDP_U64>(call);
+    default: return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%d is none of ddp_dtype", call->function, (int)dtype);
+    }
+}
+
+//== many tensors ==================================================================================== >>impl-multi
+
+static int ddp__cuda_is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16; }
+
+/* dst = src * factor, rounded once. */
+template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_convert {
+    enum { WIDTH = D == S && sizeof(typename ddp__cuda_type<D>::store) == 2 ? 8 : 4 };
+    void *dst;
+    const void *src;
+    float factor;
+    template <int N> DDP__HD void run(size_t at) const {
+        typename ddp__cuda_type<S>::store in[N];
+        typename ddp__cuda_type<D>::store out[N];
+        ddp__cuda_get<N>(in, src, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            M x = (M)ddp__cuda_type<S>::load(in[i]);
+            out[i] = ddp__cuda_round<D>(factor == 1.0f ? x : ddp__cuda_mul(x, (M)factor));
+        }
+        ddp__cuda_put<N>(out, dst, at);
+    }
+};
+
+/* Up to 64 tensors; tensor r has the chunks first[r] to first[r + 1] - 1. D and S are the dtypes of what is written and read. */
+template <ddp_dtype D, ddp_dtype S, class M> struct ddp__cuda_multi {
+    typedef ddp__cuda_convert<D, S, M> convert;
+    void *data[DDP__CUDA_RANGES];
+    size_t offset[DDP__CUDA_RANGES], count[DDP__CUDA_RANGES], first[DDP__CUDA_RANGES + 1];
+    void *flat;
+    int range_count, pack; /* 1 = into flat */
+    float factor;
+
+    DDP__HD void chunk(size_t number, size_t thread, size_t threads) const {
+        typedef typename ddp__cuda_type<D>::store out_type;
+        typedef typename ddp__cuda_type<S>::store in_type;
+        int low = 0, high = range_count;
+        while (high - low > 1) {
+            int middle = (low + high) / 2;
+            if (first[middle] <= number) low = middle;
+            else high = middle;
+        }
+        size_t at = (number - first[low]) * DDP__CUDA_CHUNK, n = count[low] - at < DDP__CUDA_CHUNK ? count[low] - at : DDP__CUDA_CHUNK;
+        convert f;
+        f.dst = (out_type *)(pack ? flat : data[low]) + (pack ? offset[low] : 0) + at;
+        f.src = (const in_type *)(pack ? data[low] : flat) + (pack ? 0 : offset[low]) + at;
+        f.factor = factor;
+        uint32_t mask = ddp__cuda_heads((1u << convert::WIDTH) - 1, f.dst, sizeof(out_type), convert::WIDTH);
+        mask = ddp__cuda_heads(mask, f.src, sizeof(in_type), convert::WIDTH);
+        ddp__cuda_walk(f, ddp__cuda_split_of(mask, n, convert::WIDTH), thread, threads);
+    }
+};
+
+typedef struct ddp__cuda_multi_call {
+    void *flat;
+    const ddp_cuda_range *ranges;
+    int range_count, pack;
+    float factor;
+    cudaStream_t stream;
+    const char *function;
+} ddp__cuda_multi_call;
+
+template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const ddp__cuda_multi_call *call) {
+    typedef typename ddp__cuda_type<D>::math dst_math;
+    typedef typename ddp__cuda_type<S>::math src_math;
+    typedef decltype(dst_math() + src_math()) M;
+    ddp__cuda_multi<D, S, M> f = {};
+    f.flat = call->flat;
+    f.pack = call->pack;
+    f.factor = call->factor;
+    for (int done = 0; done < call->range_count; done += f.range_count) {
+        ddp_result result;
+        f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done : DDP__CUDA_RANGES;
+        for (int i = 0; i < f.range_count; i++) {
+            f.data[i] = call->ranges[done + i].data;
+            f.offset[i] = call->ranges[done + i].offset;
+            f.count[i] = call->ranges[done + i].count;
+            f.first[i + 1] = f.first[i] + f.count[i] / DDP__CUDA_CHUNK + (f.count[i] % DDP__CUDA_CHUNK != 0);
+        }
+        result = ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function);
+        if (result != DDP_OK) return result;
+    }
+    return DDP_OK;
+}
+
+template <ddp_dtype D> static ddp_result ddp__cuda_multi_from(const ddp__cuda_multi_call *call, ddp_dtype src) {
+    if (src == DDP_F32) return ddp__cuda_multi_run<D, DDP_F32>(call);
+    if (src == DDP_F64) return ddp__cuda_multi_run<D, DDP_F64>(call);
+    return src == DDP_F16 ? ddp__cuda_multi_run<D, DDP_F16>(call) : ddp__cuda_multi_run<D, DDP_BF16>(call);
+}
+
+static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
+    if (!ddp__cuda_is_float(dst) || !ddp__cuda_is_float(src))
+        return ddp_fail(DDP_ERR_INVALID, "%s: from %s to %s; only floats are converted", call->function, ddp_dtype_name(src), ddp_dtype_name(dst));
+    if (call->range_count < 0 || (call->range_count && (!call->ranges || !call->flat)))
+        return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d, and flat or ranges is NULL or the count negative", call->function, call->range_count);
+    for (int i = 0; i < call->range_count; i++)
+        if (call->ranges[i].count && !call->ranges[i].data) return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
+    if (dst == DDP_F32) return ddp__cuda_multi_from<DDP_F32>(call, src);
+    if (dst == DDP_F64) return ddp__cuda_multi_from<DDP_F64>(call, src);
+    return dst == DDP_F16 ? ddp__cuda_multi_from<DDP_F16>(call, src) : ddp__cuda_multi_from<DDP_BF16>(call, src);
+}
+
+//== sums of squares by rows ========================================================================= >>impl-rows
+
+/* A row's sum in the order of ddp_device_cpu(): lane e of 32 adds the squares of elements e and e + 32 of every 64, and the lanes add up
+   in halves. That order is why a row is one warp's, with 4 bytes per lane and load. The rows' sums add exactly (Kulisch's long accumulator,
+   see >>impl-exact in ddp.h, whose cells these are). */
+enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
+
+/* Adds a value that is not negative. The bound is counted by the caller. */
+static DDP__HD void ddp__cuda_exact_add(int64_t *cells, double value) {
+    uint64_t bits = ddp__cuda_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
+    int exponent = (int)(bits >> 52 & 0x7ff), shift, digit;
+    if (exponent == 0x7ff) { ddp__cuda_cell_add(cells + (mantissa ? DDP__CUDA_EXACT_NAN : DDP__CUDA_EXACT_PLUS), 1); return; }
+    if (value == 0) return;
+    if (exponent) mantissa |= UINT64_C(1) << 52;
+    else exponent = 1;
+    digit = (exponent - 1) >> 5;
+    shift = (exponent - 1) & 31;
+    low = (mantissa & 0xffffffff) << shift;
+    high = ((mantissa >> 32) << shift) + (low >> 32);
+    ddp__cuda_cell_add(cells + digit, (int64_t)(low & 0xffffffff));
+    ddp__cuda_cell_add(cells + digit + 1, (int64_t)(high & 0xffffffff));
+    if (high >> 32) ddp__cuda_cell_add(cells + digit + 2, (int64_t)(high >> 32));
+}
+
+/* UNSCALE: multiplies by factor in place and counts what is not finite; otherwise data is only read. */
+template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
+    typedef ddp__cuda_type<D> type;
+    typedef typename type::store store;
+    typedef typename type::math math;
+    typedef double value;
+    enum { CELLS = DDP_EXACT_CELLS + 1 };
+    void *data;
+    size_t rows, row_count;
+    math factor;
+    int64_t *total; /* CELLS of them */
+
+    DDP__HD double square(size_t at, int64_t *cells) const {
+        store kept;
+        math x;
+        ddp__cuda_get<1>(&kept, data, at);
+        x = type::load(kept);
+        if (UNSCALE) {
+            int finite = ddp__cuda_finite(x);
+            kept = type::save(ddp__cuda_mul(x, factor));
+            x = type::load(kept);
+            ddp__cuda_put<1>(&kept, data, at);
+            if (!finite || !ddp__cuda_finite(x)) ddp__cuda_cell_add(cells + DDP__CUDA_NON_FINITE, 1);
+        }
+        return ddp__cuda_mul((double)x, (double)x);
+    }
+    DDP__HD double partial(size_t row, int lane, int64_t *cells) const {
+        size_t first = row * row_count, at = (size_t)lane;
+        double sum = 0;
+        DDP__UNROLL_4
+        for (; at + 32 < row_count; at += 64) {
+            double low = square(first + at, cells), high = square(first + at + 32, cells);
+            sum = ddp__cuda_add(sum, ddp__cuda_add(low, high));
+        }
+        return at < row_count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
+    }
+    static DDP__HD double join(double a, double b) { return ddp__cuda_add(a, b); }
+    DDP__HD void finish(size_t, double value, int lane, int64_t *cells) const {
+        if (lane) return;
+        ddp__cuda_exact_add(cells, value);
+        ddp__cuda_cell_add(cells + DDP__CUDA_EXACT_BOUND, 1);
+    }
+    DDP__HD void flush(const int64_t *cells) const {
+        for (int i = 0; i < CELLS; i++)
+            if (cells[i]) ddp__cuda_cell_add(total + i, cells[i]);
+    }
+};
+
+template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
+                                                                            cudaStream_t stream, const char *function) {
+    ddp__cuda_squares<D, UNSCALE> f = {};
+    f.data = data;
+    f.rows = rows;
+    f.row_count = row_count;
+    f.factor = (typename ddp__cuda_type<D>::math)factor;
+    f.total = (int64_t *)total;
+    return row_count ? ddp__cuda_rows(f, rows, stream, function) : DDP_OK;
+}
+
+template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
+                                                               cudaStream_t stream, const char *function) {
+    switch (dtype) {
+    case DDP_F32: return ddp__cuda_squares_run<DDP_F32, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    case DDP_F64: return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    case DDP_F16: return ddp__cuda_squares_run<DDP_F16, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    case DDP_BF16: return ddp__cuda_squares_run<DDP_BF16, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    default: return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
+    }
+}
+
+//== optimizers ================================================================================= >>impl-optimizers
+
+/* The copy of the parameters that the next forward reads. */
+typedef struct ddp__cuda_copy {
+    void *data;
+    ddp_dtype dtype;
+    int stochastic;
+    uint64_t key, first_index;
+} ddp__cuda_copy;
+
+template <int N> static DDP__HD void ddp__cuda_copy_out(const ddp__cuda_copy &copy, const float *w, size_t at) {
+    uint16_t half[N];
+    if (!copy.data) return;
+    if (copy.dtype == DDP_F32) { ddp__cuda_put<N>(w, copy.data, at); return; }
+    DDP__UNROLL
+    for (int i = 0; i < N; i++)
+        half[i] = copy.dtype == DDP_F16 ? ddp__cuda_to_f16(w[i]) : !copy.stochastic ? ddp__cuda_to_bf16(w[i]) :
+                  ddp__cuda_to_bf16_random(w[i], copy.key, copy.first_index + at + (size_t)i);
+    ddp__cuda_put<N>(half, copy.data, at);
+}
+
+/* G is the dtype of the gradient. The two share their fields, so that one function fills them in. */
+template <ddp_dtype G> struct ddp__cuda_step {
+    enum { WIDTH = 4 };
+    float *master, *first, *second;
+    const void *grad;
+    const int64_t *skip;
+    ddp__cuda_copy copy;
+    float factor, lr, decay;
+    float beta1, beta2, rest1, rest2, rate, root, eps, keep; /* AdamW */
+    float momentum, undamped;                                /* SGD; undamped is 1 in step 1 */
+    int nesterov, has_momentum, is_first;
+
+    template <int N> DDP__HD void load(float *g, float *w, size_t at) const {
+        typename ddp__cuda_type<G>::store in[N];
+        ddp__cuda_get<N>(in, grad, at);
+        ddp__cuda_get<N>(w, master, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(ddp__cuda_type<G>::load(in[i]), factor);
+    }
+};
+
+template <ddp_dtype G> struct ddp__cuda_adamw : ddp__cuda_step<G> {
+    template <int N> DDP__HD void run(size_t at) const {
+        float g[N], w[N], m[N], v[N];
+        if (this->skip && *this->skip) return;
+        this->template load<N>(g, w, at);
+        ddp__cuda_get<N>(m, this->first, at);
+        ddp__cuda_get<N>(v, this->second, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            float divisor;
+            m[i] = ddp__cuda_add(ddp__cuda_mul(this->beta1, m[i]), ddp__cuda_mul(this->rest1, g[i]));
+            v[i] = ddp__cuda_add(ddp__cuda_mul(this->beta2, v[i]), ddp__cuda_mul(this->rest2, ddp__cuda_mul(g[i], g[i])));
+            divisor = ddp__cuda_add(ddp__cuda_mul(ddp__cuda_sqrt(v[i]), this->root), this->eps);
+            w[i] = ddp__cuda_add(ddp__cuda_mul(w[i], this->keep), -ddp__cuda_div(ddp__cuda_mul(this->rate, m[i]), divisor));
+        }
+        ddp__cuda_put<N>(m, this->first, at);
+        ddp__cuda_put<N>(v, this->second, at);
+        ddp__cuda_put<N>(w, this->master, at);
+        ddp__cuda_copy_out<N>(this->copy, w, at);
+    }
+};
+
+template <ddp_dtype G> struct ddp__cuda_sgd : ddp__cuda_step<G> {
+    template <int N> DDP__HD void run(size_t at) const {
+        float g[N], w[N], b[N] = {};
+        if (this->skip && *this->skip) return;
+        this->template load<N>(g, w, at);
+        if (this->has_momentum && !this->is_first) ddp__cuda_get<N>(b, this->first, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            if (this->decay != 0) g[i] = ddp__cuda_add(g[i], ddp__cuda_mul(this->decay, w[i]));
+            if (this->has_momentum) {
+                b[i] = this->is_first ? g[i] : ddp__cuda_add(ddp__cuda_mul(this->momentum, b[i]), ddp__cuda_mul(this->undamped, g[i]));
+                g[i] = this->nesterov ? ddp__cuda_add(g[i], ddp__cuda_mul(this->momentum, b[i])) : b[i];
+            }
+            w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(this->lr, g[i]));
+        }
+        if (this->has_momentum) ddp__cuda_put<N>(b, this->first, at);
+        ddp__cuda_put<N>(w, this->master, at);
+        ddp__cuda_copy_out<N>(this->copy, w, at);
+    }
+};
+
+/* What both take; the defaults of desc resolved. */
+static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_step_desc *out, const char *function) {
+    if (!desc) return ddp_fail(DDP_ERR_INVALID, "%s: desc is NULL", function);
+    *out = *desc;
+    if (!out->grad_dtype) out->grad_dtype = DDP_F32;
+    if (!out->copy_dtype) out->copy_dtype = DDP_BF16;
+    if (out->beta1 == 0) out->beta1 = 0.9f;
+    if (out->beta2 == 0) out->beta2 = 0.999f;
+    if (out->eps == 0) out->eps = 1e-8f;
+    if (out->grad_factor == 0) out->grad_factor = 1.0f;
+    if (out->step < 1) return ddp_fail(DDP_ERR_INVALID, "%s: step=%lld, and steps count from 1", function, (long long)out->step);
+    if (out->count && (!out->master || !out->grad)) return ddp_fail(DDP_ERR_INVALID, "%s: master or grad is NULL", function);
+    if (out->grad_dtype == DDP_F64 || !ddp__cuda_is_float(out->grad_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: grad_dtype=%s, allowed are f32, f16 and bf16", function, ddp_dtype_name(out->grad_dtype));
+    if (out->copy_dtype == DDP_F64 || !ddp__cuda_is_float(out->copy_dtype))
+        return ddp_fail(DDP_ERR_INVALID, "%s: copy_dtype=%s, allowed are bf16, f16 and f32", function, ddp_dtype_name(out->copy_dtype));
+    if (out->stochastic && out->copy_dtype != DDP_BF16)
+        return ddp_fail(DDP_ERR_INVALID, "%s: stochastic rounding is for a bf16 copy, not %s", function, ddp_dtype_name(out->copy_dtype));
+    return DDP_OK;
+}
+
+template <ddp_dtype G> static void ddp__cuda_step_fill(ddp__cuda_step<G> *f, const ddp_cuda_step_desc *d) {
+    double step = (double)d->step;
+    f->master = d->master;
+    f->first = d->first;
+    f->second = d->second;
+    f->grad = d->grad;
+    f->skip = d->skip;
+    f->copy.data = d->copy;
+    f->copy.dtype = d->copy_dtype;
+    f->copy.stochastic = d->stochastic;
+    f->copy.key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
+    f->copy.first_index = d->first_index;
+    f->factor = d->grad_factor;
+    f->lr = d->lr;
+    f->decay = d->weight_decay;
+    f->beta1 = d->beta1;
+    f->beta2 = d->beta2;
+    f->rest1 = 1.0f - d->beta1;
+    f->rest2 = 1.0f - d->beta2;
+    f->rate = (float)((double)d->lr / (1.0 - pow((double)d->beta1, step)));
+    f->root = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
+    f->eps = d->eps;
+    f->keep = 1.0f - d->lr * d->weight_decay;
+    f->momentum = d->momentum;
+    f->undamped = 1.0f - d->dampening;
+    f->nesterov = d->nesterov;
+    f->has_momentum = d->momentum != 0;
+    f->is_first = d->step == 1;
+}
+
+template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_cuda_step_desc *d, int arrays, cudaStream_t stream, const char *function) {
+    F f = {};
+    uint32_t mask = ddp__cuda_heads(15, d->master, 4, 4);
+    ddp__cuda_step_fill<G>(&f, d);
+    mask = ddp__cuda_heads(mask, d->grad, (int)sizeof(typename ddp__cuda_type<G>::store), 4);
+    if (arrays > 0) mask = ddp__cuda_heads(mask, d->first, 4, 4);
+    if (arrays > 1) mask = ddp__cuda_heads(mask, d->second, 4, 4);
+    if (d->copy) mask = ddp__cuda_heads(mask, d->copy, d->copy_dtype == DDP_F32 ? 4 : 2, 4);
+    return ddp__cuda_each(f, ddp__cuda_split_of(mask, d->count, 4), stream, function);
+}
+
+//== 8 bits ======================================================================================= >>impl-quantise
+
+/* A row is a block of 256 elements, eight to a lane; the last one may be short. Magnitudes compare as integers, where NaN is the largest. */
+template <ddp_dtype S> struct ddp__cuda_quantise {
+    typedef ddp__cuda_type<S> type;
+    typedef typename type::store store;
+    typedef uint32_t value;
+    enum { CELLS = 1, EACH = DDP_CUDA_QUANT_BLOCK / 32 };
+    const void *src;
+    int8_t *q;
+    float *scales;
+    size_t count;
+    int src_aligned, q_aligned; /* to 16 and 8 bytes */
+
+    DDP__HD int load(store *in, size_t at) const { /* how many there are */
+        int n = at >= count ? 0 : count - at < EACH ? (int)(count - at) : (int)EACH;
+        if (n == EACH && src_aligned) ddp__cuda_get<EACH>(in, src, at);
+        else
+            for (int i = 0; i < EACH; i++)
+                if (i < n) ddp__cuda_get<1>(in + i, src, at + (size_t)i);
+        return n;
+    }
+    DDP__HD uint32_t partial(size_t block, int lane, int64_t *) const {
+        store in[EACH] = {};
+        uint32_t largest = 0;
+        int n = load(in, block * DDP_CUDA_QUANT_BLOCK + (size_t)(lane * EACH));
+        for (int i = 0; i < EACH; i++) {
+            uint32_t bits = i < n ? ddp__cuda_bits(type::load(in[i])) & 0x7fffffff : 0;
+            if (bits > largest) largest = bits;
+        }
+        return largest;
+    }
+    static DDP__HD uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
+    static DDP__HD int8_t quantise(float x, float scale) {
+        float ratio = ddp__cuda_div(x, scale);
+        /* Adding 1.5 * 2^23 leaves the integer nearest to ratio in the low bits. */
+        return (int8_t)((int32_t)ddp__cuda_bits(ddp__cuda_add(ratio, 12582912.0f)) - 0x4b400000);
+    }
+    DDP__HD void finish(size_t block, uint32_t largest, int lane, int64_t *) const {
+        store in[EACH] = {};
+        int8_t out[EACH];
+        size_t at = block * DDP_CUDA_QUANT_BLOCK + (size_t)(lane * EACH);
+        int n = load(in, at), special = largest >= 0x7f800000u, zero = largest < (27u << 23); /* 2^-100 */
+        float scale = special ? ddp__cuda_from_bits(0x7fc00000u) : zero ? 0.0f : ddp__cuda_div(ddp__cuda_from_bits(largest), 127.0f);
+        if (!special && !ddp__cuda_finite(ddp__cuda_mul(scale, 127.0f))) scale = ddp__cuda_from_bits(ddp__cuda_bits(scale) - 1); /* rounded up */
+        for (int i = 0; i < EACH; i++) out[i] = special || zero ? (int8_t)0 : quantise(type::load(in[i]), scale);
+        if (n == EACH && q_aligned) ddp__cuda_put<EACH>(out, q, at);
+        else
+            for (int i = 0; i < EACH; i++)
+                if (i < n) ddp__cuda_put<1>(out + i, q, at + (size_t)i);
+        if (lane == 0) ddp__cuda_put<1>(&scale, scales, block);
+    }
+    DDP__HD void flush(const int64_t *) const {}
+};
+
+/* Four elements never straddle two blocks that way: their head is 0, or there are no groups at all. */
+template <ddp_dtype D> struct ddp__cuda_dequantise {
+    enum { WIDTH = 4 };
+    void *dst;
+    const int8_t *q;
+    const float *scales;
+    template <int N> DDP__HD void run(size_t at) const {
+        int8_t in[N];
+        typename ddp__cuda_type<D>::store out[N];
+        float scale;
+        ddp__cuda_get<N>(in, q, at);
+        ddp__cuda_get<1>(&scale, scales, at / DDP_CUDA_QUANT_BLOCK);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) out[i] = ddp__cuda_type<D>::save(ddp__cuda_mul((float)in[i], scale));
+        ddp__cuda_put<N>(out, dst, at);
+    }
+};
+
+template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count, cudaStream_t stream) {
+    ddp__cuda_quantise<S> f = {};
+    f.src = src;
+    f.q = q;
+    f.scales = scales;
+    f.count = count;
+    f.src_aligned = (uintptr_t)src % 16 == 0;
+    f.q_aligned = (uintptr_t)q % 8 == 0;
+    return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream, "ddp_cuda_quantise8");
+}
+
+template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
+    ddp__cuda_dequantise<D> f = {};
+    uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
+    f.dst = dst;
+    f.q = q;
+    f.scales = scales;
+    return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
+}
+
+//== the GPU as a device ============================================================================= >>impl-device
+
+static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t stream = ddp__cuda_mine.stream;
+    char call[64];
+    cudaError_t error;
+    (void)group;
+    *out = NULL;
+    snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
+    error = cuda->malloc(out, size_bytes ? size_bytes : 1);
+    if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
+    error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
+    if (error == cudaSuccess) error = cuda->synchronize(stream);
+    if (error == cudaSuccess) return DDP_OK;
+    ddp__cuda_fail(error, "ddp_device_cuda alloc", "clearing with cudaMemsetAsync");
+    cuda->free(*out);
+    *out = NULL;
+    return DDP_ERR_ENGINE;
+}
+
+static void ddp__cuda_device_free(ddp_group *group, void *memory) {
+    (void)group;
+    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
+}
+
+/* Waits where the CPU could otherwise read or reuse its side too early. */
+static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t stream = ddp__cuda_mine.stream;
+    int dst_there = 0, src_there = 0;
+    cudaError_t error;
+    if (size_bytes == 0) return;
+    error = cuda->is_device_memory(dst, &dst_there);
+    if (error == cudaSuccess) error = cuda->is_device_memory(src, &src_there);
+    ddp__cuda_keep_error(error, "ddp_device_cuda copy", "cudaPointerGetAttributes");
+    if (error != cudaSuccess) return;
+    error = cuda->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, stream);
+    ddp__cuda_keep_error(error, "ddp_device_cuda copy", "cudaMemcpyAsync");
+    if (error == cudaSuccess && !(dst_there && src_there))
+        ddp__cuda_keep_error(cuda->synchronize(stream), "ddp_device_cuda copy", "cudaStreamSynchronize");
+}
+
+static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
+    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_mine.stream), "ddp_device_cuda fill_zero", "cudaMemsetAsync");
+}
+
+static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, float factor,
+                                        const char *function) {
+    ddp_cuda_range range;
+    ddp__cuda_multi_call call = {dst, &range, 1, 0, factor, ddp__cuda_mine.stream, function};
+    range.data = dst;
+    range.count = count;
+    range.offset = 0;
+    call.flat = (void *)src; /* read only: unflatten */
+    return ddp__cuda_multi_any(&call, dst_dtype, src_dtype);
+}
+
+static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
+    cudaError_t error;
+    if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
+    if (dst_dtype != src_dtype) { ddp__cuda_keep(ddp__cuda_convert_one(dst, dst_dtype, src, src_dtype, count, 1.0f, "ddp_device_cuda cast")); return; }
+    error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * ddp_dtype_size(dst_dtype), cudaMemcpyDeviceToDevice, ddp__cuda_mine.stream);
+    ddp__cuda_keep_error(error, "ddp_device_cuda cast", "cudaMemcpyAsync");
+}
+
+static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
+    const void *sources[2] = {left, right};
+    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add"};
+    ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
+}
+
+static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, float factor) {
+    if (count && ddp__cuda_is_float(dtype)) ddp__cuda_keep(ddp__cuda_convert_one(data, dtype, data, dtype, count, factor, "ddp_device_cuda scale"));
+}
+
+static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
+    const void *source = data;
+    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide"};
+    if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
+}
+
+/* The cells come from the stream's memory pool, which allocates nothing once it is warm. On failure the sum becomes NaN: a clipping
+   that would look right must not come out. */
+static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t stream = ddp__cuda_mine.stream;
+    const char *call = "cudaMallocAsync", *function = "ddp_device_cuda sum_squares";
+    ddp_cuda_norm mine;
+    void *cells = NULL;
+    ddp_result result = DDP_OK;
+    cudaError_t error;
+    if (rows == 0 || row_count == 0) return;
+    error = cuda->malloc_async(&cells, sizeof mine, stream);
+    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(cells, 0, sizeof mine, stream); }
+    if (error == cudaSuccess) result = ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, cells, stream, function);
+    if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemcpyAsync"; error = cuda->memcpy_async(&mine, cells, sizeof mine, cudaMemcpyDeviceToHost, stream); }
+    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(stream); }
+    if (error != cudaSuccess) result = ddp__cuda_fail(error, function, call);
+    ddp__cuda_keep(result);
+    if (cells) cuda->free_async(cells, stream);
+    if (result == DDP_OK) ddp_exact_sum_merge(sum, &mine.squares);
+    else ddp_exact_sum_add(sum, NAN);
+}
+
+//== public ======================================================================================== >>impl-public
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
+    ddp_cuda_pick_desc all_defaults = DDP_ZERO;
+    ddp__cuda_seat mine;
+    ddp_result result;
+    cudaError_t error;
+    if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
+    *device = -1;
+    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, &mine);
+    if (result != DDP_OK) return result;
+    error = DDP__CUDA_RUNTIME->set_device(mine.device);
+    if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaSetDevice");
+    *device = mine.device;
+    return DDP_OK;
+}
+
+DDPDEF const ddp_device *ddp_device_cuda(void) {
+    static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,
+                                    ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
+                                    ddp__cuda_device_sum_squares};
+    return &cuda;
+}
+
+DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream) {
+    cudaStream_t before = ddp__cuda_mine.stream;
+    ddp__cuda_mine.stream = stream;
+    return before;
+}
+
+DDPDEF ddp_result ddp_cuda_check(void) {
+    ddp_result first = ddp__cuda_mine.first;
+    ddp__cuda_mine.first = DDP_OK;
+    return first == DDP_OK ? DDP_OK : ddp_fail(first, "%s", ddp__cuda_mine.text);
+}
+
+DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
+                                       ddp_op op, uint64_t divisor, cudaStream_t stream) {
+    const char *function = "ddp_cuda_reduce_tree";
+    ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function};
+    if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1 || src_count > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d, allowed are 1 to %d", function, dst_count, src_count, DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)op > DDP_OP_PROD || ddp_dtype_size(dtype) == 0) return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d", function, (int)op, (int)dtype);
+    for (int k = 0; k < src_count; k++)
+        if (count && !src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
+    for (int k = 0; k < dst_count; k++)
+        if (count && !dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
+    if (op == DDP_OP_AVG && divisor) call.divisor = divisor;
+    if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_any(&call, dtype);
+    for (int k = 0; k < dst_count; k++) {
+        cudaError_t error = cudaSuccess;
+        if (count && dst[k] != src[0]) error = DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype), cudaMemcpyDeviceToDevice, stream);
+        if (error != cudaSuccess) return ddp__cuda_fail(error, function, "cudaMemcpyAsync");
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_cuda_flatten(void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
+                                   float factor, cudaStream_t stream) {
+    ddp__cuda_multi_call call = {flat, ranges, range_count, 1, factor, stream, "ddp_cuda_flatten"};
+    return ddp__cuda_multi_any(&call, flat_dtype, dtype);
+}
+
+DDPDEF ddp_result ddp_cuda_unflatten(const void *flat, ddp_dtype flat_dtype, const ddp_cuda_range *ranges, int range_count, ddp_dtype dtype,
+                                     float factor, cudaStream_t stream) {
+    ddp__cuda_multi_call call = {(void *)flat, ranges, range_count, 0, factor, stream, "ddp_cuda_unflatten"};
+    return ddp__cuda_multi_any(&call, dtype, flat_dtype);
+}
+
+DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, ddp_cuda_norm *norm,
+                                   cudaStream_t stream) {
+    if (!norm || (!data && rows && row_count)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
+    return ddp__cuda_squares_any<1>(data, rows, row_count, dtype, factor, norm, stream, "ddp_cuda_unscale");
+}
+
+DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
+    const char *function = "ddp_cuda_adamw";
+    ddp_cuda_step_desc d;
+    ddp_result result = ddp__cuda_step_check(desc, &d, function);
+    if (result != DDP_OK) return result;
+    if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
+    if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F32>, DDP_F32>(&d, 2, stream, function);
+    if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F16>, DDP_F16>(&d, 2, stream, function);
+    return ddp__cuda_step_run<ddp__cuda_adamw<DDP_BF16>, DDP_BF16>(&d, 2, stream, function);
+}
+
+DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
+    const char *function = "ddp_cuda_sgd";
+    ddp_cuda_step_desc d;
+    ddp_result result = ddp__cuda_step_check(desc, &d, function);
+    if (result != DDP_OK) return result;
+    if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
+    if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F32>, DDP_F32>(&d, d.momentum != 0, stream, function);
+    if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F16>, DDP_F16>(&d, d.momentum != 0, stream, function);
+    return ddp__cuda_step_run<ddp__cuda_sgd<DDP_BF16>, DDP_BF16>(&d, d.momentum != 0, stream, function);
+}
+
+DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
+    if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
+    if (src_dtype == DDP_F32) return ddp__cuda_quantise_run<DDP_F32>(q, scales, src, count, stream);
+    if (src_dtype == DDP_F16) return ddp__cuda_quantise_run<DDP_F16>(q, scales, src, count, stream);
+    if (src_dtype == DDP_BF16) return ddp__cuda_quantise_run<DDP_BF16>(q, scales, src, count, stream);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
+}
+
+DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
+    if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
+    if (dst_dtype == DDP_F32) return ddp__cuda_dequantise_run<DDP_F32>(dst, q, scales, count, stream);
+    if (dst_dtype == DDP_F16) return ddp__cuda_dequantise_run<DDP_F16>(dst, q, scales, count, stream);
+    if (dst_dtype == DDP_BF16) return ddp__cuda_dequantise_run<DDP_BF16>(dst, q, scales, count, stream);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DDP_IMPLEMENTATION or DDP_CUDA_IMPLEMENTATION */
+
+/*
+    MIT License
+
+    Copyright (c) 2026 the ddp authors
+
+    Permission is hereby granted, free of charge, to any person obtaining a copy
+    of this software and associated documentation files (the "Software"), to deal
+    in the Software without restriction, including without limitation the rights
+    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+    copies of the Software, and to permit persons to whom the Software is
+    furnished to do so, subject to the following conditions:
+
+    The above copyright notice and this permission notice shall be included in all
+    copies or substantial portions of the Software.
+
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+    SOFTWARE.
+*/

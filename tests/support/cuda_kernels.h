@@ -1,0 +1,618 @@
+/*  cuda_kernels.h - the kernels of ddp_cuda.cuh against ddp.h's own code, bit for bit, and against f64 references.
+
+    The same checks run on a device (tests/gpu) and, where the including file substitutes DDP__CUDA_RUNTIME, as loops on the CPU
+    (tests/unit). kernel_checks() runs all and prints a table; DDP_TEST_LARGE adds sizes that only a device does in time. */
+#ifndef DDP_TEST_CUDA_KERNELS_H
+#define DDP_TEST_CUDA_KERNELS_H
+
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int check_failures, check_count;
+
+static void check_that(int good, const char *format, ...) {
+    va_list args;
+    check_count++;
+    if (good || ++check_failures > 10) return;
+    va_start(args, format);
+    vprintf(format, args);
+    va_end(args);
+    printf("\n");
+}
+
+static uint64_t random_state = 88172645463325252u;
+
+static uint64_t random_u64(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state * UINT64_C(0x9e3779b97f4a7c15);
+}
+
+static const ddp_dtype all_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};
+static const ddp_dtype float_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16};
+
+/* Values of mixed size; special: NaN, infinities, subnormals and zeros of both signs among them. */
+static void fill(void *data, size_t count, ddp_dtype dtype, int special) {
+    unsigned char *at = (unsigned char *)data;
+    size_t size = ddp_dtype_size(dtype);
+    for (size_t i = 0; i < count; i++, at += size) {
+        uint64_t r = random_u64(), kind = random_u64() % 64;
+        float x = ldexpf((float)(int32_t)r, (int)(kind % 20) - 35);
+        double wide = ldexp((double)(int64_t)r, (int)(kind % 20) - 67);
+        int raw = (special && kind > 60) || (dtype != DDP_F32 && dtype != DDP_F64 && dtype != DDP_F16 && dtype != DDP_BF16);
+        if (special && kind < 3) { x = kind == 0 ? 0.0f : kind == 1 ? -0.0f : 1e-41f; wide = (double)x * (kind == 2 ? 1e-280 : 1.0); }
+        if (raw) memcpy(at, &r, size);
+        else if (dtype == DDP_F64) memcpy(at, &wide, 8);
+        else ddp__cast(at, dtype, &x, DDP_F32, 1);
+    }
+}
+
+static int is_nan(const void *data, size_t i, ddp_dtype dtype) {
+    double x;
+    float y;
+    if (!ddp__cuda_is_float(dtype)) return 0;
+    if (dtype == DDP_F64) { memcpy(&x, (const char *)data + 8 * i, 8); return x != x; }
+    ddp__cast(&y, DDP_F32, (const char *)data + ddp_dtype_size(dtype) * i, dtype, 1);
+    return y != y;
+}
+
+/* Any NaN equals any other. */
+static int same(const void *a, const void *b, size_t count, ddp_dtype dtype) {
+    size_t size = ddp_dtype_size(dtype);
+    if (count == 0 || memcmp(a, b, count * size) == 0) return 1;
+    for (size_t i = 0; i < count; i++)
+        if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0 && !(is_nan(a, i, dtype) && is_nan(b, i, dtype))) return 0;
+    return 1;
+}
+
+/* ---- memory on both sides ---- */
+
+typedef struct buffer { unsigned char *host, *device; size_t bytes; } buffer;
+
+static const ddp_device *gpu;
+
+static buffer buffer_make(size_t bytes) {
+    buffer b;
+    void *device = NULL;
+    b.bytes = bytes + 64;
+    b.host = (unsigned char *)calloc(1, b.bytes);
+    if (gpu->alloc(NULL, b.bytes, &device) != DDP_OK || !b.host) { printf("%s\n", ddp_last_error()); exit(1); }
+    b.device = (unsigned char *)device;
+    return b;
+}
+static void buffer_up(const buffer *b) { gpu->copy(b->device, b->host, b->bytes); }
+static void buffer_down(const buffer *b) { gpu->copy(b->host, b->device, b->bytes); }
+static void buffer_free(buffer *b) { free(b->host); gpu->free(NULL, b->device); }
+
+/* ---- reductions ---- */
+
+enum { SOURCES = 64 };
+#ifdef DDP_TEST_LARGE
+#define REDUCE_COUNT 300001
+#else
+#define REDUCE_COUNT 515
+#endif
+#define REDUCE_SLOT ((size_t)REDUCE_COUNT * 8 + 64)
+
+/* shift: 0 = aligned, 1 = all one element further, 2 = each elsewhere, 3 = at odd addresses. */
+static size_t shifted(int shift, int k, size_t size) {
+    return shift == 0 ? 0 : shift == 1 ? size : shift == 2 ? size * (size_t)(k % 3) : 1 + size * (size_t)(k % 2);
+}
+
+static void reduce_case(buffer *in, buffer *out, unsigned char *want, int w, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int shift,
+                        int dst_count, int in_place) {
+    const void *src[SOURCES], *src_host[SOURCES];
+    void *dst[SOURCES], *want_list[1] = {want};
+    size_t size = ddp_dtype_size(dtype);
+    for (int k = 0; k < w; k++) {
+        size_t at = REDUCE_SLOT * (size_t)k + shifted(shift, k, size);
+        src[k] = in->device + at;
+        src_host[k] = in->host + at;
+    }
+    for (int k = 0; k < dst_count; k++) dst[k] = in_place ? in->device + ((const unsigned char *)src_host[k] - in->host) : out->device + REDUCE_SLOT * (size_t)k + shifted(shift, k, size);
+    ddp__reduce_tree(want_list, 1, src_host, w, count, dtype, op, divisor, 0);
+    if (in_place) buffer_up(in);
+    check_that(ddp_cuda_reduce_tree(dst, dst_count, src, w, count, dtype, op, divisor, 0) == DDP_OK, "%s", ddp_last_error());
+    if (in_place) memcpy(out->host, in->host, in->bytes < out->bytes ? in->bytes : out->bytes); /* keeps the sources */
+    for (int k = 0; k < dst_count; k++) {
+        gpu->copy(out->host, dst[k], count * size);
+        check_that(same(out->host, want, count, dtype), "reduce %s op=%d W=%d count=%zu shift=%d to %d of %d%s", ddp_dtype_name(dtype), (int)op, w, count,
+                   shift, k, dst_count, in_place ? " in place" : "");
+    }
+    if (in_place) buffer_up(in);
+}
+
+static void check_reduce(void) {
+    static const int worlds[] = {1, 2, 3, 4, 5, 7, 8, 11, 16, 28, 33, 64};
+    static const size_t counts[] = {0, 1, 3, 17, 64, REDUCE_COUNT};
+    buffer in = buffer_make(REDUCE_SLOT * SOURCES), out = buffer_make(REDUCE_SLOT * SOURCES);
+    unsigned char *want = (unsigned char *)malloc(REDUCE_SLOT);
+    for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
+        ddp_dtype dtype = all_dtypes[d];
+        for (int shift = 0; shift < 4; shift++) {
+            for (int k = 0; k < SOURCES; k++) /* sources of integers may hold anything, so may those of floats */
+                fill(in.host + REDUCE_SLOT * (size_t)k + shifted(shift, k, ddp_dtype_size(dtype)), REDUCE_COUNT, dtype, k % 7 == 3);
+            buffer_up(&in);
+            for (int op = 0; op <= DDP_OP_PROD; op++)
+                for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++)
+                    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+                        uint64_t divisor = c % 3 == 0 ? 0 : c % 3 == 1 ? (uint64_t)worlds[w] : (uint64_t)worlds[w] * 6;
+                        reduce_case(&in, &out, want, worlds[w], counts[c], dtype, (ddp_op)op, divisor, shift, 1 + (int)(c % 2), 0);
+                    }
+            reduce_case(&in, &out, want, 8, REDUCE_COUNT, dtype, DDP_OP_AVG, 8, shift, 8, 1);
+            reduce_case(&in, &out, want, 3, 33, dtype, DDP_OP_AVG, 3, shift, 2, 1);
+        }
+    }
+    buffer_free(&in);
+    buffer_free(&out);
+    free(want);
+}
+
+/* ---- many tensors ---- */
+
+enum { TENSORS = 70 };
+
+/* What one tensor becomes: rounded once from the product in the wider type. */
+static void convert_reference(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count, float factor) {
+    const unsigned char *in = (const unsigned char *)src;
+    unsigned char *out = (unsigned char *)dst;
+    for (size_t i = 0; i < count; i++, in += ddp_dtype_size(from), out += ddp_dtype_size(to)) {
+        double wide;
+        float x;
+        if (from == DDP_F64) memcpy(&wide, in, 8);
+        else ddp__cast(&wide, DDP_F64, in, from, 1);
+        x = (float)wide;
+        if (factor == 1.0f) ddp__cast(out, to, in, from, 1);
+        else if (to == DDP_F64 || from == DDP_F64) { wide *= (double)factor; ddp__cast(out, to, &wide, DDP_F64, 1); }
+        else { x *= factor; ddp__cast(out, to, &x, DDP_F32, 1); }
+    }
+}
+
+static void multi_case(ddp_dtype flat_dtype, ddp_dtype dtype, float factor, int odd) {
+    static const size_t lengths[] = {5, 0, 1, 300, 3, 16385, 64, 0};
+    ddp_cuda_range ranges[TENSORS];
+    size_t starts[TENSORS], total = 0, tensors = 1, size = ddp_dtype_size(dtype), flat_size = ddp_dtype_size(flat_dtype);
+    buffer data, flat;
+    unsigned char *want;
+    for (int i = 0; i < TENSORS; i++) {
+        ranges[i].count = lengths[i % 8];
+        ranges[i].offset = total;
+        starts[i] = (tensors + 7) / 8 * 8 * (size_t)!odd + tensors * (size_t)odd;
+        total += ranges[i].count;
+        tensors = starts[i] + ranges[i].count * size + (size_t)(i % 3);
+    }
+    data = buffer_make(tensors);
+    flat = buffer_make(total * flat_size);
+    want = (unsigned char *)calloc(1, data.bytes + flat.bytes);
+    for (int i = 0; i < TENSORS; i++) {
+        ranges[i].data = data.device + starts[i];
+        fill(data.host + starts[i], ranges[i].count, dtype, 1);
+        convert_reference(want + ranges[i].offset * flat_size, flat_dtype, data.host + starts[i], dtype, ranges[i].count, factor);
+    }
+    buffer_up(&data);
+    check_that(ddp_cuda_flatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s", ddp_last_error());
+    buffer_down(&flat);
+    check_that(same(flat.host, want, total, flat_dtype), "flatten %s to %s factor=%g odd=%d", ddp_dtype_name(dtype), ddp_dtype_name(flat_dtype), (double)factor, odd);
+    check_that(ddp_cuda_unflatten(flat.device, flat_dtype, ranges, TENSORS, dtype, factor, 0) == DDP_OK, "%s", ddp_last_error());
+    buffer_down(&data);
+    for (int i = 0; i < TENSORS; i++) {
+        convert_reference(want, dtype, flat.host + ranges[i].offset * flat_size, flat_dtype, ranges[i].count, factor);
+        check_that(same(data.host + starts[i], want, ranges[i].count, dtype), "unflatten %s to %s factor=%g tensor %d", ddp_dtype_name(flat_dtype),
+                   ddp_dtype_name(dtype), (double)factor, i);
+    }
+    free(want);
+    buffer_free(&data);
+    buffer_free(&flat);
+}
+
+static void check_multi(void) {
+    for (int a = 0; a < 4; a++)
+        for (int b = 0; b < 4; b++)
+            for (int odd = 0; odd < 2; odd++) {
+                multi_case(float_dtypes[a], float_dtypes[b], 1.0f, odd);
+                multi_case(float_dtypes[a], float_dtypes[b], 0.37f, odd);
+            }
+}
+
+/* ---- unscaling and norms ---- */
+
+static size_t count_non_finite(const void *before, const void *after, size_t count, ddp_dtype dtype) {
+    size_t bad = 0, size = ddp_dtype_size(dtype);
+    for (size_t i = 0; i < count; i++) {
+        double x, y;
+        ddp__cast(&x, DDP_F64, (const char *)before + i * size, dtype, 1);
+        ddp__cast(&y, DDP_F64, (const char *)after + i * size, dtype, 1);
+        bad += !isfinite(x) || !isfinite(y);
+    }
+    return bad;
+}
+
+static void squares_case(ddp_dtype dtype, size_t rows, size_t row_count, int special, size_t shift) {
+    size_t count = rows * row_count, size = ddp_dtype_size(dtype);
+    buffer data = buffer_make(count * size), cells = buffer_make(sizeof(ddp_cuda_norm));
+    unsigned char *want = (unsigned char *)malloc(count * size + 64);
+    ddp_exact_sum expected, got;
+    ddp_cuda_norm norm;
+    double a, b;
+    fill(data.host + shift, count, dtype, special);
+    memcpy(want, data.host + shift, count * size);
+    buffer_up(&data);
+    ddp_exact_sum_clear(&expected);
+    ddp_exact_sum_clear(&got);
+    ddp_device_cpu()->sum_squares(&expected, want, rows, row_count, dtype);
+    gpu->sum_squares(&got, data.device + shift, rows, row_count, dtype);
+    a = ddp_exact_sum_value(&expected);
+    b = ddp_exact_sum_value(&got);
+    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "sum_squares %s %zux%zu: %.17g and not %.17g", ddp_dtype_name(dtype), rows, row_count, b, a);
+
+    ddp_device_cpu()->scale(want, count, dtype, 0.43f);
+    ddp_exact_sum_clear(&expected);
+    ddp_device_cpu()->sum_squares(&expected, want, rows, row_count, dtype);
+    check_that(ddp_cuda_unscale(data.device + shift, rows, row_count, dtype, 0.43f, (ddp_cuda_norm *)(void *)cells.device, 0) == DDP_OK, "%s", ddp_last_error());
+    buffer_down(&cells);
+    memcpy(&norm, cells.host, sizeof norm);
+    a = ddp_exact_sum_value(&expected);
+    b = ddp_exact_sum_value(&norm.squares);
+    check_that(memcmp(&a, &b, 8) == 0 || (a != a && b != b), "unscale %s %zux%zu: sum %.17g and not %.17g", ddp_dtype_name(dtype), rows, row_count, b, a);
+    {
+        unsigned char *after = (unsigned char *)malloc(count * size + 1);
+        gpu->copy(after, data.device + shift, count * size);
+        check_that(same(after, want, count, dtype), "unscale %s %zux%zu: values", ddp_dtype_name(dtype), rows, row_count);
+        check_that((size_t)norm.non_finite == count_non_finite(data.host + shift, after, count, dtype), "unscale %s %zux%zu: %lld not finite",
+                   ddp_dtype_name(dtype), rows, row_count, (long long)norm.non_finite);
+        free(after);
+    }
+    free(want);
+    buffer_free(&data);
+    buffer_free(&cells);
+}
+
+static void check_squares(void) {
+    static const size_t shapes[][2] = {{1, 1}, {1000, 1}, {3, 64}, {5, 63}, {7, 65}, {4, 1000}, {1, 5003}, {100, 31}, {9, 33}, {40, 768}};
+    for (int d = 0; d < 4; d++)
+        for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+            squares_case(float_dtypes[d], shapes[s][0], shapes[s][1], 0, 0);
+            squares_case(float_dtypes[d], shapes[s][0], shapes[s][1], 1, ddp_dtype_size(float_dtypes[d]));
+            squares_case(float_dtypes[d], shapes[s][0], shapes[s][1], 0, 3);
+#ifdef DDP_TEST_LARGE
+            squares_case(float_dtypes[d], shapes[s][0] * 100, shapes[s][1], 0, 0);
+#endif
+        }
+}
+
+/* ---- optimizers ---- */
+
+typedef struct step_state { buffer master, first, second, grad, copy; size_t count, shift; } step_state;
+
+static ddp_cuda_step_desc step_desc(const step_state *s, ddp_dtype grad_dtype, ddp_dtype copy_dtype, int64_t step) {
+    ddp_cuda_step_desc d = DDP_ZERO;
+    d.master = (float *)(void *)(s->master.device + s->shift * 4);
+    d.first = (float *)(void *)(s->first.device + s->shift * 4);
+    d.second = (float *)(void *)(s->second.device + s->shift * 4);
+    d.grad = s->grad.device + s->shift * ddp_dtype_size(grad_dtype);
+    d.grad_dtype = grad_dtype;
+    d.copy = s->copy.device + s->shift * ddp_dtype_size(copy_dtype);
+    d.copy_dtype = copy_dtype;
+    d.count = s->count;
+    d.step = step;
+    d.lr = 3e-3f;
+    d.weight_decay = 0.1f;
+    d.grad_factor = 0.7f;
+    return d;
+}
+
+/* One element in f32, operation by operation, and in f64. v = {w, m, v}. */
+static void adamw_f32(float *v, float g, const ddp_cuda_step_desc *d) {
+    const float b1 = 0.9f, b2 = 0.999f;
+    float rate = (float)(d->lr / (1.0 - pow(b1, (double)d->step))), root = (float)(1.0 / sqrt(1.0 - pow(b2, (double)d->step)));
+    volatile float t, u;
+    g = g * d->grad_factor;
+    t = b1 * v[1]; u = (1.0f - b1) * g; v[1] = t + u;
+    t = g * g; t = (1.0f - b2) * t; u = b2 * v[2]; v[2] = u + t;
+    t = sqrtf(v[2]) * root; t = t + 1e-8f; u = rate * v[1]; u = u / t;
+    t = v[0] * (1.0f - d->lr * d->weight_decay); v[0] = t - u;
+}
+
+static void adamw_f64(double *v, double g, const ddp_cuda_step_desc *d) {
+    g *= (double)d->grad_factor;
+    v[1] = (double)0.9f * v[1] + (1 - (double)0.9f) * g;
+    v[2] = (double)0.999f * v[2] + (1 - (double)0.999f) * g * g;
+    v[0] = v[0] * (1 - (double)d->lr * (double)d->weight_decay) - (double)d->lr / (1 - pow((double)0.9f, (double)d->step)) * v[1] /
+           (sqrt(v[2] / (1 - pow((double)0.999f, (double)d->step))) + 1e-8);
+}
+
+static void sgd_f64(double *v, double g, const ddp_cuda_step_desc *d) {
+    g = g * (double)d->grad_factor + (double)d->weight_decay * v[0];
+    if (d->momentum != 0) {
+        v[1] = d->step == 1 ? g : (double)d->momentum * v[1] + (1 - (double)d->dampening) * g;
+        g = d->nesterov ? g + (double)d->momentum * v[1] : v[1];
+    }
+    v[0] -= (double)d->lr * g;
+}
+
+static step_state step_make(size_t count, size_t shift) {
+    step_state s;
+    s.count = count;
+    s.shift = shift;
+    s.master = buffer_make((count + shift) * 4);
+    s.first = buffer_make((count + shift) * 4);
+    s.second = buffer_make((count + shift) * 4);
+    s.grad = buffer_make((count + shift) * 4);
+    s.copy = buffer_make((count + shift) * 4);
+    for (size_t i = 0; i < count; i++) {
+        float w = (float)(int32_t)random_u64() * 0x1p-31f;
+        memcpy(s.master.host + 4 * (shift + i), &w, 4);
+    }
+    buffer_up(&s.master);
+    return s;
+}
+
+static void step_free(step_state *s) {
+    buffer_free(&s->master);
+    buffer_free(&s->first);
+    buffer_free(&s->second);
+    buffer_free(&s->grad);
+    buffer_free(&s->copy);
+}
+
+/* adamw 0: SGD of the given kind: 0 plain, 1 momentum with dampening, 2 Nesterov. */
+static void step_case(int adamw, int kind, ddp_dtype grad_dtype, ddp_dtype copy_dtype, size_t count, size_t shift) {
+    step_state s = step_make(count, shift);
+    double *wide = (double *)calloc(3 * count, 8), worst = 0;
+    float *plain = (float *)calloc(3 * count, 4), w;
+    int64_t no = 0, yes = 1;
+    size_t different = 0, size = ddp_dtype_size(copy_dtype);
+    buffer flag = buffer_make(16);
+    memcpy(flag.host, &no, 8);
+    memcpy(flag.host + 8, &yes, 8);
+    buffer_up(&flag);
+    for (size_t i = 0; i < count; i++) {
+        memcpy(&w, s.master.host + 4 * (shift + i), 4);
+        wide[3 * i] = plain[3 * i] = w;
+    }
+    for (int64_t step = 1; step <= 4; step++) {
+        ddp_cuda_step_desc d = step_desc(&s, grad_dtype, copy_dtype, step);
+        fill(s.grad.host + shift * ddp_dtype_size(grad_dtype), count, grad_dtype, 0);
+        buffer_up(&s.grad);
+        if (!adamw && kind) { d.momentum = 0.9f; d.dampening = kind == 1 ? 0.2f : 0; d.nesterov = kind == 2; }
+        d.skip = (const int64_t *)(void *)(flag.device + 8); /* a step that is skipped changes nothing */
+        check_that((adamw ? ddp_cuda_adamw(&d, 0) : ddp_cuda_sgd(&d, 0)) == DDP_OK, "%s", ddp_last_error());
+        d.skip = (const int64_t *)(void *)flag.device;
+        check_that((adamw ? ddp_cuda_adamw(&d, 0) : ddp_cuda_sgd(&d, 0)) == DDP_OK, "%s", ddp_last_error());
+        for (size_t i = 0; i < count; i++) {
+            float g;
+            ddp__cast(&g, DDP_F32, s.grad.host + (shift + i) * ddp_dtype_size(grad_dtype), grad_dtype, 1);
+            if (adamw) { adamw_f32(plain + 3 * i, g, &d); adamw_f64(wide + 3 * i, g, &d); }
+            else sgd_f64(wide + 3 * i, g, &d);
+        }
+    }
+    buffer_down(&s.master);
+    buffer_down(&s.copy);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t rounded = 0, copied = 0;
+        memcpy(&w, s.master.host + 4 * (shift + i), 4);
+        worst = fmax(worst, fabs((double)w - wide[3 * i]) / (fabs(wide[3 * i]) + 1));
+        different += adamw && memcmp(&w, plain + 3 * i, 4) != 0;
+        ddp__cast(&rounded, copy_dtype, &w, DDP_F32, 1);
+        memcpy(&copied, s.copy.host + size * (shift + i), size);
+        different += rounded != copied;
+    }
+    check_that(different == 0, "%s %d %s to %s count=%zu shift=%zu: %zu differ in bits", adamw ? "adamw" : "sgd", kind, ddp_dtype_name(grad_dtype),
+               ddp_dtype_name(copy_dtype), count, shift, different);
+    check_that(worst < 4e-6, "%s %d %s: off by %g from f64", adamw ? "adamw" : "sgd", kind, ddp_dtype_name(grad_dtype), worst);
+    free(wide);
+    free(plain);
+    buffer_free(&flag);
+    step_free(&s);
+}
+
+/* Random rounding picks one of the two neighbours, is right on average, and does not depend on how the elements are shared out. */
+static void check_random_rounding(void) {
+    enum { COUNT = 20000, CUT = 7001 };
+    step_state s = step_make(COUNT, 0);
+    unsigned char *whole = (unsigned char *)malloc(2 * COUNT);
+    double error = 0, ulp = 0;
+    ddp_cuda_step_desc d = step_desc(&s, DDP_F32, DDP_BF16, 1);
+    d.stochastic = 1;
+    d.seed = 5;
+    d.first_index = 1000;
+    d.lr = 0; /* nothing moves, and the copy is all that a step does */
+    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    buffer_down(&s.copy);
+    memcpy(whole, s.copy.host, 2 * COUNT);
+    for (size_t i = 0; i < COUNT; i++) {
+        float w, rounded;
+        uint32_t bits, low, high;
+        uint16_t half;
+        memcpy(&w, s.master.host + 4 * i, 4);
+        memcpy(&half, whole + 2 * i, 2);
+        memcpy(&bits, &w, 4);
+        low = bits >> 16;
+        high = bits & 0xffff ? low + 1 : low;
+        check_that(half == low || half == high, "random rounding: element %zu is no neighbour", i);
+        ddp__cast(&rounded, DDP_F32, &half, DDP_BF16, 1);
+        error += (double)rounded - (double)w;
+        ulp += ldexp(1.0, ilogbf(w) - 7);
+    }
+    check_that(fabs(error) < 0.02 * ulp, "random rounding: the average is off by %g of an ulp", error / ulp);
+    gpu->fill_zero(s.copy.device, 2 * COUNT);
+    d.count = CUT;
+    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    d.count = COUNT - CUT;
+    d.first_index += CUT;
+    d.master += CUT;
+    d.grad = (const float *)d.grad + CUT;
+    d.copy = (unsigned char *)d.copy + 2 * CUT;
+    check_that(ddp_cuda_sgd(&d, 0) == DDP_OK, "%s", ddp_last_error());
+    buffer_down(&s.copy);
+    check_that(memcmp(whole, s.copy.host, 2 * COUNT) == 0, "random rounding depends on the sharding");
+    free(whole);
+    step_free(&s);
+}
+
+static void check_optimizers(void) {
+    static const ddp_dtype grads[] = {DDP_F32, DDP_F16, DDP_BF16}, copies[] = {DDP_BF16, DDP_F16, DDP_F32};
+    static const size_t counts[] = {1, 7, 1003};
+    for (int g = 0; g < 3; g++)
+        for (int c = 0; c < 3; c++)
+            for (size_t shift = 0; shift < 3; shift++) {
+                step_case(1, 0, grads[g], copies[c], counts[(g + c + (int)shift) % 3], shift);
+                step_case(0, c, grads[g], copies[c], counts[(g + c + (int)shift + 1) % 3], shift);
+            }
+    step_case(1, 0, DDP_F32, DDP_BF16, 50021, 0);
+    step_case(1, 0, DDP_BF16, DDP_BF16, 50021, 1);
+    check_random_rounding();
+}
+
+/* ---- 8 bits ---- */
+
+static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind) {
+    size_t blocks = (count + DDP_CUDA_QUANT_BLOCK - 1) / DDP_CUDA_QUANT_BLOCK, size = ddp_dtype_size(dtype);
+    buffer data = buffer_make(count * size), q = buffer_make(count), scales = buffer_make(blocks * 4), back = buffer_make(count * 4);
+    fill(data.host + shift * size, count, dtype, 0);
+    for (size_t i = 0; i < count; i++) { /* kind 1: extremes. kind 2: tiny. kind 3: one NaN or infinity in each second block */
+        float x = i % 3 ? FLT_MAX : -FLT_MAX;
+        if (kind == 2) x = i % 2 ? 1e-31f : -1e-40f;
+        if (kind == 3) x = i % 1024 == 300 ? NAN : i % 1024 == 900 ? -INFINITY : 1.0f;
+        if (kind) ddp__cast(data.host + (shift + i) * size, dtype, &x, DDP_F32, 1);
+    }
+    buffer_up(&data);
+    check_that(ddp_cuda_quantise8((int8_t *)(q.device + shift), (float *)(void *)scales.device, data.device + shift * size, dtype, count, 0) == DDP_OK, "%s", ddp_last_error());
+    check_that(ddp_cuda_dequantise8(back.device, DDP_F32, (const int8_t *)(q.device + shift), (const float *)(const void *)scales.device, count, 0) == DDP_OK, "%s",
+               ddp_last_error());
+    buffer_down(&back);
+    for (size_t b = 0; b < blocks; b++) {
+        size_t first = b * DDP_CUDA_QUANT_BLOCK, n = count - first < DDP_CUDA_QUANT_BLOCK ? count - first : DDP_CUDA_QUANT_BLOCK, wrong = 0;
+        double largest = 0;
+        int special = 0;
+        for (size_t i = first; i < first + n; i++) {
+            double x;
+            ddp__cast(&x, DDP_F64, data.host + (shift + i) * size, dtype, 1);
+            special |= !isfinite(x);
+            largest = fmax(largest, fabs(x));
+        }
+        for (size_t i = first; i < first + n; i++) {
+            double x;
+            float y;
+            ddp__cast(&x, DDP_F64, data.host + (shift + i) * size, dtype, 1);
+            memcpy(&y, back.host + 4 * i, 4);
+            if (special) wrong += y == y;
+            else if (largest < 0x1p-100) wrong += y != 0;
+            else wrong += !(fabs((double)y - x) <= largest / 253.9);
+        }
+        check_that(wrong == 0, "quantise %s count=%zu shift=%zu kind=%d block %zu: %zu out of bounds", ddp_dtype_name(dtype), count, shift, kind, b, wrong);
+    }
+    for (int d = 2; d < 4; d++) { /* 16-bit results are the f32 ones, rounded */
+        unsigned char *want = (unsigned char *)malloc(2 * count + 1), *f32 = (unsigned char *)malloc(4 * count + 1);
+        memcpy(f32, back.host, 4 * count);
+        ddp__cast(want, float_dtypes[d], f32, DDP_F32, count);
+        check_that(ddp_cuda_dequantise8(back.device + 2, float_dtypes[d], (const int8_t *)(q.device + shift), (const float *)(const void *)scales.device, count, 0) == DDP_OK,
+                   "%s", ddp_last_error());
+        gpu->copy(f32, back.device + 2, 2 * count);
+        check_that(same(f32, want, count, float_dtypes[d]), "dequantise to %s", ddp_dtype_name(float_dtypes[d]));
+        free(want);
+        free(f32);
+    }
+    buffer_free(&data);
+    buffer_free(&q);
+    buffer_free(&scales);
+    buffer_free(&back);
+}
+
+static void check_quantise(void) {
+    static const ddp_dtype dtypes[] = {DDP_F32, DDP_F16, DDP_BF16};
+    static const size_t counts[] = {1, 8, 255, 256, 257, 5003};
+    for (int d = 0; d < 3; d++)
+        for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+            for (size_t shift = 0; shift < 2; shift++)
+                for (int kind = 0; kind < 4; kind++)
+                    if (kind == 0 || dtypes[d] != DDP_F16) quantise_case(dtypes[d], counts[c], shift, kind);
+}
+
+/* ---- the device table ---- */
+
+static void check_device(void) {
+    enum { COUNT = 1003 };
+    const ddp_device *cpu = ddp_device_cpu();
+    buffer a = buffer_make(COUNT * 8), b = buffer_make(COUNT * 8), c = buffer_make(COUNT * 8);
+    unsigned char *want = (unsigned char *)malloc(COUNT * 8 + 64), *got = (unsigned char *)malloc(COUNT * 8 + 64);
+    void *memory = NULL;
+    check_that(gpu->alloc(NULL, 1000, &memory) == DDP_OK && (uintptr_t)memory % 64 == 0, "alloc: %s", ddp_last_error());
+    memset(want, 0, 1000);
+    memset(got, 1, 1000);
+    gpu->copy(got, memory, 1000);
+    check_that(memcmp(want, got, 1000) == 0, "alloc: not zeroed");
+    gpu->free(NULL, memory);
+    gpu->free(NULL, NULL);
+    for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
+        ddp_dtype dtype = all_dtypes[d];
+        size_t size = ddp_dtype_size(dtype), shift = d % 2 * size;
+        fill(a.host + shift, COUNT, dtype, 1);
+        fill(b.host + shift, COUNT, dtype, 1);
+        buffer_up(&a);
+        buffer_up(&b);
+        cpu->add(want, a.host + shift, b.host + shift, COUNT, dtype);
+        gpu->add(c.device, a.device + shift, b.device + shift, COUNT, dtype);
+        gpu->copy(got, c.device, COUNT * size);
+        check_that(same(got, want, COUNT, dtype), "add %s", ddp_dtype_name(dtype));
+        for (uint64_t divisor = 0; divisor < 9; divisor++) {
+            gpu->copy(c.device, a.device + shift, COUNT * size);
+            memcpy(want, a.host + shift, COUNT * size);
+            cpu->divide(want, COUNT, dtype, divisor);
+            gpu->divide(c.device, COUNT, dtype, divisor);
+            gpu->copy(got, c.device, COUNT * size);
+            check_that(same(got, want, COUNT, dtype), "divide %s by %d", ddp_dtype_name(dtype), (int)divisor);
+        }
+        memcpy(want, a.host + shift, COUNT * size);
+        cpu->scale(want, COUNT, dtype, 1.3f);
+        gpu->scale(a.device + shift, COUNT, dtype, 1.3f);
+        gpu->copy(got, a.device + shift, COUNT * size);
+        check_that(same(got, want, COUNT, dtype), "scale %s", ddp_dtype_name(dtype));
+        for (int to = 0; to < 4 && ddp__cuda_is_float(dtype); to++) {
+            cpu->cast(want, float_dtypes[to], b.host + shift, dtype, COUNT);
+            gpu->cast(c.device, float_dtypes[to], b.device + shift, dtype, COUNT);
+            gpu->copy(got, c.device, COUNT * ddp_dtype_size(float_dtypes[to]));
+            check_that(same(got, want, COUNT, float_dtypes[to]), "cast %s to %s", ddp_dtype_name(dtype), ddp_dtype_name(float_dtypes[to]));
+        }
+    }
+    gpu->fill_zero(c.device + 1, 100);
+    gpu->copy(got, c.device + 1, 100);
+    memset(want, 0, 100);
+    check_that(memcmp(got, want, 100) == 0, "fill_zero");
+    check_that(ddp_cuda_check() == DDP_OK, "%s", ddp_last_error());
+    free(want);
+    free(got);
+    buffer_free(&a);
+    buffer_free(&b);
+    buffer_free(&c);
+}
+
+/* ---- all of them ---- */
+
+static int table_line(const char *name, void (*run)(void)) {
+    double start = ddp_now();
+    check_failures = check_count = 0;
+    run();
+    if (ddp_cuda_check() != DDP_OK) check_that(0, "%s", ddp_last_error());
+    printf("%-28s %8d checks  %6d failed  %7.2f s\n", name, check_count, check_failures, ddp_now() - start);
+    return check_failures != 0;
+}
+
+static int kernel_checks(void) {
+    int failed = 0;
+    gpu = ddp_device_cuda();
+    failed += table_line("device table", check_device);
+    failed += table_line("tree reduction", check_reduce);
+    failed += table_line("flatten, unflatten, cast", check_multi);
+    failed += table_line("unscale, sum of squares", check_squares);
+    failed += table_line("AdamW, SGD", check_optimizers);
+    failed += table_line("8-bit blocks", check_quantise);
+    return failed;
+}
+
+#endif /* DDP_TEST_CUDA_KERNELS_H */

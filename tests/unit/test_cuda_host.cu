@@ -1,0 +1,290 @@
+/*  test_cuda_host.cu - ddp_cuda.cuh without a device: a table of CUDA runtime calls made of CPU code takes the place of the real one.
+
+    Proves, on the CPU, the element code, dispatch and sharing out of every kernel (support/cuda_kernels.h), every sentence of device
+    selection on one rank and on several, and what becomes of CUDA's errors. It proves nothing about a GPU. */
+#include <stddef.h>
+#include <stdint.h>
+
+struct ddp__cuda_runtime;
+static const struct ddp__cuda_runtime *fake_runtime(void);
+#define DDP__CUDA_RUNTIME fake_runtime()
+
+/* The CPU does not mind misaligned groups, a GPU does. */
+size_t grouped, misaligned;
+inline void seen(int n, const void *address, size_t size_bytes) {
+    grouped += n > 1;
+    misaligned += n > 1 && (uintptr_t)address % (size_bytes < 16 ? size_bytes : 16) != 0;
+}
+#define DDP__CUDA_SEEN(n, address, size_bytes) seen(n, address, size_bytes)
+#define DDP_IMPLEMENTATION
+#include "../../ddp_cuda.cuh"
+#include "../support/cuda_kernels.h"
+
+/* ---- the fake ---- */
+
+static struct { int count; cudaError_t count_error; int set; unsigned char first_byte[16]; } machine;
+static struct { int launches; unsigned largest_grid; cudaStream_t stream; cudaError_t answer; cudaError_t malloc_answer; int waits; } record;
+static int kernels_run = 1;
+
+static cudaError_t fake_device_count(int *count) { *count = machine.count; return machine.count_error; }
+static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[16]) {
+    snprintf(name, 256, "Fake %d", device);
+    memset(uuid, 0xab, 16);
+    uuid[0] = machine.first_byte[device];
+    uuid[15] = (unsigned char)device;
+    return cudaSuccess;
+}
+static cudaError_t fake_set_device(int device) { __atomic_store_n(&machine.set, device, __ATOMIC_RELAXED); return cudaSuccess; }
+static cudaError_t fake_malloc(void **out, size_t size_bytes) {
+    if (record.malloc_answer != cudaSuccess) return record.malloc_answer;
+    if (posix_memalign(out, 256, size_bytes) != 0) return cudaErrorMemoryAllocation;
+    memset(*out, 0xee, size_bytes);
+    return cudaSuccess;
+}
+static cudaError_t fake_free(void *memory) { free(memory); return cudaSuccess; }
+static cudaError_t fake_malloc_async(void **out, size_t size_bytes, cudaStream_t stream) { (void)stream; return fake_malloc(out, size_bytes); }
+static cudaError_t fake_free_async(void *memory, cudaStream_t stream) { (void)stream; free(memory); return cudaSuccess; }
+static cudaError_t fake_memcpy(void *dst, const void *src, size_t size_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    (void)kind;
+    record.stream = stream;
+    memmove(dst, src, size_bytes);
+    return cudaSuccess;
+}
+static cudaError_t fake_memset(void *dst, int value, size_t size_bytes, cudaStream_t stream) { record.stream = stream; memset(dst, value, size_bytes); return cudaSuccess; }
+static cudaError_t fake_synchronize(cudaStream_t stream) { (void)stream; record.waits++; return cudaSuccess; }
+static cudaError_t fake_is_device(const void *pointer, int *yes) { *yes = (uintptr_t)pointer % 2; return cudaSuccess; } /* odd addresses are there */
+static cudaError_t fake_launch(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream) {
+    record.launches += kernel && arguments && shared_bytes == 0 && block.x == 256 && block.y == 1 && block.z == 1 && grid.y == 1;
+    if (grid.x > record.largest_grid) record.largest_grid = grid.x;
+    record.stream = stream;
+    return record.answer;
+}
+static cudaError_t fake_clear(void) { return cudaSuccess; }
+
+static const struct ddp__cuda_runtime *fake_runtime(void) {
+    static const ddp__cuda_runtime on_host = {1, fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_malloc_async,
+                                              fake_free_async, fake_memcpy, fake_memset, fake_synchronize, fake_is_device, fake_launch, fake_clear};
+    static const ddp__cuda_runtime recorded = {0, fake_device_count, fake_identity, fake_set_device, fake_malloc, fake_free, fake_malloc_async,
+                                               fake_free_async, fake_memcpy, fake_memset, fake_synchronize, fake_is_device, fake_launch, fake_clear};
+    return kernels_run ? &on_host : &recorded;
+}
+
+/* ---- choosing a device ---- */
+
+static char host[64];
+
+static void says(ddp_result result, ddp_result wanted, const char *sentence) {
+    check_that(result == wanted && strcmp(ddp_last_error(), sentence) == 0, "%s, and the line is\n  %s\ninstead of\n  %s", ddp_result_name(result), ddp_last_error(), sentence);
+}
+
+static void check_pick_alone(void) {
+    static const int list[] = {2, 9};
+    char line[512];
+    int device = 7;
+    ddp_cuda_pick_desc desc = DDP_ZERO;
+    gethostname(host, sizeof host - 1);
+    machine.count = 0;
+    machine.count_error = cudaErrorNoDevice;
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 0, the number of this local rank; present are none: start fewer ranks, or set allow_shared", host);
+    says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_INVALID, line);
+    check_that(device == -1, "device is %d after a failure", device);
+    machine.count_error = cudaErrorInsufficientDriver;
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: on this machine: cudaGetDeviceCount: %s (cudaErrorInsufficientDriver)", host,
+             cudaGetErrorString(cudaErrorInsufficientDriver));
+    says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_ENGINE, line);
+    machine.count_error = cudaSuccess;
+    machine.count = 3;
+    check_that(ddp_cuda_pick(NULL, NULL, &device) == DDP_OK && device == 0 && machine.set == 0, "%s", ddp_last_error());
+    desc.devices = list;
+    desc.device_count = 1;
+    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 2 && machine.set == 2, "%s", ddp_last_error());
+    desc.devices = list + 1;
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2)", host);
+    says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
+    machine.count = 8;
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 9; present are 0 (Fake 0), 1 (Fake 1), 2 (Fake 2), 3 (Fake 3) and 4 more, up to 7", host);
+    says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
+    desc.uuid = "GPU-";
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: set devices or uuid, not both", host);
+    says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
+    says(ddp_cuda_pick(NULL, &desc, NULL), DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
+}
+
+static void check_pick_uuid(void) {
+    char line[512];
+    int device;
+    ddp_cuda_pick_desc desc = DDP_ZERO;
+    machine.count = 2;
+    machine.first_byte[0] = 0x1f;
+    machine.first_byte[1] = 0x2e;
+    desc.uuid = "GPU-2eabab";
+    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 1, "%s", ddp_last_error());
+    desc.uuid = "1FABABAB-ABAB";
+    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_OK && device == 0, "%s", ddp_last_error());
+    desc.uuid = "2eababab-abab-abab-abab-abababababababab"; /* too long by four */
+    check_that(ddp_cuda_pick(NULL, &desc, &device) == DDP_ERR_INVALID, "a UUID that is too long was found");
+    desc.uuid = "GPU-77";
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device with uuid GPU-77; present are "
+             "0 (GPU-1fababab-abab-abab-abab-ababababab00), 1 (GPU-2eababab-abab-abab-abab-ababababab01)", host);
+    says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
+    machine.first_byte[0] = 0x2e;
+    desc.uuid = "GPU-2e";
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: uuid GPU-2e fits devices 0 and 1: give more of it", host);
+    says(ddp_cuda_pick(NULL, &desc, &device), DDP_ERR_INVALID, line);
+}
+
+/* Every rank's outcome; ranks are threads. */
+static struct { ddp_cuda_pick_desc desc; int device[4]; ddp_result result[4]; char line[4][512]; } ranks;
+
+static ddp_result pick_rank(ddp_group *world, void *user) {
+    int rank = ddp_rank(world);
+    (void)user;
+    ranks.result[rank] = ddp_cuda_pick(world, &ranks.desc, &ranks.device[rank]);
+    snprintf(ranks.line[rank], sizeof ranks.line[rank], "%s", ddp_last_error());
+    return DDP_OK;
+}
+
+/* sentence NULL: everybody finds a device. It follows "rank r/W ddp_cuda_pick: ". */
+static void pick_ranks(int world_size, int device_count, const char *sentence) {
+    char line[512];
+    ddp_launch_desc launch = DDP_ZERO;
+    launch.world_size = world_size;
+    launch.mode = DDP_LAUNCH_THREADS;
+    launch.group.timeout_ms = 20000;
+    launch.no_affinity = 1;
+    machine.count = device_count;
+    check_that(ddp_launch(&launch, pick_rank, NULL) == DDP_OK, "%s", ddp_last_error());
+    for (int rank = 0; rank < world_size; rank++) {
+        snprintf(line, sizeof line, "rank %d/%d ddp_cuda_pick: %s", rank, world_size, sentence ? sentence : "");
+        if (!sentence) check_that(ranks.result[rank] == DDP_OK, "rank %d: %s", rank, ranks.line[rank]);
+        else check_that(ranks.result[rank] == DDP_ERR_INVALID && strcmp(ranks.line[rank], line) == 0, "rank %d says\n  %s\ninstead of\n  %s", rank, ranks.line[rank], line);
+    }
+}
+
+static void check_pick_ranks(void) {
+    static const int list[] = {0, 3}, doubled[] = {3, 1, 3};
+    char sentence[512];
+    memset(&ranks, 0, sizeof ranks);
+    pick_ranks(3, 3, NULL);
+    for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == rank, "rank %d took device %d", rank, ranks.device[rank]);
+    snprintf(sentence, sizeof sentence, "rank 2 on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
+             "start fewer ranks, or set allow_shared", host);
+    pick_ranks(4, 2, sentence);
+    ranks.desc.allow_shared = 1;
+    pick_ranks(4, 2, NULL);
+    for (int rank = 0; rank < 4; rank++) check_that(ranks.device[rank] == rank % 2, "rank %d took device %d", rank, ranks.device[rank]);
+    ranks.desc.allow_shared = 0;
+    ranks.desc.devices = list;
+    ranks.desc.device_count = 2;
+    pick_ranks(2, 4, NULL);
+    check_that(ranks.device[0] == 0 && ranks.device[1] == 3, "devices %d and %d", ranks.device[0], ranks.device[1]);
+    snprintf(sentence, sizeof sentence, "rank 2 on host %s: this is local rank 2, and the list of devices has 2: list one for each rank of this machine", host);
+    pick_ranks(3, 4, sentence);
+    ranks.desc.devices = doubled;
+    ranks.desc.device_count = 3;
+    snprintf(sentence, sizeof sentence, "ranks 0 and 2 on host %s both took device 3 (GPU-00ababab-abab-abab-abab-ababababab03): give each rank a device of its "
+             "own in devices, start fewer ranks, or set allow_shared", host);
+    pick_ranks(3, 4, sentence);
+}
+
+/* ---- what becomes of CUDA's errors, and of streams ---- */
+
+static void check_errors(void) {
+    static float memory[4096];
+    void *out = memory, *dst = memory;
+    const void *src[2] = {memory, memory + 1024};
+    cudaStream_t stream = (cudaStream_t)(void *)memory;
+    ddp_cuda_step_desc step = DDP_ZERO;
+    char line[512];
+    record.malloc_answer = cudaErrorMemoryAllocation;
+    snprintf(line, sizeof line, "ddp_device_cuda alloc: cudaMalloc of 12345 bytes: %s (cudaErrorMemoryAllocation)", cudaGetErrorString(cudaErrorMemoryAllocation));
+    says(gpu->alloc(NULL, 12345, &out), DDP_ERR_NO_MEMORY, line);
+    check_that(out == NULL, "out is set after a failure");
+    record.malloc_answer = cudaSuccess;
+
+    kernels_run = 0;
+    record.answer = cudaErrorNoKernelImageForDevice;
+    snprintf(line, sizeof line, "ddp_cuda_reduce_tree: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)", cudaGetErrorString(cudaErrorNoKernelImageForDevice));
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1000, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_ENGINE, line);
+    gpu->add(memory, memory, memory + 1024, 100, DDP_F32); /* keeps the first failure */
+    record.answer = cudaErrorInvalidValue;
+    gpu->scale(memory, 100, DDP_F32, 2.0f);
+    snprintf(line, sizeof line, "ddp_device_cuda add: cudaLaunchKernel: %s (cudaErrorNoKernelImageForDevice)", cudaGetErrorString(cudaErrorNoKernelImageForDevice));
+    says(ddp_cuda_check(), DDP_ERR_ENGINE, line);
+    check_that(ddp_cuda_check() == DDP_OK, "a failure is reported twice");
+    {
+        ddp_exact_sum sum;
+        ddp_exact_sum_clear(&sum);
+        gpu->sum_squares(&sum, memory, 1, 100, DDP_F32);
+        check_that(isnan(ddp_exact_sum_value(&sum)) && ddp_cuda_check() == DDP_ERR_ENGINE, "a failed sum of squares does not show");
+    }
+
+    record.answer = cudaSuccess;
+    record.launches = 0;
+    record.largest_grid = 0;
+    check_that(ddp_cuda_reduce_tree(&dst, 1, src, 2, (size_t)1 << 40, DDP_F32, DDP_OP_SUM, 1, stream) == DDP_OK, "%s", ddp_last_error());
+    check_that(record.launches == 1 && record.largest_grid == 4096 && record.stream == stream, "2^40 elements: %d launches, grid %u", record.launches, record.largest_grid);
+    check_that(ddp_cuda_use_stream(stream) == 0, "the stream does not start as 0");
+    gpu->divide(memory, 10, DDP_F32, 3);
+    check_that(record.launches == 2 && record.stream == stream, "divide is not on the stream that was set");
+    gpu->fill_zero(memory, 16);
+    check_that(record.stream == stream, "fill_zero is not on the stream that was set");
+    record.waits = 0;
+    gpu->copy((char *)memory + 1, (char *)memory + 101, 8); /* the fake takes odd addresses for device memory */
+    check_that(record.waits == 0 && record.stream == stream, "a copy on the device waits");
+    gpu->copy((char *)memory + 1, (char *)memory + 100, 8);
+    gpu->copy((char *)memory, (char *)memory + 101, 8);
+    check_that(record.waits == 2, "a copy with the host does not wait");
+    check_that(ddp_cuda_use_stream(0) == stream, "the stream that was set is not returned");
+    kernels_run = 1;
+
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 65, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst_count=1 src_count=65, allowed are 1 to 64");
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: step=0, and steps count from 1");
+    step.step = 1;
+    step.stochastic = 1;
+    step.copy_dtype = DDP_F16;
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: stochastic rounding is for a bf16 copy, not f16");
+    says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=f64, allowed are f32, f16 and bf16");
+}
+
+/* ---- 16-bit floats: every value, and every f32 that lies next to one ---- */
+
+static void check_halves(void) {
+    size_t wrong = 0;
+    for (uint32_t h = 0; h < 65536; h++) {
+        uint16_t half = (uint16_t)h;
+        float f[2];
+        ddp__cast(&f[0], DDP_F32, &half, DDP_F16, 1);
+        ddp__cast(&f[1], DDP_F32, &half, DDP_BF16, 1);
+        wrong += ddp__cuda_bits(ddp__cuda_from_f16(half)) != ddp__cuda_bits(f[0]) || ddp__cuda_bits(ddp__cuda_from_bf16(half)) != ddp__cuda_bits(f[1]);
+    }
+    check_that(wrong == 0, "%zu halves become other f32 than in ddp.h", wrong);
+    wrong = 0;
+    for (uint64_t i = 0; i < 4000000; i++) {
+        float x = ddp__cuda_from_bits((uint32_t)(i * 1073 + (i & 1)));
+        uint16_t f16, bf16;
+        ddp__cast(&f16, DDP_F16, &x, DDP_F32, 1);
+        ddp__cast(&bf16, DDP_BF16, &x, DDP_F32, 1);
+        wrong += ddp__cuda_to_f16(x) != f16 || ddp__cuda_to_bf16(x) != bf16;
+    }
+    check_that(wrong == 0, "%zu f32 become other halves than in ddp.h", wrong);
+}
+
+/* After all kernels have run. */
+static void check_groups(void) {
+    check_that(misaligned == 0 && grouped > 1000000, "%zu of %zu groups are misaligned", misaligned, grouped);
+}
+
+int main(void) {
+    int failed = 0;
+    gpu = ddp_device_cuda();
+    failed += table_line("pick, one rank", check_pick_alone);
+    failed += table_line("pick by UUID", check_pick_uuid);
+    memset(machine.first_byte, 0, sizeof machine.first_byte);
+    failed += table_line("pick, several ranks", check_pick_ranks);
+    failed += table_line("errors and streams", check_errors);
+    failed += table_line("16-bit floats", check_halves);
+    failed += kernel_checks();
+    failed += table_line("alignment of groups", check_groups);
+    return failed != 0;
+}
