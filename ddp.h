@@ -1939,7 +1939,7 @@ typedef struct ddp__request ddp__request;
 
 /* Large calls of one kind and about one size through slots, and how long they lately took: through the caches, past them. */
 typedef struct ddp__route { uint64_t calls; double seconds[2]; } ddp__route;
-enum { DDP__ROUTE_REDUCE, DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTES };
+enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTES };
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -2167,7 +2167,7 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
    direct   every rank's buffer is group memory (or ranks are threads): rank r reduces part r from all buffers and writes it into all. Two waits.
    staged   private memory, chunk by chunk through slots: fill the own slot, reduce part r of all slots, writing the sum back into the slots
             that were read (whoever wrote a line last decides what the next write costs), drain the own slot. Chunk k+1 is filled
-            before chunk k is waited for. Large ones may go past the caches, see ddp__route_propose.
+            before chunk k is waited for. Large moves and reduce-scatters may go past the caches, see ddp__route_propose.
 
    Draw of a staged all-reduce with W=2, one round:
        rank 0   send [a0|a1] --a1--> slot0 [  |a1]            recv [a0+b0| <- slot0 ]
@@ -2374,14 +2374,12 @@ typedef struct ddp__staged { /* one reduction through slots; bytes */
     size_t element, size, chunk, rounds;
     size_t share, first_share; /* of a rank in a chunk, and in the first one, which may be shorter */
     uint64_t first;            /* number of the first round */
-    int past;                  /* the slots' lines go past the caches */
 } ddp__staged;
 
 static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     size_t lines = (size_t)l->world_size * DDP__ALIGN;
     ddp__staged s;
     s.call = call;
-    s.past = 0;
     s.element = ddp__dtype_size(call->dtype);
     s.size = call->count * s.element;
     s.chunk = s.size <= 4 * 65536 ? 65536 : ddp__round_up(s.size / 4, lines); /* medium sizes still overlap */
@@ -2408,23 +2406,8 @@ static void ddp__staged_fill(ddp__local *l, const ddp__staged *s, size_t k) {
     unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
     for (int r = 0; r < l->world_size; r++) {
         ddp__part part = ddp__staged_part(s, k, r);
-        if (r != l->rank) (s->past ? ddp__copy_stream : ddp__copy_across)(slot + part.begin, send + part.begin, part.size);
+        if (r != l->rank) ddp__copy_across(slot + part.begin, send + part.begin, part.size);
     }
-    if (s->past) ddp__stream_end();
-}
-
-/* Reduces W sources into outs[0] and, 4 KiB behind, copies that past the caches into the other outs. */
-static void ddp__reduce_past(void *const *outs, const void *const *src, int W, const ddp_call *call, size_t count) {
-    const void *from[DDP_MAX_LOCAL_RANKS];
-    size_t element = ddp__dtype_size(call->dtype), step = 4096 / element, n;
-    for (size_t at = 0; at < count; at += n) {
-        void *own = (unsigned char *)outs[0] + at * element;
-        n = count - at < step ? count - at : step;
-        for (int r = 0; r < W; r++) from[r] = (const unsigned char *)src[r] + at * element;
-        ddp__reduce_tree(&own, 1, from, W, n, call->dtype, call->op, call->divisor, DDP__CACHED);
-        for (int r = 1; r < W; r++) ddp__copy_stream((unsigned char *)outs[r] + at * element, own, n * element);
-    }
-    ddp__stream_end();
 }
 
 /* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from. */
@@ -2444,8 +2427,7 @@ static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp_
         sources[r] = r == l->rank ? (const unsigned char *)call->send + place : slot;
         if (wanted) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + place : slot;
     }
-    if (s->past) ddp__reduce_past(outs, sources, l->world_size, call, count);
-    else ddp__reduce_tree(outs, out_count, sources, l->world_size, count, call->dtype, call->op, call->divisor, DDP__LARGE);
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, count, call->dtype, call->op, call->divisor, DDP__LARGE);
     ddp__tick_passed(l, s->first + k);
     return DDP_OK;
 }
@@ -2498,7 +2480,6 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     size_t size = call->count * ddp__dtype_size(call->dtype);
     int rooted = call->kind == DDP_CALL_REDUCE;
     uint64_t send, recv;
-    double start;
     int surely_staged;
     ddp__staged s;
     ddp_result result;
@@ -2513,21 +2494,17 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
         ddp__staged_fill(l, &s, 0);
         ddp__store(&l->line[l->rank].filled, s.first);
     }
-    ddp__route_propose(l, call, DDP__ROUTE_REDUCE, size);
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 1, rooted)) {
         l->round = s.first - 1;
         return ddp__reduce_direct(group, l, call);
     }
-    s.past = ddp__route_begin(l, call, size, &start) && !rooted;
     if (!surely_staged) {
         ddp__staged_fill(l, &s, 0);
         ddp__tick_filled(l, s.first);
     }
-    result = ddp__reduce_staged(group, l, &s);
-    if (!rooted) ddp__route_end(l, DDP__ROUTE_REDUCE, size, s.past, start);
-    return result;
+    return ddp__reduce_staged(group, l, &s);
 }
 
 /* --- reduce_scatter --- */
