@@ -870,8 +870,6 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
-#define ddp__fail ddp_fail
-
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
 #define DDP_X(name, value, text) case name: return #name;
@@ -931,7 +929,7 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp__call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
-    return ddp__fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
+    return ddp_fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
                      (unsigned long long)call->seq, dtype, cause);
 }
 
@@ -969,7 +967,7 @@ static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void 
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
     void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
-    if (!memory) ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %llu bytes could not be allocated", group->rank, group->world_size,
+    if (!memory) ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %llu bytes could not be allocated", group->rank, group->world_size,
                            group->name, (unsigned long long)size_bytes);
     return memory;
 }
@@ -986,8 +984,6 @@ DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
     static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
     return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
 }
-
-#define ddp__dtype_size ddp_dtype_size
 
 DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
     static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
@@ -1163,7 +1159,7 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
    types of equal size. */
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    size_t dst_size = ddp__dtype_size(dst_dtype), src_size = ddp__dtype_size(src_dtype), n;
+    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype), n;
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
     if (dst_dtype == src_dtype) {
@@ -1368,19 +1364,25 @@ static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const 
     return 1;
 }
 
+/* memcpy with plain loads, line by line. */
+static void ddp__copy_lines(unsigned char *out, const unsigned char *in, size_t size_bytes) {
+    size_t at = 0;
+    for (; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
+    memcpy(out + at, in + at, size_bytes - at);
+}
+
 /* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
    at half the speed of plain loads; two runs at once, see ddp__reduce_tree. */
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 2 / DDP__RUN_BYTES * DDP__RUN_BYTES, at = 0;
-    for (; at < half; at += DDP__RUN_BYTES)
-        for (size_t run = at; run < 2 * half; run += half)
-            for (size_t i = run; i < run + DDP__RUN_BYTES; i += 64) { memcpy(out + i, in + i, 64); DDP__NO_MEMCPY; }
-    at = 2 * half;
-    if (size_bytes >= DDP__TWO_RUNS_BYTES / 8)
-        for (; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
-    memcpy(out + at, in + at, size_bytes - at);
+    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 2 / DDP__RUN_BYTES * DDP__RUN_BYTES;
+    if (size_bytes < DDP__TWO_RUNS_BYTES / 8) { memcpy(out, in, size_bytes); return; }
+    for (size_t at = 0; at < half; at += DDP__RUN_BYTES) {
+        ddp__copy_lines(out + at, in + at, DDP__RUN_BYTES);
+        ddp__copy_lines(out + half + at, in + half + at, DDP__RUN_BYTES);
+    }
+    ddp__copy_lines(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
 }
 
 /* What was written past the caches is there for others before anything written later. */
@@ -1409,7 +1411,7 @@ typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
 
 /* Source index from element first on, as the type that adds: in place, or converted into *room. */
 static const void *ddp__source(const void *const *src, int index, size_t first, size_t count, ddp_dtype dtype, ddp__block *room) {
-    const unsigned char *at = (const unsigned char *)src[index] + first * ddp__dtype_size(dtype);
+    const unsigned char *at = (const unsigned char *)src[index] + first * ddp_dtype_size(dtype);
     if (dtype != DDP_F16 && dtype != DDP_BF16) return at;
     ddp__load_f32((float *)(void *)*room, at, dtype, count, 0);
     return *room;
@@ -1427,7 +1429,7 @@ static void ddp__reduce_block(ddp__block level[5], const void *const *src, int s
         int n = src_count - base < 4 ? src_count - base : 4;
         for (int i = 0; i < n; i++) in[i] = ddp__source(src, base + i, first, count, dtype, &room[i]);
         if (n == 4) merge->four(level[depth], in[0], in[1], in[2], in[3], count);
-        else if (n == 1) memcpy(level[depth], in[0], count * (dtype == DDP_F16 || dtype == DDP_BF16 ? 4 : ddp__dtype_size(dtype)));
+        else if (n == 1) memcpy(level[depth], in[0], count * (dtype == DDP_F16 || dtype == DDP_BF16 ? 4 : ddp_dtype_size(dtype)));
         else merge->two(level[depth], in[0], in[1], count);
         if (n == 3) merge->two(level[depth], level[depth], in[2], count);
         depth++;
@@ -1457,7 +1459,7 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
     ddp__block level[6];
     ddp__merge merge = ddp__merge_for(dtype, op);
     int half = dtype == DDP_F16 || dtype == DDP_BF16;
-    size_t size = ddp__dtype_size(dtype), n;
+    size_t size = ddp_dtype_size(dtype), n;
     size_t step = (stream_mask ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (half ? 4 : size);
     const void *result = half ? level[1] : level[0];
     for (size_t first = 0; first < count; first += n) {
@@ -1482,7 +1484,7 @@ static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *
                             ddp_op op, uint64_t divisor, uint64_t stream_mask) {
     void *to[DDP_MAX_LOCAL_RANKS];
     const void *from[DDP_MAX_LOCAL_RANKS];
-    size_t offset = first * ddp__dtype_size(dtype);
+    size_t offset = first * ddp_dtype_size(dtype);
     for (int k = 0; k < dst_count; k++) to[k] = (unsigned char *)dst[k] + offset;
     for (int k = 0; k < src_count; k++) from[k] = (const unsigned char *)src[k] + offset;
     if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && ddp__reduce_fused(to, dst_count, from, src_count, count, divisor, stream_mask != 0)) return;
@@ -1496,7 +1498,7 @@ static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *
    are no source are written past the caches. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
-    size_t size = ddp__dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
+    size_t size = ddp_dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
     uint64_t stream_mask = 0;
     if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
     if (src_count == 1 && divisor == 1) {
@@ -1634,7 +1636,7 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     union { double f64[2 * DDP__EXACT_LANES]; float f32[2 * DDP__EXACT_LANES]; } DDP__ALIGNED64 block;
     double DDP__ALIGNED64 lane[DDP__EXACT_LANES];
     const unsigned char *at = (const unsigned char *)data;
-    size_t size = ddp__dtype_size(dtype), step = 2 * DDP__EXACT_LANES;
+    size_t size = ddp_dtype_size(dtype), step = 2 * DDP__EXACT_LANES;
 
     memset(lane, 0, sizeof lane);
     for (; count; at += step * size) {
@@ -1656,7 +1658,7 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
    gives the same sum. data is of a float type. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
-    size_t row_bytes = row_count * ddp__dtype_size(dtype);
+    size_t row_bytes = row_count * ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
     if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
         for (size_t n; rows; at += n * row_bytes, rows -= n) {
@@ -1680,7 +1682,7 @@ static void ddp__cpu_fill_zero(void *dst, size_t size_bytes) { memset(dst, 0, si
 
 static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     const void *sources[2] = {left, right};
-    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, 0);
+    ddp__reduce_tree(&dst, 1, sources, 2, count, dtype, DDP_OP_SUM, 1, DDP__CACHED);
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
@@ -1853,16 +1855,16 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     const char *folder;
     int fd = ddp__heap_file(&folder);
     *out = NULL;
-    if (fd < 0) return ddp__fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(errno));
+    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(errno));
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
                          (unsigned long long)limit.rlim_cur);
     }
     heap = ddp__heap_wrap(fd, threads);
-    if (!heap) return ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
+    if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
@@ -2294,17 +2296,17 @@ static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, si
     ddp__post_of(l, l->rank, call->seq)->data[0] = (unsigned char)((route->seconds[1] < route->seconds[0]) ^ other);
 }
 
-/* After everybody's announcement: whether this call goes past the caches. *start = when it began, for ddp__route_end. */
-static int ddp__route_begin(const ddp__local *l, const ddp_call *call, size_t size, double *start) {
-    *start = size < DDP__LARGE_BYTES ? 0 : ddp_now();
-    return *start > 0 && ddp__post_of(l, 0, call->seq)->data[0] != 0;
-}
+/* After everybody's announcement: whether this large call goes past the caches. */
+static int ddp__route_past(const ddp__local *l, const ddp_call *call) { return ddp__post_of(l, 0, call->seq)->data[0] != 0; }
 
-/* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
-static void ddp__route_end(ddp__local *l, int kind, size_t size, int past, double start) {
-    double *known = &ddp__route_of(l, kind, size)->seconds[past], seconds = start > 0 ? ddp_now() - start : 0;
+/* What a large call took. A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
+static void ddp__route_note(ddp__local *l, int kind, size_t size, int past, double seconds) {
+    double *known = &ddp__route_of(l, kind, size)->seconds[past];
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
 }
+
+/* How ddp__reduce_tree goes about a rank's share; apart: no output is a source. */
+static int ddp__how(size_t size, int apart) { return size < DDP__LARGE_BYTES / 4 ? DDP__CACHED : apart ? DDP__PAST : DDP__LARGE; }
 
 /* Where rank r's small data lies: in its announcement when it is tiny. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
@@ -2344,13 +2346,13 @@ static ddp_result ddp__reduce_small(ddp_group *group, ddp__local *l, const ddp_c
     result = ddp__enter(group, l, call, 0, 0);
     if (result != DDP_OK || (call->kind == DDP_CALL_REDUCE && call->root != l->rank)) return result;
     for (int r = 0; r < l->world_size; r++) sources[r] = r == l->rank ? call->send : ddp__small_of(l, r, call, size);
-    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
+    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, DDP__CACHED);
     if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size), size);
     return DDP_OK;
 }
 
 static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t element = ddp__dtype_size(call->dtype), size = call->count * element;
+    size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
     ddp__part part = ddp__part_of(size, ddp__share(size, l->world_size), l->rank);
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
@@ -2365,7 +2367,7 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
         outs[out_count++] = recv + part.begin;
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / element, call->dtype, call->op, call->divisor,
-                     part.size < DDP__LARGE_BYTES / 4 ? DDP__CACHED : apart == out_count ? DDP__PAST : DDP__LARGE);
+                     ddp__how(part.size, apart == out_count));
     return ddp__direct_end(group, l);
 }
 
@@ -2380,7 +2382,7 @@ static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     size_t lines = (size_t)l->world_size * DDP__ALIGN;
     ddp__staged s;
     s.call = call;
-    s.element = ddp__dtype_size(call->dtype);
+    s.element = ddp_dtype_size(call->dtype);
     s.size = call->count * s.element;
     s.chunk = s.size <= 4 * 65536 ? 65536 : ddp__round_up(s.size / 4, lines); /* medium sizes still overlap */
     if (s.chunk > DDP__CHUNK) s.chunk = DDP__CHUNK;
@@ -2477,7 +2479,7 @@ static int ddp__all_direct(const ddp__local *l, const ddp_call *call, int need_s
 }
 
 static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t size = call->count * ddp__dtype_size(call->dtype);
+    size_t size = call->count * ddp_dtype_size(call->dtype);
     int rooted = call->kind == DDP_CALL_REDUCE;
     uint64_t send, recv;
     int surely_staged;
@@ -2519,26 +2521,26 @@ static ddp_result ddp__scatter_small(ddp_group *group, ddp__local *l, const ddp_
     if (result != DDP_OK) return result;
     for (int r = 0; r < l->world_size; r++)
         sources[r] = (r == l->rank ? (const unsigned char *)call->send : ddp__small_of(l, r, call, size)) + (size_t)l->rank * block;
-    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, 0);
+    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, DDP__CACHED);
     if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + (size_t)l->rank * block, block);
     return DDP_OK;
 }
 
 static ddp_result ddp__scatter_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    size_t block = call->count * ddp__dtype_size(call->dtype);
+    size_t block = call->count * ddp_dtype_size(call->dtype);
     void *out = call->recv;
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     for (int r = 0; r < l->world_size; r++)
         sources[r] = ddp__resolve(l, ddp__post_of(l, r, call->seq)->send) + (size_t)l->rank * block;
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor,
-                     block < DDP__LARGE_BYTES / 4 ? DDP__CACHED : out == sources[l->rank] ? DDP__LARGE : DDP__PAST);
+                     ddp__how(block, out != sources[l->rank]));
     return ddp__direct_end(group, l);
 }
 
 /* Slot of a round: W blocks of `sub` elements, block p for rank p. The sum goes back into the blocks that were read, too. */
 static ddp_result ddp__scatter_rounds(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub, size_t rounds, int past) {
-    size_t element = ddp__dtype_size(call->dtype);
+    size_t element = ddp_dtype_size(call->dtype);
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
     uint64_t first = l->round + 1;
@@ -2574,21 +2576,27 @@ static ddp_result ddp__scatter_rounds(ddp_group *group, ddp__local *l, const ddp
     return DDP_OK;
 }
 
-static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t element = ddp__dtype_size(call->dtype), size = call->count * element * (size_t)l->world_size, sub;
+static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
+    size_t sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / ddp_dtype_size(call->dtype), rounds = (call->count + sub - 1) / sub;
+    int past = ddp__route_past(l, call);
     double start;
-    int past;
+    ddp_result result;
+    if (size < DDP__LARGE_BYTES) return ddp__scatter_rounds(group, l, call, sub, rounds, 0);
+    start = ddp_now();
+    result = ddp__scatter_rounds(group, l, call, sub, rounds, past);
+    ddp__route_note(l, DDP__ROUTE_SCATTER, size, past, ddp_now() - start);
+    return result;
+}
+
+static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    size_t size = call->count * ddp_dtype_size(call->dtype) * (size_t)l->world_size;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
     ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
-    sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / element;
-    past = ddp__route_begin(l, call, size, &start);
-    result = ddp__scatter_rounds(group, l, call, sub, (call->count + sub - 1) / sub, past);
-    ddp__route_end(l, DDP__ROUTE_SCATTER, size, past, start);
-    return result;
+    return ddp__scatter_staged(group, l, call, size);
 }
 
 /* --- everything that only moves data --- */
@@ -2606,7 +2614,7 @@ typedef struct ddp__move {
 } ddp__move;
 
 static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
-    size_t element = ddp__dtype_size(call->dtype), block = call->count * element;
+    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
     int me = l->rank, root = call->root;
     const unsigned char *send = (const unsigned char *)call->send;
     unsigned char *recv = (unsigned char *)call->recv;
@@ -2745,10 +2753,13 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
 }
 
 static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+    int past = ddp__route_past(l, call);
     double start;
-    int past = ddp__route_begin(l, call, m->largest, &start);
-    ddp_result result = ddp__move_rounds(group, l, m, past);
-    ddp__route_end(l, DDP__ROUTE_MOVE, m->largest, past, start);
+    ddp_result result;
+    if (m->largest < DDP__LARGE_BYTES) return ddp__move_rounds(group, l, m, 0);
+    start = ddp_now();
+    result = ddp__move_rounds(group, l, m, past);
+    ddp__route_note(l, DDP__ROUTE_MOVE, m->largest, past, ddp_now() - start);
     return result;
 }
 
@@ -2768,8 +2779,7 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
     ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest);
-    span = m.common || call->kind == DDP_CALL_GATHER ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
-    if (call->kind == DDP_CALL_GATHER) span = m.largest;
+    span = call->kind == DDP_CALL_GATHER ? m.largest : m.common ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
     result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
                         push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
     if (result != DDP_OK) return result;
@@ -2781,7 +2791,7 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
 /* The counts of a _v call: each rank's row lies in its payload; who disagrees is named. */
 static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
     uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
-    size_t element = ddp__dtype_size(call->dtype);
+    size_t element = ddp_dtype_size(call->dtype);
     char text[DDP__TEXT_MAX];
     ddp__move m;
     ddp_result result;
@@ -3083,7 +3093,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
     if (!r) return DDP_ERR_NO_MEMORY;
     memset(r, 0, sizeof *r);
     r->call = *call;
-    r->size = call->count * ddp__dtype_size(call->dtype);
+    r->size = call->count * ddp_dtype_size(call->dtype);
     pthread_mutex_lock(&l->p2p_lock);
     *l->requests_end = r;
     l->requests_end = &r->next;
@@ -3167,7 +3177,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->size = ddp__control_size(group->world_size, &line, &posts, &payloads, &slots, &channels);
     l->memory = ddp__heap_map(heap, offset, l->size);
     if (!l->memory) {
-        ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %zu bytes of shared memory could not be mapped: %s", group->rank, group->world_size,
+        ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %zu bytes of shared memory could not be mapped: %s", group->rank, group->world_size,
                   group->name, l->size, strerror(errno));
         ddp_group_mfree(group, l);
         return NULL;
@@ -3196,7 +3206,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     size_t a, b, c, d, e, size = ddp__control_size(world_size, &a, &b, &c, &d, &e);
     uint64_t offset = ddp__heap_take(heap, size);
-    if (!offset) ddp__fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
+    if (!offset) ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
                            (unsigned long long)heap->job->limit);
     return offset;
 }
@@ -3210,16 +3220,16 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
     uint64_t offset;
     char text[128];
     if (number >= DDP__WORLDS_MAX)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: this job has made %d worlds already; reuse one", DDP__WORLDS_MAX);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: this job has made %d worlds already; reuse one", DDP__WORLDS_MAX);
     if (group->rank == 0) {
         offset = ddp__control_create(heap, group->world_size);
         if (!offset) return DDP_ERR_NO_MEMORY;
         ddp__store(&job->world_offset[number], offset);
     }
     while (!(offset = ddp__load(&job->world_offset[number]))) {
-        if (ddp__rank_gone(heap, 0, text, sizeof text)) return ddp__fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: %s", group->rank, group->world_size, text);
+        if (ddp__rank_gone(heap, 0, text, sizeof text)) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: %s", group->rank, group->world_size, text);
         if (ddp_now() > deadline)
-            return ddp__fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->rank, group->world_size,
+            return ddp_fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->rank, group->world_size,
                              group->desc.timeout_ms);
         usleep(200);
     }
@@ -3237,7 +3247,7 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     if (child && child->rank == 0) mine = ddp__control_create(l->heap, member_count);
     result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     if (result != DDP_OK || !child) return result;
-    if (!offsets[members[0]]) return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_split: no shared memory for the new group", parent->rank, parent->world_size);
+    if (!offsets[members[0]]) return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_split: no shared memory for the new group", parent->rank, parent->world_size);
     for (int i = 0; i < member_count; i++) job_ranks[i] = l->member[members[i]];
     new_state = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
     if (!new_state) return DDP_ERR_NO_MEMORY;
@@ -3288,7 +3298,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     if (region && offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, stride * (size_t)l->world_size);
     ddp_group_mfree(group, region);
     if (result != DDP_OK) return result;
-    return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->rank,
+    return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->rank,
                      group->world_size, group->name, l->world_size, size_bytes);
 }
 
@@ -3307,7 +3317,7 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
         ddp_group_mfree(group, region);
         return result;
     }
-    return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
 }
 
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
@@ -3322,7 +3332,7 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
         result = ddp__local_cause(l, text, sizeof text);
     }
     (void)group;
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
 static void ddp__local_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
@@ -3368,13 +3378,13 @@ static ddp_result ddp__self_open(ddp_group *group, void **state) {
 }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
-    size_t element = ddp__dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
+    size_t element = ddp_dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
     size_t from = call->send_offsets ? call->send_offsets[0] : 0, to = call->recv_offsets ? call->recv_offsets[0] : 0;
     (void)group;
     if (((ddp__self *)state)->cause != DDP_OK) return DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER || call->kind == DDP_CALL_BROADCAST) return DDP_OK;
     if (call->send_counts && count != call->send_counts[0])
-        return ddp__fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
+        return ddp_fail(DDP_ERR_MISMATCH, "ddp_all_to_all_v: send_counts[0] and recv_counts[0] differ");
     if (count && (const unsigned char *)call->send + from * element != (unsigned char *)call->recv + to * element)
         memmove((unsigned char *)call->recv + to * element, (const unsigned char *)call->send + from * element, count * element);
     if (call->op == DDP_OP_AVG && ddp__has_op(call->kind) && call->divisor > 1) ddp__divide(call->recv, count, call->dtype, call->divisor);
@@ -3403,7 +3413,7 @@ static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
     while (*link && (*link)->mine != memory) link = &(*link)->next;
     region = *link;
     if (!region)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
     *link = region->next;
     ddp_group_mfree(group, memory);
     ddp_group_mfree(group, region);
@@ -3413,7 +3423,7 @@ static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
 static ddp_result ddp__self_status(const ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
     (void)group;
-    return self->cause == DDP_OK ? DDP_OK : ddp__fail(self->cause, "%s", self->text);
+    return self->cause == DDP_OK ? DDP_OK : ddp_fail(self->cause, "%s", self->text);
 }
 
 static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
@@ -3571,7 +3581,7 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
-    return !error ? DDP_OK : ddp__fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
+    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
                                        group->world_size, group->name, strerror(error));
 }
 
@@ -3651,7 +3661,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result == DDP_OK ? DDP_OK : ddp__fail(op->result, "%s", op->text);
+    result = op->result == DDP_OK ? DDP_OK : ddp_fail(op->result, "%s", op->text);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3711,7 +3721,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    if (!group || !fn) return ddp__fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
 }
 
@@ -3752,13 +3762,13 @@ static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *w
     pthread_mutex_lock(&group->lock);
     valid = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
-    if (!valid) ddp__fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
+    if (!valid) ddp_fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
     return valid ? op : NULL;
 }
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     ddp__op *op;
-    if (!group || !work) return ddp__fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
+    if (!group || !work) return ddp_fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_wait");
     memset(work, 0, sizeof *work);
@@ -3767,7 +3777,7 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     ddp__op *op;
-    if (!group || !work || !done) return ddp__fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
+    if (!group || !work || !done) return ddp_fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_test");
@@ -3780,8 +3790,8 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
 }
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_begin: group is NULL");
-    if (group->in_batch) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_begin group=%s: a batch is open already; end it first", group->name);
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin: group is NULL");
+    if (group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin group=%s: a batch is open already; end it first", group->name);
     group->in_batch = 1;
     return DDP_OK;
 }
@@ -3789,8 +3799,8 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     ddp_result result = DDP_OK;
     char text[DDP__TEXT_MAX] = "";
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
-    if (!group->in_batch) return ddp__fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
+    if (!group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
     group->in_batch = 0;
     while (group->batch) {
         ddp__op *op = group->batch;
@@ -3799,7 +3809,7 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
         one = ddp__op_wait(group, op);
         if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
     }
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
@@ -3826,7 +3836,7 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     errno = 0;
     value = strtol(text, &end, 10);
     if (*end || errno || value < 0 || value > 1 << 30)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
                          name, text);
     *out = (int)value;
     return DDP_OK;
@@ -3838,15 +3848,15 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
     if (id->rank < 0 || id->world_size < 0)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
                          id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
     if (ddp__env_int(from->local_rank, id->rank, &local_rank) != DDP_OK ||
         ddp__env_int(from->local_size, id->world_size, &id->local_world_size) != DDP_OK) return DDP_ERR_INVALID;
     if (id->world_size < 1 || id->rank >= id->world_size)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
                          id->world_size - 1);
     if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
                          *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
     used = (size_t)snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++)
@@ -3888,7 +3898,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp
     va_start(args, format);
     ddp__fail_v(result, format, args);
     va_end(args);
-    return ddp__fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
+    return ddp_fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
 }
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
@@ -4155,7 +4165,7 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
     return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
@@ -4175,11 +4185,11 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
     if (out->timeout_ms < 0)
-        return ddp__fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
+        return ddp_fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
     if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
-        return ddp__fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
-    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp__fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
-    if (!out->alloc_fn != !out->free_fn) return ddp__fail(DDP_ERR_INVALID, "%s: set both alloc_fn and free_fn, or neither", who);
+        return ddp_fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
+    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp_fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
+    if (!out->alloc_fn != !out->free_fn) return ddp_fail(DDP_ERR_INVALID, "%s: set both alloc_fn and free_fn, or neither", who);
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -4187,7 +4197,7 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
 /* A handle without its backend's state yet. desc is resolved. */
 static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
-    if (!group) { ddp__fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
+    if (!group) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
     memset(group, 0, sizeof *group);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
@@ -4251,7 +4261,7 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
     if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
     result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
     if (result != DDP_OK) return result;
@@ -4263,18 +4273,18 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
     ddp_group_desc d;
     ddp_result result;
-    if (!out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
+    if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
     *out = NULL;
     result = ddp__group_desc_resolve("ddp_group_create", desc, &d);
     if (result != DDP_OK) return result;
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
     if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
                          "on one machine", d.init_method);
-    return ddp__fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
 }
 
 /* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
@@ -4297,7 +4307,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     ddp_group *child = NULL;
     ddp_call call;
     ddp_result result;
-    if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
+    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
     if (!table) return DDP_ERR_NO_MEMORY;
@@ -4326,14 +4336,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     ddp_result result;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
     result = group->backend->status(group, group->state);
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
+    return result == DDP_OK ? DDP_OK : ddp_fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
 }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
     group->backend->poison(group, group->state, DDP_ERR_POISONED, text);
     return DDP_OK;
@@ -4366,13 +4376,13 @@ DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.tim
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
-    if (!group || !out) return ddp__fail(DDP_ERR_INVALID, "ddp_group_alloc: group or out is NULL");
-    if (size_bytes == 0) return ddp__fail(DDP_ERR_INVALID, "ddp_group_alloc group=%s: size_bytes is 0", group->name);
+    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc: group or out is NULL");
+    if (size_bytes == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc group=%s: size_bytes is 0", group->name);
     return group->backend->alloc(group, group->state, size_bytes, out);
 }
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
 
@@ -4571,7 +4581,7 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
     failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
     if (failed) {
         const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
-        result = ddp__fail((ddp_result)r->result, "%s", r->text);
+        result = ddp_fail((ddp_result)r->result, "%s", r->text);
     }
     ddp__heap_release(launch->heap);
     return result;
@@ -4590,7 +4600,7 @@ static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, 
     result = fn(world, user);
     snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_group_destroy(world);
-    return result == DDP_OK ? DDP_OK : ddp__fail(result, "%s", text);
+    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
@@ -4601,15 +4611,15 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     int cores;
     memset(&launch, 0, sizeof launch);
     launch.desc = desc ? desc : &none;
-    if (!fn) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
+    if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
                          DDP_MAX_LOCAL_RANKS);
     if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
-    if (launch.desc->max_restarts < 0) return ddp__fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
+    if (launch.desc->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
     if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
-        return ddp__fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
     launch.group = launch.desc->group;
     launch.group.rank = launch.group.world_size = 0;
     result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
@@ -4705,13 +4715,13 @@ static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->w
 /* What gradients of a dtype are sent as. */
 static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     ddp_dtype comm = reducer->desc.comm_dtype;
-    return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp__dtype_size(comm) < ddp__dtype_size(dtype) ? comm : dtype;
+    return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
 /* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket) {
     const ddp__grad *grads = reducer->grads;
-    size_t size = ddp__dtype_size(bucket->dtype);
+    size_t size = ddp_dtype_size(bucket->dtype);
     for (int k = bucket->first; k <= bucket->last; k++) {
         int i = reducer->walk[k], before = grads[i].previous;
         ddp__range *range = &bucket->ranges[bucket->range_count];
@@ -4727,7 +4737,7 @@ static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket)
         range->in_place = bucket->wire == bucket->dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
         if (!range->in_place) bucket->flat_count += range->count;
     }
-    return bucket->flat_count * ddp__dtype_size(bucket->wire);
+    return bucket->flat_count * ddp_dtype_size(bucket->wire);
 }
 
 /* Appends the bucket of all that walk[first .. last] holds of one dtype; returns the bytes it needs in the flat buffer. */
@@ -4806,14 +4816,14 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
     }
-    if (reducer->world_size > 1) reducer->sent += count * ddp__dtype_size(bucket->wire);
+    if (reducer->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
              ddp_result_name(result), bucket->index, reducer->stats.bucket_count, ddp_last_error());
     if (reducer->world_size > 1) group->backend->poison(group, group->state, result, text); /* the first cause stays, if there is one */
-    return ddp__fail(result, "%s", text);
+    return ddp_fail(result, "%s", text);
 }
 
 /* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
@@ -4822,7 +4832,7 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     unsigned char *flat = (unsigned char *)reducer->flat;
     for (int k = 0; k < bucket->range_count; k++) {
         const ddp__range *range = &bucket->ranges[k];
-        size_t bytes = range->count * ddp__dtype_size(bucket->wire);
+        size_t bytes = range->count * ddp_dtype_size(bucket->wire);
         unsigned char *from = pack ? range->data : flat, *to = pack ? flat : range->data;
         if (range->in_place) continue;
         if (bucket->wire == bucket->dtype) reducer->device->copy(to, from, bytes);
@@ -4839,7 +4849,7 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     double begin = ddp_now();
     ddp_result result = DDP_OK;
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
-        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d reducer: no room was found for the packed gradients of the rebuilt buckets; "
+        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d reducer: no room was found for the packed gradients of the rebuilt buckets; "
                          "free group memory and make a new reducer", group->rank, group->world_size);
     if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
@@ -4870,8 +4880,8 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 //== equal on all ranks ============================================================================= >>impl-schema
 
 #define DDP__SCHEMA_OPTIONS 8
-#define DDP__CREATE_FAIL(...) ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
-#define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp__fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
+#define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
+#define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp_fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
 
 /* What ranks tell each other at create: how far they got, and what must be equal. */
 typedef struct ddp__schema {
@@ -4979,12 +4989,12 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     if (grad_count != count)
         return DDP__CREATE_FAIL("%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text, (long long)grad_count,
                                 (long long)count);
-    if ((uintptr_t)grad.data % ddp__dtype_size(grad.dtype))
+    if ((uintptr_t)grad.data % ddp_dtype_size(grad.dtype))
         return DDP__CREATE_FAIL("%s: grad.data=%p is not aligned to %s", label.text, grad.data, dtype);
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
-    own->size_bytes = (size_t)count * ddp__dtype_size(grad.dtype);
+    own->size_bytes = (size_t)count * ddp_dtype_size(grad.dtype);
     own->placed = !grad.data;
     own->expected = 1;
     own->first_use = index;
@@ -5060,7 +5070,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
 
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    size_t bytes = count * ddp__dtype_size(dtype);
+    size_t bytes = count * ddp_dtype_size(dtype);
     ddp_result result;
     if (reducer->world_size == 1) return DDP_OK;
     reducer->device->copy(reducer->exchange, reducer->host, bytes);
@@ -5115,7 +5125,7 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
             mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
     result = ddp__reducer_gather(reducer, &mine, sizeof mine);
     if (result != DDP_OK) return result;
-    if (own != DDP_OK) return ddp__fail(own, "%s", mine.text);
+    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
     for (int r = 0; r < reducer->world_size; r++)
         if (all[r].result != DDP_OK)
             return DDP__REDUCER_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
@@ -5177,7 +5187,7 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     ddp_result result = DDP_OK;
     for (int k = 0; k < count && result == DDP_OK; k++) {
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
-        size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp__dtype_size(tensor->dtype);
+        size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
             result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
     }
@@ -5231,13 +5241,13 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     ddp_result result;
     char text[DDP__TEXT_MAX];
     if (out) *out = NULL;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp__fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
     }
-    result = out ? ddp__reducer_prepare(reducer, desc) : ddp__fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
+    result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
     if (result == DDP_OK) {
@@ -5246,12 +5256,12 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     }
     memcpy(text, ddp_last_error(), sizeof text);
     ddp__reducer_free(reducer);
-    return ddp__fail(result, "%s", text);
+    return ddp_fail(result, "%s", text);
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
-    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
+    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
     if (param_index < 0 || param_index >= reducer->desc.param_count)
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
                                  reducer->desc.param_count);
@@ -5288,7 +5298,7 @@ static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
         first = result;
         memcpy(text, ddp_last_error(), sizeof text);
     }
-    return first == DDP_OK ? DDP_OK : ddp__fail(first, "%s", text);
+    return first == DDP_OK ? DDP_OK : ddp_fail(first, "%s", text);
 }
 
 /* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
@@ -5344,7 +5354,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     int find, missing = -1; /* missing: the first parameter that is */
     ddp_reducer_stats *stats;
     ddp_result result;
-    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
+    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
     stats = &reducer->stats;
     find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
@@ -5370,7 +5380,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
-    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
+    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
     if (reducer->ready_count > 0)
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
                                  "ddp_reducer_wait and the next backward", reducer->ready_count);
@@ -5381,7 +5391,7 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
     float length;
-    if (!reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
+    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     ddp_exact_sum_clear(&sum);
@@ -5406,7 +5416,7 @@ DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
 }
 
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
-    if (!reducer || !stats) return ddp__fail(DDP_ERR_INVALID, "ddp_reducer_get_stats: reducer or stats is NULL");
+    if (!reducer || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_get_stats: reducer or stats is NULL");
     *stats = reducer->stats;
     return DDP_OK;
 }
@@ -5422,7 +5432,7 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
 //== micro-batches ============================================================================== >>impl-accumulator
 
 #define DDP__ACCUMULATE_BLOCK 4096 /* elements; a chain of additions stays in L1 */
-#define DDP__ACCUMULATOR_FAIL(...) ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: " __VA_ARGS__)
+#define DDP__ACCUMULATOR_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_create: " __VA_ARGS__)
 
 /* A binary counter of partial sums. After t micro-batches level buffers 0 .. popcount(t) - 1 hold sums of blocks of 2^k micro-batches, one
    per set bit of t, the earliest and largest block first:
@@ -5468,7 +5478,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     size_t depth = 0;
     ddp_result result;
     if (out) *out = NULL;
-    if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
+    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
     result = ddp__accumulator_check(desc);
     if (result != DDP_OK) return result;
     accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
@@ -5508,13 +5518,13 @@ static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int d
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
     int t, depth, last, joined;
-    if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
+    if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
+        return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
                          accumulator->desc.param_count);
     t = accumulator->micro_batch;
     if (accumulator->announced[param_index])
-        return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
+        return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
                          ddp__param_label(accumulator->desc.params, param_index).text, t);
     accumulator->announced[param_index] = 1;
     depth = __builtin_popcount((unsigned)t);
@@ -5525,10 +5535,10 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 }
 
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
-    if (!accumulator) return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: accumulator is NULL");
+    if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_next: accumulator is NULL");
     for (int i = 0; i < accumulator->desc.param_count; i++)
         if (!accumulator->announced[i])
-            return ddp__fail(DDP_ERR_INVALID, "ddp_accumulator_next: %s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
+            return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_next: %s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
                              ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
     accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
@@ -5554,12 +5564,12 @@ struct ddp_join {
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
     if (out) *out = NULL;
-    if (!out || !group) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
-    if (!desc || !desc->reducer) return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
+    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
+    if (!desc || !desc->reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
     if (desc->reducer->group != group)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
+        return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
     if (desc->mode != DDP_JOIN_SHADOW && desc->mode != DDP_JOIN_STOP)
-        return ddp__fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
+        return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
     *out = (ddp_join *)ddp__group_calloc(group, sizeof **out);
     if (!*out) return DDP_ERR_NO_MEMORY;
     (*out)->desc = *desc;
@@ -5585,11 +5595,11 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     ddp_reducer *reducer;
     ddp_result result;
     int count;
-    if (!join || !active) return ddp__fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
+    if (!join || !active) return ddp_fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
     reducer = join->desc.reducer;
     *active = 0;
     if (reducer->ready_count > 0)
-        return ddp__fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
+        return ddp_fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
                          reducer->rank, reducer->world_size);
     for (;;) {
         result = ddp__join_ask(join, have_batch, &count);
@@ -5935,7 +5945,7 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 
 /* -- Public -- */
 
-#define DDP__SAMPLER_INVALID(...) ddp__fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
+#define DDP__SAMPLER_INVALID(...) ddp_fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
 
 static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
     long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
@@ -5967,7 +5977,7 @@ static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
     size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
     if (!s->memory)
-        return ddp__fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)s->desc.window);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)s->desc.window);
     s->table = (uint64_t *)s->memory;
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
@@ -6057,7 +6067,7 @@ static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_
         return DDP__SAMPLER_INVALID("load: the state is of seed=%llu, the sampler has %llu", (unsigned long long)state->seed, (unsigned long long)d->seed);
     if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
         (offset > 0 && (offset >= batch / replicas || position == n)))
-        return ddp__fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
+        return ddp_fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
                          "epoch of %lld samples", position, offset, replicas, batch, n);
     return DDP_OK;
 }
@@ -6094,7 +6104,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_
     va_start(args, format);
     ddp__fail_v(DDP_ERR_INVALID, format, args);
     va_end(args);
-    return ddp__fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
                      ddp_last_error());
 }
 
@@ -6106,8 +6116,8 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) {
     int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
                                                 call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
-    size_t element = ddp__dtype_size(call->dtype), blocks;
-    if (!group) return ddp__fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
+    size_t element = ddp_dtype_size(call->dtype), blocks;
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
     blocks = p2p ? 1 : (size_t)group->world_size;
     if (rooted && (call->root < 0 || call->root >= group->world_size))
         return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
@@ -6140,7 +6150,7 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
     call.root = root;
     result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
-    block = count * ddp__dtype_size(dtype);
+    block = count * ddp_dtype_size(dtype);
     own = (size_t)group->rank * block;
     send_blocks = ddp__blocks(group, root, holds[kind][0]);
     recv_blocks = ddp__blocks(group, root, holds[kind][1]);
@@ -6206,7 +6216,7 @@ static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp__dtype_size(dtype);
+    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp_dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
     ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
@@ -6227,7 +6237,7 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp__dtype_size(dtype);
+    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp_dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
     ddp_result result = ddp__check_call(group, &call);
     if (result != DDP_OK) return result;
@@ -6257,7 +6267,7 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
     if (!group->backend->p2p_start)
-        return ddp__fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
                          ddp__call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
 }

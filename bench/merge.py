@@ -79,8 +79,8 @@ class Results:
 
     def bare(self, op, ranks, size, tag, peer):
         """How many times faster than the peer the bare loops are: no library can be further ahead. None where they were not measured."""
-        return self.best(peer, op, ranks, size, tag) and self.get("memory", op, ranks, size, tag) and \
-            median_us(self.best(peer, op, ranks, size, tag)) / median_us(self.get("memory", op, ranks, size, tag)) or None
+        theirs, bare = self.best(peer, op, ranks, size, tag), self.get("memory", op, ranks, size, tag)
+        return median_us(theirs) / median_us(bare) if theirs and bare else None
 
 
 def median_us(blocks):

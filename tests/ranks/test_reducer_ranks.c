@@ -78,6 +78,12 @@ static ddp_reducer_desc model_desc(model *m) {
     return desc;
 }
 
+static ddp_reducer_desc bucket_per_param_desc(model *m) {
+    ddp_reducer_desc desc = model_desc(m);
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    return desc;
+}
+
 static ranks_data param_data(const model *m, int param, int step) {
     ranks_data data;
     data.dtype = m->params[param].grad.dtype ? m->params[param].grad.dtype : m->params[param].value.dtype;
@@ -287,8 +293,7 @@ static ddp_result buckets_follow_rank_0(ddp_group *group, void *user) {
     int order[PARAMS], of_rank_0[PARAMS];
     (void)user;
     model_open(&m, group, PARAMS);
-    desc = model_desc(&m);
-    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc = bucket_per_param_desc(&m);
     desc.hook = record_hook;
     desc.hook_user = &s;
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
@@ -564,8 +569,7 @@ static ddp_result a_hook_that_fails_on_one_rank_fails_everywhere(ddp_group *grou
     ddp_result result = DDP_OK;
     (void)user;
     model_open(&m, group, 6);
-    desc = model_desc(&m);
-    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc = bucket_per_param_desc(&m);
     desc.hook = odd_hook;
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     for (int i = 5; i >= 0 && result == DDP_OK; i--) result = ddp_reducer_ready(reducer, i);
@@ -586,8 +590,7 @@ static ddp_result a_rank_dies_in_the_middle_of_a_step(ddp_group *group, void *us
     double begin;
     (void)user;
     model_open(&m, group, 6);
-    desc = model_desc(&m);
-    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc = bucket_per_param_desc(&m);
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     PASS(checked_step(&m, reducer, 0, 0, (uint64_t)ddp_world_size(group)));
     begin = ranks_now();
@@ -617,8 +620,7 @@ static ddp_result destroy_in_the_middle_of_a_step(ddp_group *group, void *user) 
     ddp_reducer_desc desc;
     (void)user;
     model_open(&m, group, PARAMS);
-    desc = model_desc(&m);
-    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+    desc = bucket_per_param_desc(&m);
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     for (int i = PARAMS - 1; i > 4; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
     ddp_reducer_destroy(reducer);
@@ -784,14 +786,13 @@ static ddp_result overlap_is_the_share_that_compute_hid(ddp_group *group, void *
         ddp_reducer *reducer;
         ddp_reducer_desc desc;
         model_open(&m, group, buckets);
-        desc = model_desc(&m);
-        desc.first_bucket_bytes = desc.bucket_cap_bytes = 1;
+        desc = bucket_per_param_desc(&m);
         desc.hook = timed_hook;
         desc.hook_user = &through;
         RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
         for (int step = 0; step < 40 && (step < 2 || !seen); step++) {
-            ddp_reducer_stats stats;
-            double before, inside;
+            ddp_reducer_stats stats = DDP_ZERO;
+            double before = 0, inside = 0;
             int mine;
             PASS(timed_step(&m, reducer, variant == 1, &through, &before, &inside));
             RANKS_OK(group, ddp_reducer_get_stats(reducer, &stats));

@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "random.h"
 
 static int check_failures, check_count;
 
@@ -22,15 +23,6 @@ static void check_that(int good, const char *format, ...) {
     vprintf(format, args);
     va_end(args);
     printf("\n");
-}
-
-static uint64_t random_state = 88172645463325252u;
-
-static uint64_t random_u64(void) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state * UINT64_C(0x9e3779b97f4a7c15);
 }
 
 static const ddp_dtype all_dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, DDP_U8, DDP_I32, DDP_I64, DDP_U64};

@@ -4,6 +4,7 @@
     set of destinations and store path must then give the same bits. NaN matches any NaN. */
 #include <float.h>
 #include <math.h>
+#include "../support/random.h"
 #include "../support/unit.h"
 
 #define DDP__TWO_RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in two runs */
@@ -18,15 +19,6 @@ static const ddp_dtype dtypes[] = {DDP_F32, DDP_F64, DDP_F16, DDP_BF16, DDP_I8, 
 static const char *const dtype_names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
 static const size_t counts[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 511, 513, 1000, 4097};
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
-
-static uint64_t random_state = 88172645463325252u;
-
-static uint64_t random_u64(void) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state * UINT64_C(0x9e3779b97f4a7c15);
-}
 
 static uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 static float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -86,7 +78,7 @@ static int is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F
 
 static element element_load(const void *data, size_t i, ddp_dtype dtype) {
     element e;
-    const unsigned char *at = (const unsigned char *)data + i * ddp__dtype_size(dtype);
+    const unsigned char *at = (const unsigned char *)data + i * ddp_dtype_size(dtype);
     uint16_t half; int8_t i8; int32_t i32;
     memset(&e, 0, sizeof e);
     switch (dtype) {
@@ -102,10 +94,10 @@ static element element_load(const void *data, size_t i, ddp_dtype dtype) {
 }
 
 static void element_store(void *data, size_t i, ddp_dtype dtype, element e) {
-    unsigned char *at = (unsigned char *)data + i * ddp__dtype_size(dtype);
+    unsigned char *at = (unsigned char *)data + i * ddp_dtype_size(dtype);
     uint16_t half;
     if (dtype == DDP_F16 || dtype == DDP_BF16) { half = half_nearest(e.f32, dtype == DDP_BF16); memcpy(at, &half, 2); }
-    else memcpy(at, &e, ddp__dtype_size(dtype)); /* little-endian: the low bytes of a wrapped integer */
+    else memcpy(at, &e, ddp_dtype_size(dtype)); /* little-endian: the low bytes of a wrapped integer */
 }
 
 /* Integers keep full 64-bit values; they are cut to their type after each step. */
@@ -161,7 +153,7 @@ static int is_nan_at(const void *data, size_t i, ddp_dtype dtype) {
 
 /* Index of the first element that differs, or count. */
 static size_t first_difference(const void *a, const void *b, size_t count, ddp_dtype dtype) {
-    size_t size = ddp__dtype_size(dtype);
+    size_t size = ddp_dtype_size(dtype);
     if (count == 0 || memcmp(a, b, count * size) == 0) return count;
     for (size_t i = 0; i < count; i++)
         if (memcmp((const char *)a + i * size, (const char *)b + i * size, size) != 0 && !(is_nan_at(a, i, dtype) && is_nan_at(b, i, dtype)))
@@ -217,7 +209,7 @@ static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, 
                        const void *expected) {
     void *dst[SOURCES_MAX];
     const void *src[SOURCES_MAX];
-    size_t size = ddp__dtype_size(dtype), bytes = count * size;
+    size_t size = ddp_dtype_size(dtype), bytes = count * size;
     int dst_count;
 
     for (int i = 0; i < src_count; i++) {
@@ -251,7 +243,7 @@ static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, 
 
 static void check_operation(int src_count, ddp_dtype dtype, ddp_op op, uint64_t divisor) {
     static unsigned char expected[SLOT];
-    const size_t offsets[] = {0, ddp__dtype_size(dtype), 7};
+    const size_t offsets[] = {0, ddp_dtype_size(dtype), 7};
     for (size_t i = 0; i < COUNT_MAX; i++) {
         element e = tree(pristine, 0, src_count, i, dtype, op);
         if (op == DDP_OP_AVG && divisor > 1) e = divided(e, dtype, divisor);
@@ -363,7 +355,7 @@ static void division_matches_the_average(void **state) {
     (void)state;
     for (size_t t = 0; t < LENGTH(dtypes); t++)
         for (size_t d = 0; d < LENGTH(divisors); d++) {
-            size_t count = 1543, size = ddp__dtype_size(dtypes[t]);
+            size_t count = 1543, size = ddp_dtype_size(dtypes[t]);
             void *one[1];
             const void *src[1];
             fill(data + 7, count, dtypes[t]);
@@ -633,7 +625,7 @@ static void squares_add_per_row_in_a_fixed_order(void **state) {
     for (size_t t = 0; t < LENGTH(floats); t++)
         for (size_t c = 0; c < LENGTH(row_counts); c++)
             for (size_t offset = 0; offset < 8; offset += 7) {
-                size_t rows = 9, n = row_counts[c], size = ddp__dtype_size(floats[t]);
+                size_t rows = 9, n = row_counts[c], size = ddp_dtype_size(floats[t]);
                 ddp_exact_sum expected, whole, parts, part;
                 for (size_t i = 0; i < rows * n; i++) {
                     element e;
