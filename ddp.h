@@ -770,7 +770,8 @@ typedef struct ddp__rank_line {
     ddp__sleeper collective, p2p;
     uint32_t left;       /* 1: destroyed its handle */
     uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    unsigned char pad2[DDP__LINE - 8];
+    uint64_t probe;      /* an address in this rank's process where peers may try to read */
+    unsigned char pad2[DDP__LINE - 16];
 } ddp__rank_line;
 
 typedef struct ddp__control {
@@ -1939,9 +1940,11 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Large calls of one kind and about one size through slots, and how long they lately took: through the caches, past them. */
-typedef struct ddp__route { uint64_t calls; double seconds[2]; } ddp__route;
-enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTES };
+/* Large calls of one kind and about one size on private memory, and how long they lately took by each way: slots and caches, slots past the caches,
+   reading the peers' buffers with process_vm_readv. */
+enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS };
+enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
+typedef struct ddp__route { uint64_t calls, tries; double seconds[DDP__WAYS]; } ddp__route;
 
 typedef struct ddp__local {
     ddp__heap *heap;
@@ -1965,7 +1968,8 @@ typedef struct ddp__local {
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    int no_vm_read;                  /* process_vm_readv was refused */
+    int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
+    int hands_back;                  /* see ddp__hand_back */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2179,6 +2183,7 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
 #if !defined(DDP__LARGE_BYTES)
 #define DDP__LARGE_BYTES ((size_t)4 << 20) /* of one rank's share: no cache holds it until it is read again. Tests make it small */
 #endif
+#define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from here on the ways of private data are worth comparing */
 
 /* Buffers that only some calls have, found in the announcements: a pointer into this process, or NULL for private memory. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
@@ -2204,6 +2209,38 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
         }
     pthread_mutex_unlock(&l->heap->lock);
     return found;
+}
+
+/* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
+static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
+    for (size_t done = 0; done < size_bytes;) {
+        struct iovec here, there;
+        long n = -1;
+        here.iov_base = (unsigned char *)dst + done;
+        there.iov_base = (unsigned char *)(uintptr_t)address + done;
+        here.iov_len = there.iov_len = size_bytes - done;
+#ifdef SYS_process_vm_readv
+        n = syscall(SYS_process_vm_readv, (long)pid, &here, 1ul, &there, 1ul, 0ul);
+#endif
+        if (n <= 0) return 0;
+        done += (size_t)n;
+    }
+    return 1;
+}
+
+static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
+
+/* Whether this rank can read the processes of all its peers. A peer that has not come yet leaves the question open. */
+static int ddp__can_read_peers(ddp__local *l) {
+    int can = l->heap->threads ? -1 : ddp__load(&l->vm_read);
+    for (int r = 0; r < l->world_size && can == 0; r++) {
+        uint64_t word, probe = ddp__load(&l->line[r].probe);
+        if (probe == 0) return 0;
+        if (r != l->rank && !ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word)) can = -1;
+    }
+    if (can == 0) can = 1;
+    ddp__store(&l->vm_read, can);
+    return can > 0;
 }
 
 /* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
@@ -2280,29 +2317,66 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     return DDP_OK;
 }
 
-/* Large data goes through slots that stay in cache between near cores, and past the caches between far ones, where reading lines that are new in another
-   core's cache is slower than memory; virtual cores wander. Rank 0 proposes in its announcement what was faster lately, now and then the other way. */
+/* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
+   slower than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander, so rank 0
+   proposes in its announcement what was fastest lately, now and then another way; each rank announces where its private data lies. */
+typedef struct ddp__proposal { uint64_t send; uint8_t way, readable; } ddp__proposal; /* in the data of a large call's announcement */
+
 static ddp__route *ddp__route_of(ddp__local *l, int kind, size_t size) {
     int power = 0;
-    while (power < 15 && size >> (power + 23)) power++;
+    while (power < 15 && size >> (power + 21)) power++;
     return &l->route[kind][power];
 }
 
-static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size) {
+static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send) {
     ddp__route *route = ddp__route_of(l, kind, size);
-    int other;
-    if (size < DDP__LARGE_BYTES) return;
-    other = ++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0;
-    ddp__post_of(l, l->rank, call->seq)->data[0] = (unsigned char)((route->seconds[1] < route->seconds[0]) ^ other);
+    ddp__proposal mine;
+    int best = 0;
+    if (size < DDP__ROUTE_BYTES) return;
+    for (int way = 1; way < DDP__WAYS; way++)
+        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
+    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (DDP__WAYS - 1))) % DDP__WAYS;
+    memset(&mine, 0, sizeof mine);
+    mine.send = (uint64_t)(uintptr_t)send;
+    mine.way = (uint8_t)best;
+    mine.readable = (uint8_t)ddp__can_read_peers(l);
+    memcpy(ddp__post_of(l, l->rank, call->seq)->data, &mine, sizeof mine);
 }
 
-/* After everybody's announcement: whether this large call goes past the caches. */
-static int ddp__route_past(const ddp__local *l, const ddp_call *call) { return ddp__post_of(l, 0, call->seq)->data[0] != 0; }
+static ddp__proposal ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
+    ddp__proposal proposal;
+    memcpy(&proposal, ddp__post_of(l, rank, call->seq)->data, sizeof proposal);
+    return proposal;
+}
+
+/* After everybody's announcement: the way that rank 0 proposed, and the one that all can go. */
+static int ddp__route_way(const ddp__local *l, const ddp_call *call, size_t size, int *proposed) {
+    int way = size < DDP__ROUTE_BYTES ? DDP__WAY_CACHED : ddp__proposal_of(l, 0, call).way;
+    *proposed = way;
+    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
+        if (!ddp__proposal_of(l, r, call).readable) way = DDP__WAY_CACHED;
+    return way;
+}
 
 /* What a large call took. A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
-static void ddp__route_note(ddp__local *l, int kind, size_t size, int past, double seconds) {
-    double *known = &ddp__route_of(l, kind, size)->seconds[past];
-    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+static void ddp__route_note(ddp__local *l, int kind, size_t size, int proposed, double seconds) {
+    double *known = &ddp__route_of(l, kind, size)->seconds[proposed];
+    if (size >= DDP__ROUTE_BYTES) *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+}
+
+/* Copies size bytes from `at` in a peer's send buffer, group memory or private. A failed read poisons the group. */
+static int ddp__fetch(ddp__local *l, const ddp_call *call, int peer, void *dst, size_t at, size_t size) {
+    const ddp__post *post = ddp__post_of(l, peer, call->seq);
+    char text[DDP__TEXT_MAX];
+    int error;
+    if (post->send) { memcpy(dst, ddp__resolve(l, post->send) + at, size); return 1; }
+    if (ddp__vm_read(ddp__pid_of(l, peer), dst, ddp__proposal_of(l, peer, call).send + at, size)) return 1;
+    error = errno;
+    for (double until = ddp_now() + 0.1; ddp_now() < until; usleep(500)) /* how it ended may take a moment to be known */
+        if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
+    snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
+    ddp__local_poison(l, DDP_ERR_SYSTEM, text);
+    return 0;
 }
 
 /* How ddp__reduce_tree goes about a rank's share; apart: no output is a source. */
@@ -2315,10 +2389,19 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
 
 static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
 
-/* Data with one reader. A byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
-   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. */
+/* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
+   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
+static int ddp__cpu_hands_back(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 static void ddp__hand_back(const ddp__local *l, unsigned char *data, size_t size) {
-    if (size <= sizeof l->posts->data) return;
+    if (!l->hands_back || size <= sizeof l->posts->data) return;
     for (size_t i = 0; i < size; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
@@ -2385,7 +2468,7 @@ static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     s.element = ddp_dtype_size(call->dtype);
     s.size = call->count * s.element;
     s.chunk = s.size <= 4 * 65536 ? 65536 : ddp__round_up(s.size / 4, lines); /* medium sizes still overlap */
-    if (s.chunk > DDP__CHUNK) s.chunk = DDP__CHUNK;
+    if (s.chunk > DDP__CHUNK / 2) s.chunk = DDP__CHUNK / 2; /* what two rounds touch stays in a second-level cache of 2 MiB */
     s.rounds = (s.size + s.chunk - 1) / s.chunk;
     s.share = ddp__share(s.chunk, l->world_size);
     s.first_share = s.rounds ? ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size) : 0;
@@ -2576,15 +2659,34 @@ static ddp_result ddp__scatter_rounds(ddp_group *group, ddp__local *l, const ddp
     return DDP_OK;
 }
 
+/* Reads the peers' parts `sub` elements at a time into the own slot, which stays in cache, and reduces them from there. */
+static ddp_result ddp__scatter_read(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub) {
+    size_t element = ddp_dtype_size(call->dtype), mine = (size_t)l->rank * call->count;
+    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    ddp_result result = ddp__await_passed(group, l, l->round); /* peers are done with the slot */
+    if (result != DDP_OK) return result;
+    for (size_t begin = 0, n; begin < call->count; begin += n) {
+        void *out = (unsigned char *)call->recv + begin * element;
+        n = call->count - begin < sub ? call->count - begin : sub;
+        for (int i = 1; i < l->world_size; i++) {
+            int r = (l->rank + i) % l->world_size;
+            sources[r] = scratch + (size_t)r * sub * element;
+            if (!ddp__fetch(l, call, r, scratch + (size_t)r * sub * element, (mine + begin) * element, n * element)) return DDP_ERR_POISONED;
+        }
+        sources[l->rank] = (const unsigned char *)call->send + (mine + begin) * element;
+        ddp__reduce_tree(&out, 1, sources, l->world_size, n, call->dtype, call->op, call->divisor,
+                         ddp__how(call->count * element, out != sources[l->rank]));
+    }
+    return ddp__direct_end(group, l);
+}
+
 static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
     size_t sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / ddp_dtype_size(call->dtype), rounds = (call->count + sub - 1) / sub;
-    int past = ddp__route_past(l, call);
-    double start;
-    ddp_result result;
-    if (size < DDP__LARGE_BYTES) return ddp__scatter_rounds(group, l, call, sub, rounds, 0);
-    start = ddp_now();
-    result = ddp__scatter_rounds(group, l, call, sub, rounds, past);
-    ddp__route_note(l, DDP__ROUTE_SCATTER, size, past, ddp_now() - start);
+    int proposed, way = ddp__route_way(l, call, size, &proposed);
+    double start = ddp_now();
+    ddp_result result = way == DDP__WAY_READ ? ddp__scatter_read(group, l, call, sub) : ddp__scatter_rounds(group, l, call, sub, rounds, way == DDP__WAY_PAST);
+    ddp__route_note(l, DDP__ROUTE_SCATTER, size, proposed, ddp_now() - start);
     return result;
 }
 
@@ -2592,7 +2694,7 @@ static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, con
     size_t size = call->count * ddp_dtype_size(call->dtype) * (size_t)l->world_size;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
-    ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size);
+    ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
     if (result != DDP_OK) return result;
     if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
@@ -2612,6 +2714,8 @@ typedef struct ddp__move {
     int one_giver;    /* only root gives */
     size_t largest;   /* over all ranks and peers */
 } ddp__move;
+
+static int ddp__move_route(const ddp__move *m) { return m->one_giver ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE; }
 
 static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
@@ -2708,7 +2812,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp_ca
     ddp__move_own(l, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        if (m->take_size[p]) memcpy(m->take[p], ddp__resolve(l, ddp__post_of(l, p, call->seq)->send) + m->take_at[p], m->take_size[p]);
+        if (m->take_size[p] && !ddp__fetch(l, call, p, m->take[p], m->take_at[p], m->take_size[p])) return DDP_ERR_POISONED;
     }
     return ddp__direct_end(group, l);
 }
@@ -2753,13 +2857,10 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
 }
 
 static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    int past = ddp__route_past(l, call);
-    double start;
-    ddp_result result;
-    if (m->largest < DDP__LARGE_BYTES) return ddp__move_rounds(group, l, m, 0);
-    start = ddp_now();
-    result = ddp__move_rounds(group, l, m, past);
-    ddp__route_note(l, DDP__ROUTE_MOVE, m->largest, past, ddp_now() - start);
+    int proposed, way = ddp__route_way(l, call, m->largest, &proposed);
+    double start = ddp_now();
+    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, call, m) : ddp__move_rounds(group, l, m, way == DDP__WAY_PAST);
+    ddp__route_note(l, ddp__move_route(m), m->largest, proposed, ddp_now() - start);
     return result;
 }
 
@@ -2778,7 +2879,7 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     ddp__move_plan(l, call, &m);
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest);
+    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source);
     span = call->kind == DDP_CALL_GATHER ? m.largest : m.common ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
     result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
                         push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
@@ -2822,7 +2923,7 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
     ddp__move_plan(l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
     if (result != DDP_OK) return result;
     for (int p = 0; p < l->world_size; p++) {
@@ -2974,26 +3075,6 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
 }
 
-static int ddp__vm_read(ddp__request *r, const ddp__message *m) {
-    struct iovec here, there;
-    while (r->moved < r->size) {
-        long n;
-        here.iov_base = (unsigned char *)r->call.recv + r->moved;
-        there.iov_base = (unsigned char *)(uintptr_t)m->address + r->moved;
-        here.iov_len = there.iov_len = r->size - r->moved;
-#ifdef SYS_process_vm_readv
-        n = syscall(SYS_process_vm_readv, (long)m->pid, &here, 1ul, &there, 1ul, 0ul);
-#else
-        (void)here;
-        (void)there;
-        n = -1;
-#endif
-        if (n <= 0) return 0;
-        r->moved += (size_t)n;
-    }
-    return 1;
-}
-
 /* The receiver's side of a claimed message. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
     ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
@@ -3011,11 +3092,10 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         ddp__reach_end(l);
         r->done = 1;
     } else if (m->how == DDP__HOW_VM) {
-        if (!l->no_vm_read && ddp__vm_read(r, m)) {
+        if (ddp__load(&l->vm_read) >= 0 && ddp__vm_read(m->pid, r->call.recv, m->address, r->size)) {
             r->done = 1;
         } else { /* refused here: ask for the staged way, one message of a channel at a time */
-            l->no_vm_read = 1;
-            r->moved = 0;
+            ddp__store(&l->vm_read, -1);
             if (c->active) return;
             c->active = mine;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
@@ -3063,9 +3143,9 @@ static void ddp__requests_step(ddp__local *l) {
 static void ddp__local_progress(ddp_group *group, ddp__local *l) {
     int refused;
     if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
-    refused = l->no_vm_read;
+    refused = ddp__load(&l->vm_read) < 0;
     ddp__requests_step(l);
-    refused = !refused && l->no_vm_read;
+    refused = !refused && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
     if (refused) ddp__log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
@@ -3196,6 +3276,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->slots = (unsigned char *)l->memory + slots;
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
+    l->hands_back = ddp__cpu_hands_back();
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
     group->local_world_size = group->world_size;

@@ -1,25 +1,16 @@
-/*  bench_collectives.c - ddp's collectives, timed as bench.h says, beside the peers that run.sh starts; and what memory itself can do.
+/*  bench_collectives.c - ddp's collectives, timed as bench.h says, beside the peers that run.sh starts.
 
     cc -O3 -march=native bench_collectives.c -o bench_collectives -lpthread -lm
     ./bench_collectives --share FILE                     all_reduce alone, two ranks, CSV on the terminal; FILE is made anew
     sh bench/run.sh                                      side by side with every peer that is installed
 
-    --system ddp      ranks are processes of ddp_launch; each block is timed in group memory and in private memory
-    --system memory   two threads run the bare loops that a collective over two ranks cannot do without, on huge pages and without any library around
-                      them: all_reduce is a[i] = b[i] = a[i] + b[i] on both ranks' buffers, each thread one half; reduce_scatter out[i] = a[i] + b[i], past
-                      the caches when out is not a or b; all_gather writes the own block past the caches into the other's buffer. copy is memcpy of each
-                      thread's own buffer.
+    Ranks are processes of ddp_launch; each block is timed in group memory and in private memory.
 */
 #define _GNU_SOURCE
 #include "bench.h"
 
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
-
-#include <pthread.h>
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 //== ddp
 
@@ -111,111 +102,12 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return DDP_OK;
 }
 
-//== memory
-
-typedef struct memory_user {
-    bench *b;
-    float *data[BENCH_MAX_RANKS], *out, *copy;
-} memory_user;
-
-typedef struct memory_thread {
-    bench b;
-    float **data; /* of every rank */
-    pthread_t thread;
-    int rank;
-} memory_thread;
-
-static int memory_supports(void *user, const bench_cell *cell, int kind) {
-    (void)user;
-    (void)kind;
-    return cell->op == BENCH_COPY || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER);
-}
-
-static void pair_add(float *restrict left, float *restrict right, size_t count) {
-    for (size_t i = 0; i < count; i++) left[i] = right[i] = left[i] + right[i];
-}
-
-static void add_to(float *restrict left, const float *restrict right, size_t count) {
-    for (size_t i = 0; i < count; i++) left[i] += right[i];
-}
-
-/* out[i] = left[i] + right[i], or left[i] where right is NULL. */
-static void stream_to(float *out, const float *left, const float *right, size_t count) {
-#if defined(__SSE2__)
-    for (size_t i = 0; i < count; i += 4) {
-        __m128 sum = _mm_loadu_ps(left + i);
-        if (right) sum = _mm_add_ps(sum, _mm_loadu_ps(right + i));
-        _mm_stream_ps(out + i, sum);
-    }
-    _mm_sfence();
-#else
-    for (size_t i = 0; i < count; i++) out[i] = right ? left[i] + right[i] : left[i];
-#endif
-}
-
-static int memory_run(void *user, const bench_cell *cell, int kind, int calls) {
-    memory_user *u = (memory_user *)user;
-    size_t count = cell->bytes / sizeof(float), half = count / 2, own = (size_t)u->b->rank * half;
-    float *mine = u->data[u->b->rank], *other = u->data[1 - u->b->rank];
-    (void)kind;
-    for (int i = 0; i < calls; i++) {
-        switch (cell->op) {
-        case BENCH_ALL_REDUCE: pair_add(u->data[0] + own, u->data[1] + own, half); break;
-        case BENCH_REDUCE_SCATTER: stream_to(u->out, u->data[0] + own, u->data[1] + own, half); break;
-        case BENCH_REDUCE_SCATTER_IN_PLACE: add_to(mine + own, other + own, half); break;
-        case BENCH_ALL_GATHER: stream_to(other + own, mine + own, NULL, half); break;
-        default: memcpy(u->copy, mine, cell->bytes); break;
-        }
-        if (cell->op != BENCH_COPY) bench_barrier(u->b); /* the result is there when both halves are */
-    }
-    return 0;
-}
-
-static void *memory_main(void *argument) {
-    memory_thread *t = (memory_thread *)argument;
-    bench_driver d;
-    memory_user u;
-    size_t largest = bench_largest(&t->b);
-    bench_join(&t->b, t->rank);
-    t->b.huge = 1; /* the bound is the best that the machine does */
-    u.b = &t->b;
-    u.copy = bench_private(&t->b, largest);
-    u.out = bench_private(&t->b, (size_t)25 << 20);
-    t->data[t->rank] = bench_private(&t->b, largest);
-    bench_barrier(&t->b);
-    for (int r = 0; r < t->b.rank_count; r++) u.data[r] = t->data[r];
-    memset(&d, 0, sizeof d);
-    d.user = &u;
-    d.kind_count = 1;
-    d.supports = memory_supports;
-    d.run = memory_run;
-    d.data[0] = u.data[t->rank];
-    d.out[0] = u.out;
-    bench_run(&t->b, &d);
-    return NULL;
-}
-
-static int run_memory(const bench *b) {
-    memory_thread thread[2];
-    float *data[BENCH_MAX_RANKS];
-    if (b->rank_count != 2) return 1;
-    for (int r = 0; r < 2; r++) {
-        thread[r].b = *b;
-        thread[r].data = data;
-        thread[r].rank = r;
-        if (pthread_create(&thread[r].thread, NULL, memory_main, &thread[r]) != 0) return 1;
-    }
-    for (int r = 0; r < 2; r++) pthread_join(thread[r].thread, NULL);
-    return 0;
-}
-
 int main(int argc, char **argv) {
     bench b;
     ddp_launch_desc desc = DDP_ZERO;
     bench_arguments(&b, argc, argv);
     if (b.cell_count == 0) return 0;
     if (b.slot_count == 1 && b.share_path) unlink(b.share_path);
-    if (strcmp(b.system, "memory") == 0) return run_memory(&b);
     desc.world_size = b.rank_count;
     desc.no_affinity = 1; /* bench_join pins */
     desc.group.timeout_ms = BENCH_DEAD_S * 1000;

@@ -35,6 +35,9 @@ out=$(cd "$out" && pwd)
 
 flags="-O3 -march=native -std=gnu11"
 ${CC:-cc} $flags "$here/bench_collectives.c" -o "$build/ddp" -lpthread -lm || { echo "bench: bench_collectives.c does not compile" >&2; exit 1; }
+${CC:-cc} $flags "$here/bench_memory.c" -o "$build/memory" -lpthread || { echo "bench: bench_memory.c does not compile" >&2; exit 1; }
+reads=
+if "$build/memory" --plan start --setting read; then reads=read; fi
 
 # Debian's names first; a plain mpicc counts when it is of the right library.
 find_mpi() { # library, what `mpirun --version` says
@@ -81,7 +84,10 @@ eager="$tuned 3 --mca btl_vader_eager_limit 65536"
 
 two_ranks() {
     program ddp - "$build/ddp"
-    program memory - "$build/ddp"
+    program memory - "$build/memory"
+    for way in slots-128 slots-512 $reads; do
+        program memory $way "$build/memory" --ops all_reduce,reduce_scatter,reduce_scatter_in_place,all_gather --from 16384 --to 67108864
+    done
     if [ -n "$openmpi" ]; then
         program openmpi stock $openmpi --oversubscribe --mca mpi_yield_when_idle 0 -n 2 "$build/openmpi"
         program openmpi ring $openmpi --oversubscribe --mca mpi_yield_when_idle 0 $ring -n 2 "$build/openmpi" --ops all_reduce --from 262144
@@ -97,6 +103,7 @@ two_ranks() {
 
 four_ranks() {
     program ddp - "$build/ddp"
+    program memory - "$build/memory"
     if [ -n "$openmpi" ]; then
         program openmpi yield $openmpi --oversubscribe --mca mpi_yield_when_idle 1 -n 4 "$build/openmpi"
         program openmpi ring $openmpi --oversubscribe --mca mpi_yield_when_idle 1 $ring -n 4 "$build/openmpi" --ops all_reduce --from 262144
