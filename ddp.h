@@ -2213,19 +2213,23 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
 
 /* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
-    for (size_t done = 0; done < size_bytes;) {
-        struct iovec here, there;
-        long n = -1;
+#ifdef SYS_process_vm_readv
+    struct iovec here, there;
+    for (size_t done = 0; done < size_bytes; done += here.iov_len) {
+        long n;
         here.iov_base = (unsigned char *)dst + done;
         there.iov_base = (unsigned char *)(uintptr_t)address + done;
         here.iov_len = there.iov_len = size_bytes - done;
-#ifdef SYS_process_vm_readv
         n = syscall(SYS_process_vm_readv, (long)pid, &here, 1ul, &there, 1ul, 0ul);
-#endif
         if (n <= 0) return 0;
-        done += (size_t)n;
+        here.iov_len = (size_t)n;
     }
     return 1;
+#else
+    (void)pid; (void)dst; (void)address;
+    errno = ENOSYS;
+    return size_bytes == 0;
+#endif
 }
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
@@ -2351,7 +2355,7 @@ static ddp__proposal ddp__proposal_of(const ddp__local *l, int rank, const ddp_c
 
 /* After everybody's announcement: the way that rank 0 proposed, and the one that all can go. */
 static int ddp__route_way(const ddp__local *l, const ddp_call *call, size_t size, int *proposed) {
-    int way = size < DDP__ROUTE_BYTES ? DDP__WAY_CACHED : ddp__proposal_of(l, 0, call).way;
+    int way = size < DDP__ROUTE_BYTES ? (int)DDP__WAY_CACHED : (int)ddp__proposal_of(l, 0, call).way;
     *proposed = way;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, call).readable) way = DDP__WAY_CACHED;

@@ -54,6 +54,12 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     TRY(ddp_all_reduce(world, shared, shared, COUNT, DDP_F32, DDP_OP_SUM, NULL));
     CHECK(memcmp(shared, theirs, COUNT * sizeof *mine) == 0);
     TRY(ddp_group_free(world, shared));
+    shared = malloc(3 * COUNT * sizeof *mine); /* large moves may not read their peers either */
+    CHECK(shared && size == 3);
+    TRY(ddp_all_gather(world, mine, shared, COUNT, DDP_F32, NULL));
+    for (int i = 0; i < 3 * COUNT; i++) CHECK(((float *)shared)[i] == (float)(i / COUNT * 1000 + i % COUNT % 1000));
+    CHECK(seen->vm_read == 1);
+    free(shared);
     free(mine);
     free(theirs);
     return DDP_OK;
