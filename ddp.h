@@ -1969,7 +1969,8 @@ typedef struct ddp__local {
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
-    int hands_back;                  /* see ddp__hand_back */
+    int amd;                         /* caches as on AMD, see ddp__hand_back */
+    size_t staged_chunk;
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2393,9 +2394,7 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
 
 static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
 
-/* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
-   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
-static int ddp__cpu_hands_back(void) {
+static int ddp__cpu_is_amd(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     return __builtin_cpu_is("amd");
@@ -2404,8 +2403,10 @@ static int ddp__cpu_hands_back(void) {
 #endif
 }
 
+/* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
+   instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
 static void ddp__hand_back(const ddp__local *l, unsigned char *data, size_t size) {
-    if (!l->hands_back || size <= sizeof l->posts->data) return;
+    if (!l->amd || size <= sizeof l->posts->data) return;
     for (size_t i = 0; i < size; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
@@ -2472,7 +2473,7 @@ static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
     s.element = ddp_dtype_size(call->dtype);
     s.size = call->count * s.element;
     s.chunk = s.size <= 4 * 65536 ? 65536 : ddp__round_up(s.size / 4, lines); /* medium sizes still overlap */
-    if (s.chunk > DDP__CHUNK / 2) s.chunk = DDP__CHUNK / 2; /* what two rounds touch stays in a second-level cache of 2 MiB */
+    if (s.chunk > l->staged_chunk) s.chunk = l->staged_chunk;
     s.rounds = (s.size + s.chunk - 1) / s.chunk;
     s.share = ddp__share(s.chunk, l->world_size);
     s.first_share = s.rounds ? ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size) : 0;
@@ -3280,7 +3281,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->slots = (unsigned char *)l->memory + slots;
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
-    l->hands_back = ddp__cpu_hands_back();
+    l->amd = ddp__cpu_is_amd();
+    l->staged_chunk = l->amd ? DDP__CHUNK : DDP__CHUNK / 4; /* elsewhere what two rounds touch had better stay in the second-level cache: 5% to 10% */
     ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
