@@ -1,5 +1,5 @@
 """Reads collectives.csv in the folder given, prints the tables, writes collectives.md and the data of plot.gp. A second argument names a
-page whose part between the lines <!-- measured --> and <!-- end --> is replaced by the tables.
+page: its part between the lines <!-- measured NAME --> and <!-- end NAME --> is replaced by the tables, NAME being the folder's own.
 
 A block of ours is divided into the nearest block of the peer in time (at most 60 s away) with the same operation, size, ranks and placement; the
 figure is the median of these ratios. Of a peer's settings the one with the lowest median counts, size by size and placement by placement.
@@ -274,12 +274,15 @@ def main():
     print("\n".join(lines))
     plot_data(results, folder)
     if len(sys.argv) > 2:
+        name = os.path.basename(os.path.normpath(folder))
+        begin, end = "<!-- measured %s -->\n" % name, "<!-- end %s -->" % name
         with open(sys.argv[2]) as file:
             page = file.read()
-        head, rest = page.split("<!-- measured -->\n", 1)
-        tail = rest.split("<!-- end -->", 1)[1]
+        if begin not in page or end not in page:
+            sys.exit("%s has no part between %s and %s" % (sys.argv[2], begin.strip(), end))
+        head, rest = page.split(begin, 1)
         with open(sys.argv[2], "w") as file:
-            file.write(head + "<!-- measured -->\n" + "\n".join(lines) + "\n<!-- end -->" + tail)
+            file.write(head + begin + "\n".join(lines) + "\n" + end + rest.split(end, 1)[1])
 
 
 main()

@@ -3,14 +3,14 @@
 #
 #   sh bench/run.sh            everything, under 8 minutes
 #   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
-#   sh bench/run.sh --out DIR  results go to DIR instead of bench/results
+#   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
 #
 # Writes collectives.csv (one line per block), collectives.md (the tables) and all_reduce.svg. Debian and Ubuntu have the peers as
 # openmpi-bin libopenmpi-dev, mpich libmpich-dev, libgloo-dev; the plot needs gnuplot-nox. How it measures: bench/README.md and bench/bench.h.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-out=$here/results
+out=$here/results/last
 quick=0 two= four=
 while [ $# -gt 0 ]; do
     case $1 in
