@@ -1019,7 +1019,7 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
 #define DDP__RUN_BYTES ((size_t)2048) /* of one run, then the other's turn */
 #if !defined(DDP__TWO_RUNS_BYTES)
-#define DDP__TWO_RUNS_BYTES ((size_t)256 << 10)
+#define DDP__TWO_RUNS_BYTES ((size_t)64 << 10)
 #endif
 
 /* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
@@ -1056,16 +1056,19 @@ typedef int64_t DDP__ANY ddp__any_i64;
 typedef uint64_t DDP__ANY ddp__any_u64;
 
 /* for i in 0..count: statement, in runs of DDP__LANES. */
-#define DDP__FOR_EACH(count, statement)                                                        \
+/* Runs of count elements, one behind the other, walked side by side; more than one: count is a multiple of DDP__LANES. */
+#define DDP__FOR_EACH_RUN(count, runs, statement)                                              \
     do {                                                                                       \
         size_t at_ = 0;                                                                        \
-        for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES) {                               \
-            DDP__INDEPENDENT                                                                   \
-            for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) { size_t i = at_ + lane_; statement; } \
-        }                                                                                      \
+        for (; at_ + DDP__LANES <= (count); at_ += DDP__LANES)                                 \
+            for (size_t from_ = at_; from_ < (count) * (runs); from_ += (count)) {             \
+                DDP__INDEPENDENT                                                               \
+                for (size_t lane_ = 0; lane_ < DDP__LANES; lane_++) { size_t i = from_ + lane_; statement; } \
+            }                                                                                  \
         DDP__INDEPENDENT                                                                       \
         for (size_t i = at_; i < (count); i++) { statement; }                                  \
     } while (0)
+#define DDP__FOR_EACH(count, statement) DDP__FOR_EACH_RUN(count, (size_t)1, statement)
 
 //== 16-bit floats ================================================================================= >>impl-half
 
@@ -1324,9 +1327,9 @@ static ddp__merge ddp__merge_for(ddp_dtype dtype, ddp_op op) {
 #define DDP__WRITE3 DDP__WRITE2; y[i] = value
 #define DDP__WRITE4 DDP__WRITE3; z[i] = value
 #define DDP__FUSED_FN(W, D, name, finish)                                                                            \
-    static void ddp__fused_##name##W##_##D(void *const *dst, const void *const *src, size_t count, float factor) {   \
-        DDP__IN##W(ddp__any_f32) DDP__OUT##D                                                                                   \
-        DDP__FOR_EACH(count, float value = DDP__READ##W finish factor; DDP__WRITE##D);                               \
+    static void ddp__fused_##name##W##_##D(void *const *dst, const void *const *src, size_t count, size_t runs, float factor) { \
+        DDP__IN##W(ddp__any_f32) DDP__OUT##D                                                                         \
+        DDP__FOR_EACH_RUN(count, runs, float value = DDP__READ##W finish factor; DDP__WRITE##D);                     \
     }
 DDP__FUSED_FN(2, 1, mul, *) DDP__FUSED_FN(2, 2, mul, *) DDP__FUSED_FN(2, 3, mul, *) DDP__FUSED_FN(2, 4, mul, *)
 DDP__FUSED_FN(3, 1, mul, *) DDP__FUSED_FN(3, 2, mul, *) DDP__FUSED_FN(3, 3, mul, *) DDP__FUSED_FN(3, 4, mul, *)
@@ -1339,9 +1342,9 @@ DDP__FUSED_FN(4, 1, div, /) DDP__FUSED_FN(4, 2, div, /) DDP__FUSED_FN(4, 3, div,
 #if defined(__SSE2__)
 typedef float ddp__any_f32x4 __attribute__((vector_size(16), may_alias, aligned(1)));
 #define DDP__STREAM_FN(W)                                                                                      \
-    static void ddp__fused_stream##W(void *const *dst, const void *const *src, size_t count, float factor) {   \
+    static void ddp__fused_stream##W(void *const *dst, const void *const *src, size_t count, size_t runs, float factor) { \
         DDP__IN##W(ddp__any_f32x4)                                                                             \
-        for (size_t i = 0; i < count / 4; i++) _mm_stream_ps((float *)dst[0] + 4 * i, (__m128)(DDP__READ##W * factor)); \
+        for (size_t i = 0; i < count * runs / 4; i++) _mm_stream_ps((float *)dst[0] + 4 * i, (__m128)(DDP__READ##W * factor)); \
     }
 DDP__STREAM_FN(2) DDP__STREAM_FN(3) DDP__STREAM_FN(4)
 #define DDP__STREAM_ROW {ddp__fused_stream2, ddp__fused_stream3, ddp__fused_stream4}
@@ -1349,10 +1352,10 @@ DDP__STREAM_FN(2) DDP__STREAM_FN(3) DDP__STREAM_FN(4)
 #define DDP__STREAM_ROW {ddp__fused_mul2_1, ddp__fused_mul3_1, ddp__fused_mul4_1} /* never asked for */
 #endif
 
-/* Returns 0 where there is no fused loop. */
-static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, uint64_t divisor, int stream) {
+/* Runs of count elements, one behind the other. Returns 0 where there is no fused loop. */
+static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, size_t runs, uint64_t divisor, int stream) {
 #define DDP__FUSED_ROW(name) {ddp__fused_##name##_1, ddp__fused_##name##_2, ddp__fused_##name##_3, ddp__fused_##name##_4}
-    typedef void (*fused_fn)(void *const *, const void *const *, size_t, float);
+    typedef void (*fused_fn)(void *const *, const void *const *, size_t, size_t, float);
     static const fused_fn fused[2][3][4] = {{DDP__FUSED_ROW(mul2), DDP__FUSED_ROW(mul3), DDP__FUSED_ROW(mul4)},
                                             {DDP__FUSED_ROW(div2), DDP__FUSED_ROW(div3), DDP__FUSED_ROW(div4)}};
     static const fused_fn streamed[3] = DDP__STREAM_ROW;
@@ -1361,15 +1364,8 @@ static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const 
     float factor = divide ? (float)divisor : 1.0f / (float)divisor;
     if (src_count < 2 || src_count > 4 || dst_count < 1 || dst_count > 4) return 0;
     if (stream && (divide || dst_count > 1 || count % 4 || ((uintptr_t)dst[0] & 15))) return 0;
-    (stream ? streamed[src_count - 2] : fused[divide][src_count - 2][dst_count - 1])(dst, src, count, factor);
+    (stream ? streamed[src_count - 2] : fused[divide][src_count - 2][dst_count - 1])(dst, src, count, runs, factor);
     return 1;
-}
-
-/* memcpy with plain loads, line by line. */
-static void ddp__copy_lines(unsigned char *out, const unsigned char *in, size_t size_bytes) {
-    size_t at = 0;
-    for (; at + 64 <= size_bytes; at += 64) { memcpy(out + at, in + at, 64); DDP__NO_MEMCPY; }
-    memcpy(out + at, in + at, size_bytes - at);
 }
 
 /* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
@@ -1377,13 +1373,14 @@ static void ddp__copy_lines(unsigned char *out, const unsigned char *in, size_t 
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 2 / DDP__RUN_BYTES * DDP__RUN_BYTES;
-    if (size_bytes < DDP__TWO_RUNS_BYTES / 8) { memcpy(out, in, size_bytes); return; }
-    for (size_t at = 0; at < half; at += DDP__RUN_BYTES) {
-        ddp__copy_lines(out + at, in + at, DDP__RUN_BYTES);
-        ddp__copy_lines(out + half + at, in + half + at, DDP__RUN_BYTES);
+    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 128 * 64;
+    for (size_t at = 0; at < half; at += 64) {
+        memcpy(out + at, in + at, 64);
+        DDP__NO_MEMCPY;
+        memcpy(out + half + at, in + half + at, 64);
+        DDP__NO_MEMCPY;
     }
-    ddp__copy_lines(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
+    memcpy(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
 }
 
 /* What was written past the caches is there for others before anything written later. */
@@ -1480,6 +1477,8 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
     }
 }
 
+static int ddp__sums_f32(ddp_dtype dtype, ddp_op op) { return dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG); }
+
 /* Elements [first, first + count) of ddp__reduce_tree. */
 static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *src, int src_count, size_t first, size_t count, ddp_dtype dtype,
                             ddp_op op, uint64_t divisor, uint64_t stream_mask) {
@@ -1488,19 +1487,20 @@ static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *
     size_t offset = first * ddp_dtype_size(dtype);
     for (int k = 0; k < dst_count; k++) to[k] = (unsigned char *)dst[k] + offset;
     for (int k = 0; k < src_count; k++) from[k] = (const unsigned char *)src[k] + offset;
-    if (dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG) && ddp__reduce_fused(to, dst_count, from, src_count, count, divisor, stream_mask != 0)) return;
+    if (ddp__sums_f32(dtype, op) && ddp__reduce_fused(to, dst_count, from, src_count, count, 1, divisor, stream_mask != 0)) return;
     ddp__reduce_blocks(to, dst_count, from, src_count, count, dtype, op, divisor, stream_mask);
 }
 
 /* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
-   DDP__LARGE: part of more than the caches hold. It is walked in two runs at once, one through each half: hardware prefetchers stop at the end of a
-   page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are not read soon, so those that
+   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in two runs at once, one through each half: hardware
+   prefetchers stop at the end of a page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are not read soon, so those that
    are no source are written past the caches. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
     size_t size = ddp_dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
     uint64_t stream_mask = 0;
+    int both; /* runs are done */
     if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
     if (src_count == 1 && divisor == 1) {
         for (int k = 0; k < dst_count; k++)
@@ -1508,7 +1508,8 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
         return;
     }
     if (how == DDP__PAST) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
-    for (size_t first = 0; first < half; first += run) {
+    both = half && !stream_mask && ddp__sums_f32(dtype, op) && ddp__reduce_fused(dst, dst_count, src, src_count, half, 2, divisor, 0);
+    for (size_t first = 0; first < half && !both; first += run) {
         ddp__reduce_run(dst, dst_count, src, src_count, first, run, dtype, op, divisor, stream_mask);
         ddp__reduce_run(dst, dst_count, src, src_count, half + first, run, dtype, op, divisor, stream_mask);
     }
@@ -1969,8 +1970,7 @@ typedef struct ddp__local {
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
-    int amd;                         /* caches as on AMD, see ddp__hand_back */
-    size_t staged_chunk;
+    int amd;                         /* caches as on AMD, see ddp__hand_back and ddp__staged_chunk */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2424,18 +2424,28 @@ static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
     return part;
 }
 
-/* --- all_reduce and reduce --- */
+/* --- all_reduce, reduce and reduce_scatter ---
+   Rank r adds part r of the data over all ranks. all_reduce, reduce: share r of each chunk, for everybody or for root. reduce_scatter: block r, for itself. */
+
+static int ddp__scatters(const ddp_call *call) { return call->kind == DDP_CALL_REDUCE_SCATTER; }
+
+/* Whether rank r receives what this rank adds. */
+static int ddp__receives(const ddp__local *l, const ddp_call *call, int r) {
+    return call->kind == DDP_CALL_ALL_REDUCE || r == (ddp__scatters(call) ? l->rank : call->root);
+}
 
 static ddp_result ddp__reduce_small(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
+    size_t block = ddp__scatters(call) ? size / (size_t)l->world_size : 0, mine = (size_t)l->rank * block;
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *out = call->recv;
     ddp_result result;
     if (size) memcpy(ddp__small_of(l, l->rank, call, size), call->send, size);
     result = ddp__enter(group, l, call, 0, 0);
     if (result != DDP_OK || (call->kind == DDP_CALL_REDUCE && call->root != l->rank)) return result;
-    for (int r = 0; r < l->world_size; r++) sources[r] = r == l->rank ? call->send : ddp__small_of(l, r, call, size);
+    for (int r = 0; r < l->world_size; r++)
+        sources[r] = (r == l->rank ? (const unsigned char *)call->send : ddp__small_of(l, r, call, size)) + mine;
     ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, DDP__CACHED);
-    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size), size);
+    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + mine, block ? block : size);
     return DDP_OK;
 }
 
@@ -2445,14 +2455,14 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0, apart = 0;
+    if (ddp__scatters(call)) { part.begin = (size_t)l->rank * size; part.size = size; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    for (int i = 0; i < l->world_size; i++) {
-        const ddp__post *post = ddp__post_of(l, i, call->seq);
-        unsigned char *send = ddp__resolve(l, post->send), *recv = ddp__resolve(l, post->recv);
-        sources[i] = send + part.begin;
-        if (call->kind == DDP_CALL_REDUCE && i != call->root) continue;
-        apart += send != recv;
-        outs[out_count++] = recv + part.begin;
+    for (int r = 0; r < l->world_size; r++) {
+        const ddp__post *post = ddp__post_of(l, r, call->seq);
+        sources[r] = ddp__resolve(l, post->send) + part.begin;
+        if (!ddp__receives(l, call, r)) continue;
+        outs[out_count] = ddp__scatters(call) ? (unsigned char *)call->recv : ddp__resolve(l, post->recv) + part.begin;
+        apart += outs[out_count++] != sources[r];
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / element, call->dtype, call->op, call->divisor,
                      ddp__how(part.size, apart == out_count));
@@ -2461,63 +2471,86 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
 
 typedef struct ddp__staged { /* one reduction through slots; bytes */
     const ddp_call *call;
-    size_t element, size, chunk, rounds;
+    size_t element, size, rounds;
+    size_t block;              /* reduce_scatter: of a rank; 0 otherwise */
+    size_t chunk;              /* of the data; what a slot holds */
     size_t share, first_share; /* of a rank in a chunk, and in the first one, which may be shorter */
     uint64_t first;            /* number of the first round */
+    int past;                  /* past the caches */
 } ddp__staged;
 
+/* On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level cache, and chunks
+   that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
+static size_t ddp__staged_chunk(const ddp__local *l, size_t size, int scatters) {
+    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
+    if (scatters) return DDP__CHUNK;
+    if (!l->amd) return DDP__CHUNK / 4;
+    return chunk < DDP__CHUNK ? chunk : DDP__CHUNK;
+}
+
 static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
-    size_t lines = (size_t)l->world_size * DDP__ALIGN;
+    size_t w = (size_t)l->world_size;
     ddp__staged s;
+    memset(&s, 0, sizeof s);
     s.call = call;
     s.element = ddp_dtype_size(call->dtype);
     s.size = call->count * s.element;
-    s.chunk = s.size <= 4 * 65536 ? 65536 : ddp__round_up(s.size / 4, lines); /* medium sizes still overlap */
-    if (s.chunk > l->staged_chunk) s.chunk = l->staged_chunk;
-    s.rounds = (s.size + s.chunk - 1) / s.chunk;
-    s.share = ddp__share(s.chunk, l->world_size);
+    if (ddp__scatters(call)) { s.block = s.size; s.size *= w; }
+    s.chunk = ddp__staged_chunk(l, s.size, s.block != 0);
+    s.share = s.block ? s.chunk / w / DDP__ALIGN * DDP__ALIGN : ddp__share(s.chunk, l->world_size);
+    s.rounds = s.block ? (s.block + s.share - 1) / s.share : (s.size + s.chunk - 1) / s.chunk;
     s.first_share = s.rounds ? ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size) : 0;
     s.first = l->round + 1;
     l->round += s.rounds;
     return s;
 }
 
-/* Where chunk k begins. From the end of the buffer backwards: what its owner wrote last is still in its cache. 10% at 64 MiB. */
-static size_t ddp__staged_at(const ddp__staged *s, size_t k) { return (s->rounds - 1 - k) * s->chunk; }
-
-/* Rank r's part of chunk k, from the chunk's begin. */
-static ddp__part ddp__staged_part(const ddp__staged *s, size_t k, int r) {
-    return k ? ddp__part_of(s->chunk, s->share, r) : ddp__part_of(s->size - ddp__staged_at(s, 0), s->first_share, r);
+/* Where part r of chunk k lies. Chunks of an all_reduce go from the end of the buffer backwards: what its owner wrote last is still in its cache. 10% at
+   64 MiB; 4% less for the single copies of a reduce_scatter. */
+typedef struct ddp__piece { size_t send, slot, recv, size; } ddp__piece; /* bytes */
+static ddp__piece ddp__piece_of(const ddp__staged *s, size_t k, int r) {
+    size_t at = s->block ? k * s->share : (s->rounds - 1 - k) * s->chunk;
+    ddp__piece p;
+    if (s->block) {
+        p.size = s->block - at < s->share ? s->block - at : s->share;
+        p.send = (size_t)r * s->block + at;
+        p.slot = (size_t)r * s->share;
+        p.recv = at;
+    } else {
+        ddp__part part = k ? ddp__part_of(s->chunk, s->share, r) : ddp__part_of(s->size - at, s->first_share, r);
+        p.size = part.size;
+        p.slot = part.begin;
+        p.send = p.recv = at + part.begin;
+    }
+    return p;
 }
 
-/* Copies what the others reduce of chunk k into the own slot. */
+/* Copies what the others add of chunk k into the own slot. */
 static void ddp__staged_fill(ddp__local *l, const ddp__staged *s, size_t k) {
-    const unsigned char *send = (const unsigned char *)s->call->send + ddp__staged_at(s, k);
     unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
     for (int r = 0; r < l->world_size; r++) {
-        ddp__part part = ddp__staged_part(s, k, r);
-        if (r != l->rank) ddp__copy_across(slot + part.begin, send + part.begin, part.size);
+        ddp__piece p = ddp__piece_of(s, k, r);
+        if (r != l->rank) (s->past ? ddp__copy_stream : ddp__copy_across)(slot + p.slot, (const unsigned char *)s->call->send + p.send, p.size);
     }
+    if (s->past) ddp__stream_end();
 }
 
-/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from. */
+/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from: of those who receive it, and to hand lines back. */
 static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
     const ddp_call *call = s->call;
-    ddp__part part = ddp__staged_part(s, k, l->rank);
-    size_t place = ddp__staged_at(s, k) + part.begin, count = part.size / s->element;
+    ddp__piece p = ddp__piece_of(s, k, l->rank);
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0;
+    int out_count = 0, hand_back = s->block && l->amd && !s->past;
     for (int i = 0; i < l->world_size; i++) {
         int r = (l->rank + i) % l->world_size;
-        int wanted = call->kind == DDP_CALL_ALL_REDUCE || r == call->root;
-        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + part.begin;
+        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + p.slot;
         ddp_result result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, s->first + k);
         if (result != DDP_OK) return result;
-        sources[r] = r == l->rank ? (const unsigned char *)call->send + place : slot;
-        if (wanted) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + place : slot;
+        sources[r] = r == l->rank ? (const unsigned char *)call->send + p.send : slot;
+        if (hand_back || ddp__receives(l, call, r)) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + p.recv : slot;
     }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, count, call->dtype, call->op, call->divisor, DDP__LARGE);
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, p.size / s->element, call->dtype, call->op, call->divisor, s->past ? DDP__PAST : DDP__LARGE);
     ddp__tick_passed(l, s->first + k);
     return DDP_OK;
 }
@@ -2525,13 +2558,11 @@ static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp_
 /* Copies the others' sums of chunk k out of the own slot. */
 static ddp_result ddp__staged_drain(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
     const unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
-    unsigned char *recv;
-    ddp_result result = ddp__await_passed(group, l, s->first + k);
-    if (result != DDP_OK || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
-    recv = (unsigned char *)s->call->recv + ddp__staged_at(s, k);
+    ddp_result result = s->block ? DDP_OK : ddp__await_passed(group, l, s->first + k);
+    if (result != DDP_OK || s->block || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
     for (int r = 0; r < l->world_size; r++) {
-        ddp__part part = ddp__staged_part(s, k, r);
-        if (r != l->rank) ddp__copy_across(recv + part.begin, slot + part.begin, part.size);
+        ddp__piece p = ddp__piece_of(s, k, r);
+        if (r != l->rank) ddp__copy_across((unsigned char *)s->call->recv + p.recv, slot + p.slot, p.size);
     }
     return DDP_OK;
 }
@@ -2541,19 +2572,42 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
     return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
 }
 
-static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp__staged *s) {
+/* The first `filled` chunks have been filled already. */
+static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t filled) {
     ddp_result result = DDP_OK;
-    for (size_t k = 0; k < s->rounds && result == DDP_OK; k++) {
-        if (k + 1 < s->rounds) {
-            result = ddp__slot_free(group, l, s->first + k + 1);
+    for (size_t k = filled; k < s->rounds + 2 && result == DDP_OK; k++) { /* fills chunk k, adds chunk k - 1, drains chunk k - 2 */
+        if (k < s->rounds) {
+            result = ddp__slot_free(group, l, s->first + k);
             if (result != DDP_OK) break;
-            ddp__staged_fill(l, s, k + 1);
-            ddp__tick_filled(l, s->first + k + 1);
+            ddp__staged_fill(l, s, k);
+            ddp__tick_filled(l, s->first + k);
         }
-        result = ddp__staged_reduce(group, l, s, k);
-        if (result == DDP_OK && k > 0) result = ddp__staged_drain(group, l, s, k - 1);
+        if (k > 0 && k <= s->rounds) result = ddp__staged_reduce(group, l, s, k - 1);
+        if (k > 1 && result == DDP_OK) result = ddp__staged_drain(group, l, s, k - 2);
     }
-    return result == DDP_OK && s->rounds ? ddp__staged_drain(group, l, s, s->rounds - 1) : result;
+    return result;
+}
+
+/* reduce_scatter: reads the peers' parts a chunk at a time into the own slot, which stays in cache, and adds from there. */
+static ddp_result ddp__reduce_read(ddp_group *group, ddp__local *l, const ddp__staged *s) {
+    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    ddp_result result = ddp__await_passed(group, l, l->round); /* peers are done with the slot */
+    if (result != DDP_OK) return result;
+    for (size_t k = 0; k < s->rounds; k++) {
+        ddp__piece mine = ddp__piece_of(s, k, l->rank);
+        void *out = (unsigned char *)s->call->recv + mine.recv;
+        for (int i = 1; i < l->world_size; i++) {
+            int r = (l->rank + i) % l->world_size;
+            unsigned char *room = scratch + (size_t)r * s->share;
+            sources[r] = room;
+            if (!ddp__fetch(l, s->call, r, room, mine.send, mine.size)) return DDP_ERR_POISONED;
+        }
+        sources[l->rank] = (const unsigned char *)s->call->send + mine.send;
+        ddp__reduce_tree(&out, 1, sources, l->world_size, mine.size / s->element, s->call->dtype, s->call->op, s->call->divisor,
+                         ddp__how(s->block, out != sources[l->rank]));
+    }
+    return ddp__direct_end(group, l);
 }
 
 /* 1 when every rank that matters announced group memory. */
@@ -2566,17 +2620,30 @@ static int ddp__all_direct(const ddp__local *l, const ddp_call *call, int need_s
     return 1;
 }
 
+/* A reduce_scatter so large that rank 0 proposes the way. */
+static ddp_result ddp__reduce_routed(ddp_group *group, ddp__local *l, const ddp_call *call, ddp__staged *s) {
+    int proposed, way = ddp__route_way(l, call, s->size, &proposed);
+    double start = ddp_now();
+    ddp_result result;
+    s->past = way == DDP__WAY_PAST;
+    if (way == DDP__WAY_READ) l->round = s->first - 1;
+    result = way == DDP__WAY_READ ? ddp__reduce_read(group, l, s) : ddp__reduce_staged(group, l, s, 0);
+    ddp__route_note(l, DDP__ROUTE_SCATTER, s->size, proposed, ddp_now() - start);
+    return result;
+}
+
 static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t size = call->count * ddp_dtype_size(call->dtype);
-    int rooted = call->kind == DDP_CALL_REDUCE;
+    int rooted = call->kind == DDP_CALL_REDUCE, scatters = ddp__scatters(call);
+    size_t size = call->count * ddp_dtype_size(call->dtype) * (scatters ? (size_t)l->world_size : 1);
+    int takes = !scatters && (!rooted || call->root == l->rank), routed = scatters && size >= DDP__ROUTE_BYTES, surely_staged;
     uint64_t send, recv;
-    int surely_staged;
     ddp__staged s;
     ddp_result result;
     if (size <= ddp__small_limit(l)) return ddp__reduce_small(group, l, call, size);
     send = ddp__address(l, call->send, size);
-    recv = rooted && call->root != l->rank ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
-    surely_staged = !send || (!recv && (!rooted || call->root == l->rank));
+    recv = !takes ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
+    surely_staged = !routed && (!send || (takes && !recv));
+    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send);
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
     if (result != DDP_OK) return result;
@@ -2586,124 +2653,11 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     }
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
-    if (ddp__all_direct(l, call, 1, 1, rooted)) {
+    if (ddp__all_direct(l, call, 1, !scatters, rooted)) {
         l->round = s.first - 1;
         return ddp__reduce_direct(group, l, call);
     }
-    if (!surely_staged) {
-        ddp__staged_fill(l, &s, 0);
-        ddp__tick_filled(l, s.first);
-    }
-    return ddp__reduce_staged(group, l, &s);
-}
-
-/* --- reduce_scatter --- */
-
-static ddp_result ddp__scatter_small(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    size_t block = size / (size_t)l->world_size;
-    void *out = call->recv;
-    ddp_result result;
-    if (size) memcpy(ddp__small_of(l, l->rank, call, size), call->send, size);
-    result = ddp__enter(group, l, call, 0, 0);
-    if (result != DDP_OK) return result;
-    for (int r = 0; r < l->world_size; r++)
-        sources[r] = (r == l->rank ? (const unsigned char *)call->send : ddp__small_of(l, r, call, size)) + (size_t)l->rank * block;
-    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, DDP__CACHED);
-    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + (size_t)l->rank * block, block);
-    return DDP_OK;
-}
-
-static ddp_result ddp__scatter_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    size_t block = call->count * ddp_dtype_size(call->dtype);
-    void *out = call->recv;
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    for (int r = 0; r < l->world_size; r++)
-        sources[r] = ddp__resolve(l, ddp__post_of(l, r, call->seq)->send) + (size_t)l->rank * block;
-    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor,
-                     ddp__how(block, out != sources[l->rank]));
-    return ddp__direct_end(group, l);
-}
-
-/* Slot of a round: W blocks of `sub` elements, block p for rank p. The sum goes back into the blocks that were read, too. */
-static ddp_result ddp__scatter_rounds(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub, size_t rounds, int past) {
-    size_t element = ddp_dtype_size(call->dtype);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    void *outs[DDP_MAX_LOCAL_RANKS];
-    uint64_t first = l->round + 1;
-    l->round += rounds;
-    for (size_t k = 0; k <= rounds; k++) { /* fills chunk k, then reduces chunk k - 1 */
-        size_t begin = k * sub, n;
-        ddp_result result;
-        if (k < rounds) {
-            n = call->count - begin < sub ? call->count - begin : sub;
-            result = ddp__slot_free(group, l, first + k);
-            if (result != DDP_OK) return result;
-            for (int r = 0; r < l->world_size; r++)
-                if (r != l->rank)
-                    (past ? ddp__copy_stream : ddp__copy_across)(ddp__slot_of(l, l->rank, first + k) + (size_t)r * sub * element,
-                           (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element, n * element);
-            if (past) ddp__stream_end();
-            ddp__tick_filled(l, first + k);
-        }
-        if (k == 0) continue;
-        begin = (k - 1) * sub;
-        n = call->count - begin < sub ? call->count - begin : sub;
-        for (int r = 0; r < l->world_size; r++) {
-            unsigned char *slot = ddp__slot_of(l, r, first + k - 1) + (size_t)l->rank * sub * element;
-            result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, first + k - 1);
-            if (result != DDP_OK) return result;
-            sources[r] = r == l->rank ? (const unsigned char *)call->send + ((size_t)r * call->count + begin) * element : slot;
-            outs[r] = r == l->rank ? (unsigned char *)call->recv + begin * element : slot;
-        }
-        ddp__reduce_tree(past ? &outs[l->rank] : outs, past ? 1 : l->world_size, sources, l->world_size, n, call->dtype, call->op, call->divisor,
-                         past ? DDP__PAST : DDP__LARGE);
-        ddp__tick_passed(l, first + k - 1);
-    }
-    return DDP_OK;
-}
-
-/* Reads the peers' parts `sub` elements at a time into the own slot, which stays in cache, and reduces them from there. */
-static ddp_result ddp__scatter_read(ddp_group *group, ddp__local *l, const ddp_call *call, size_t sub) {
-    size_t element = ddp_dtype_size(call->dtype), mine = (size_t)l->rank * call->count;
-    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    ddp_result result = ddp__await_passed(group, l, l->round); /* peers are done with the slot */
-    if (result != DDP_OK) return result;
-    for (size_t begin = 0, n; begin < call->count; begin += n) {
-        void *out = (unsigned char *)call->recv + begin * element;
-        n = call->count - begin < sub ? call->count - begin : sub;
-        for (int i = 1; i < l->world_size; i++) {
-            int r = (l->rank + i) % l->world_size;
-            sources[r] = scratch + (size_t)r * sub * element;
-            if (!ddp__fetch(l, call, r, scratch + (size_t)r * sub * element, (mine + begin) * element, n * element)) return DDP_ERR_POISONED;
-        }
-        sources[l->rank] = (const unsigned char *)call->send + (mine + begin) * element;
-        ddp__reduce_tree(&out, 1, sources, l->world_size, n, call->dtype, call->op, call->divisor,
-                         ddp__how(call->count * element, out != sources[l->rank]));
-    }
-    return ddp__direct_end(group, l);
-}
-
-static ddp_result ddp__scatter_staged(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
-    size_t sub = DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN / ddp_dtype_size(call->dtype), rounds = (call->count + sub - 1) / sub;
-    int proposed, way = ddp__route_way(l, call, size, &proposed);
-    double start = ddp_now();
-    ddp_result result = way == DDP__WAY_READ ? ddp__scatter_read(group, l, call, sub) : ddp__scatter_rounds(group, l, call, sub, rounds, way == DDP__WAY_PAST);
-    ddp__route_note(l, DDP__ROUTE_SCATTER, size, proposed, ddp_now() - start);
-    return result;
-}
-
-static ddp_result ddp__local_reduce_scatter(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t size = call->count * ddp_dtype_size(call->dtype) * (size_t)l->world_size;
-    ddp_result result;
-    if (size <= ddp__small_limit(l)) return ddp__scatter_small(group, l, call, size);
-    ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send);
-    result = ddp__enter(group, l, call, ddp__address(l, call->send, size), 0);
-    if (result != DDP_OK) return result;
-    if (ddp__all_direct(l, call, 1, 0, 0)) return ddp__scatter_direct(group, l, call);
-    return ddp__scatter_staged(group, l, call, size);
+    return routed ? ddp__reduce_routed(group, l, call, &s) : ddp__reduce_staged(group, l, &s, (size_t)surely_staged);
 }
 
 /* --- everything that only moves data --- */
@@ -2952,8 +2906,8 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
     switch (call->kind) {
     case DDP_CALL_BARRIER: result = ddp__enter(group, l, call, 0, 0); break;
     case DDP_CALL_ALL_REDUCE:
-    case DDP_CALL_REDUCE: result = ddp__local_reduce(group, l, call); break;
-    case DDP_CALL_REDUCE_SCATTER: result = ddp__local_reduce_scatter(group, l, call); break;
+    case DDP_CALL_REDUCE:
+    case DDP_CALL_REDUCE_SCATTER: result = ddp__local_reduce(group, l, call); break;
     case DDP_CALL_ALL_TO_ALL_V: result = ddp__local_all_to_all_v(group, l, call); break;
     case DDP_CALL_ALL_GATHER_V: result = ddp__local_all_gather_v(group, l, call); break;
     default: result = ddp__local_move(group, l, call); break;
@@ -3282,7 +3236,6 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
     l->amd = ddp__cpu_is_amd();
-    l->staged_chunk = l->amd ? DDP__CHUNK : DDP__CHUNK / 4; /* elsewhere what two rounds touch had better stay in the second-level cache: 5% to 10% */
     ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
