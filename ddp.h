@@ -632,6 +632,12 @@ DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
 
+/* For backends made of another group. call: issues a checked call as it is, with its divisor. poison and cause: the backend's own functions;
+   the error line of cause is the bare cause. */
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
+
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
 #if defined(__GNUC__)
@@ -3720,6 +3726,11 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) {
+    ddp_call copy = *call;
+    return ddp__submit(group, &copy, work);
+}
+
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
@@ -4340,6 +4351,9 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     result = group->backend->status(group, group->state);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
 }
+
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
