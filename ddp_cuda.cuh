@@ -231,7 +231,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 
 /* Every call of the CUDA runtime goes through this table. */
 typedef struct ddp__cuda_runtime {
-    int on_host; /* 1 = kernels run as loops on the CPU, on host memory: for tests without a device */
+    int on_host; /* 1 = kernels are loops on the CPU, on host memory, and go through host_work: for tests without a device */
     cudaError_t (*device_count)(int *count);
     cudaError_t (*device_identity)(int device, char name[256], unsigned char uuid[16]);
     cudaError_t (*set_device)(int device);
@@ -245,6 +245,22 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*is_device_memory)(const void *pointer, int *yes);
     cudaError_t (*launch)(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream);
     cudaError_t (*clear_error)(void);
+    cudaError_t (*get_device)(int *device);
+    cudaError_t (*stream_create)(cudaStream_t *out, int high_priority); /* does not wait for the default stream */
+    cudaError_t (*stream_destroy)(cudaStream_t stream);
+    cudaError_t (*stream_wait_event)(cudaStream_t stream, cudaEvent_t event);
+    cudaError_t (*stream_query)(cudaStream_t stream);
+    cudaError_t (*stream_capturing)(cudaStream_t stream, int *yes);
+    cudaError_t (*relax_capture)(void); /* this thread's calls disturb no capture of another thread */
+    cudaError_t (*event_create)(cudaEvent_t *out); /* takes no times */
+    cudaError_t (*event_destroy)(cudaEvent_t event);
+    cudaError_t (*event_record)(cudaEvent_t event, cudaStream_t stream);
+    cudaError_t (*event_query)(cudaEvent_t event);
+    cudaError_t (*event_synchronize)(cudaEvent_t event);
+    cudaError_t (*host_alloc)(void **out, size_t size_bytes); /* pinned */
+    cudaError_t (*host_free)(void *memory);
+    /* on_host: puts run(copy) on the stream; copy is argument's bytes, aligned to 16. */
+    cudaError_t (*host_work)(void (*run)(void *copy), const void *argument, size_t argument_bytes, cudaStream_t stream);
 } ddp__cuda_runtime;
 
 #if !defined(DDP__CUDA_RUNTIME)
@@ -264,10 +280,37 @@ static cudaError_t ddp__cuda_is_device_memory(const void *pointer, int *yes) {
     return error;
 }
 
+static cudaError_t ddp__cuda_stream_create(cudaStream_t *out, int high_priority) {
+    int least = 0, greatest = 0;
+    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    return error == cudaSuccess ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least) : error;
+}
+
+static cudaError_t ddp__cuda_stream_wait_event(cudaStream_t stream, cudaEvent_t event) { return cudaStreamWaitEvent(stream, event, 0); }
+
+static cudaError_t ddp__cuda_stream_capturing(cudaStream_t stream, int *yes) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    *yes = error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+    return error;
+}
+
+static cudaError_t ddp__cuda_relax_capture(void) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    return cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+static cudaError_t ddp__cuda_event_create(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, cudaEventDisableTiming); }
+static cudaError_t ddp__cuda_event_record(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecord(event, stream); }
+static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) { return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable); }
+
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
     static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree, cudaMallocAsync,
                                             cudaFreeAsync, cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
-                                            cudaLaunchKernel, cudaGetLastError};
+                                            cudaLaunchKernel, cudaGetLastError, cudaGetDevice, ddp__cuda_stream_create, cudaStreamDestroy,
+                                            ddp__cuda_stream_wait_event, cudaStreamQuery, ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
+                                            ddp__cuda_event_create, cudaEventDestroy, ddp__cuda_event_record, cudaEventQuery, cudaEventSynchronize,
+                                            ddp__cuda_host_alloc, cudaFreeHost, NULL};
     return &table;
 }
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
@@ -683,18 +726,32 @@ static ddp_result ddp__cuda_launch(const void *kernel, size_t blocks, void **arg
     return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchKernel");
 }
 
+/* Where kernels are loops on the CPU: puts work.run() on the stream. */
+template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->run(); }
+
+template <class Work> static ddp_result ddp__cuda_on_host(const Work &work, cudaStream_t stream, const char *function) {
+    cudaError_t error = DDP__CUDA_RUNTIME->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchHostFunc");
+}
+
 /* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
 template <class F> static __global__ void ddp__cuda_each_kernel(const __grid_constant__ F f, const ddp__cuda_split split) {
     ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x);
 }
+
+template <class F> struct ddp__cuda_each_work {
+    F f;
+    ddp__cuda_split split;
+    void run() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
+};
 
 template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
     size_t rest = split.count - split.vectors * F::WIDTH, work = split.vectors > rest ? split.vectors : rest;
     void *arguments[2] = {(void *)&f, &split};
     if (split.count == 0) return DDP_OK;
     if (DDP__CUDA_RUNTIME->on_host) {
-        for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS);
-        return DDP_OK;
+        ddp__cuda_each_work<F> work = {f, split};
+        return ddp__cuda_on_host(work, stream, function);
     }
     return ddp__cuda_launch((const void *)ddp__cuda_each_kernel<F>, (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
 }
@@ -704,13 +761,21 @@ template <class F> static __global__ void ddp__cuda_chunks_kernel(const __grid_c
     for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x);
 }
 
+template <class F> struct ddp__cuda_chunks_work {
+    F f;
+    size_t chunks;
+    void run() const {
+        for (size_t i = 0; i < chunks; i++)
+            for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
+    }
+};
+
 template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
     void *arguments[2] = {(void *)&f, &chunks};
     if (chunks == 0) return DDP_OK;
     if (DDP__CUDA_RUNTIME->on_host) {
-        for (size_t i = 0; i < chunks; i++)
-            for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
-        return DDP_OK;
+        ddp__cuda_chunks_work<F> work = {f, chunks};
+        return ddp__cuda_on_host(work, stream, function);
     }
     return ddp__cuda_launch((const void *)ddp__cuda_chunks_kernel<F>, chunks, arguments, 0, stream, function);
 }
@@ -735,22 +800,29 @@ template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_con
     if (threadIdx.x == 0) f.flush(cells);
 }
 
-template <class F> static void ddp__cuda_rows_on_host(const F &f, size_t rows) {
-    int64_t cells[F::CELLS] = {0};
-    for (size_t row = 0; row < rows; row++) {
-        typename F::value value[32];
-        for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
-        for (int half = 16; half; half /= 2)
-            for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
-        for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+template <class F> struct ddp__cuda_rows_work {
+    F f;
+    size_t rows;
+    void run() const {
+        int64_t cells[F::CELLS] = {0};
+        for (size_t row = 0; row < rows; row++) {
+            typename F::value value[32];
+            for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
+            for (int half = 16; half; half /= 2)
+                for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
+            for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+        }
+        f.flush(cells);
     }
-    f.flush(cells);
-}
+};
 
 template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
     void *arguments[2] = {(void *)&f, &rows};
     if (rows == 0) return DDP_OK;
-    if (DDP__CUDA_RUNTIME->on_host) { ddp__cuda_rows_on_host(f, rows); return DDP_OK; }
+    if (DDP__CUDA_RUNTIME->on_host) {
+        ddp__cuda_rows_work<F> work = {f, rows};
+        return ddp__cuda_on_host(work, stream, function);
+    }
     return ddp__cuda_launch((const void *)ddp__cuda_rows_kernel<F>, (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
 }
 
