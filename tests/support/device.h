@@ -1,0 +1,91 @@
+/*  device.h - groups over device memory for the tests that run on a GPU, and on the CPU where DDP_TEST_ON_HOST is set.
+
+    A host buffer has a mirror on the device. Data reaches it, and comes back, through a compute stream of the rank's own that is busy meanwhile
+    and that nothing waits for on the host: a call that does not order itself behind that stream, or work after it that the stream does not
+    see, shows as wrong data. Include after ddp_cuda.cuh and ranks.h. */
+#ifndef DDP_TEST_DEVICE_H
+#define DDP_TEST_DEVICE_H
+
+typedef struct device_rank {
+    ddp_group *cpu, *group; /* the world, and the group over device memory */
+    cudaStream_t stream;
+    unsigned char *scratch; /* on the device: what comes and goes */
+    size_t scratch_bytes;
+} device_rank;
+
+/* Every test makes its group here. */
+static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
+
+#if defined(DDP_TEST_ON_HOST)
+static void device_delay(cudaStream_t stream) { (void)stream; }
+#else
+static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
+static void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
+#endif
+
+static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
+    int device;
+    ddp_cuda_pick_desc pick = DDP_ZERO;
+    void *memory = NULL;
+    memset(d, 0, sizeof *d);
+    pick.allow_shared = 1;
+    d->cpu = world;
+    RANKS_OK(world, ddp_cuda_pick(world, &pick, &device));
+    RANKS_CHECK(world, DDP__CUDA_RUNTIME->stream_create(&d->stream, 0) == cudaSuccess, "no stream");
+    ddp_cuda_use_stream(d->stream);
+    RANKS_OK(world, device_group(world, d->stream, &d->group));
+    RANKS_OK(world, ddp_device_cuda()->alloc(NULL, scratch_bytes, &memory));
+    d->scratch = (unsigned char *)memory;
+    d->scratch_bytes = scratch_bytes;
+    return DDP_OK;
+}
+
+static RANKS_UNUSED void device_rank_close(device_rank *d) {
+    ddp_device_cuda()->free(NULL, d->scratch);
+    ddp_group_destroy(d->group);
+    ddp_cuda_use_stream(0);
+    DDP__CUDA_RUNTIME->stream_destroy(d->stream);
+}
+
+/* Returns while the copy may still be under way on the compute stream. */
+static RANKS_UNUSED ddp_result device_up(device_rank *d, void *far, const void *near, size_t size_bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    if (size_bytes == 0) return DDP_OK;
+    RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
+    ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits: what the stream still had to do with scratch is over */
+    device_delay(d->stream);
+    RANKS_CHECK(d->cpu, cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying up");
+    return DDP_OK;
+}
+
+/* What far holds for work that is put on the compute stream now. */
+static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const void *far, size_t size_bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    if (size_bytes == 0) return DDP_OK;
+    RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
+    RANKS_CHECK(d->cpu, cuda->memcpy_async(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying down");
+    ddp_device_cuda()->copy(near, d->scratch, size_bytes);
+    return DDP_OK;
+}
+
+/* TEMPORARY: until ddp_cuda_group_create is there. */
+static thread_local ddp_group *device_control;
+static thread_local cudaStream_t device_stream;
+static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, 0, device_stream, state); }
+static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
+    static ddp_backend staged;
+    ddp_group_desc desc = DDP_ZERO, d;
+    ddp_backend copy = *ddp__cuda_backend_staged();
+    copy.open = device_open;
+    staged = copy;
+    desc.timeout_ms = 60000;
+    desc.name = "gpu";
+    desc.device = ddp_device_cuda();
+    (void)ddp__cuda_staged_set_stream;
+    device_control = world;
+    device_stream = stream;
+    if (ddp__group_desc_resolve("test", &desc, &d) != DDP_OK) return DDP_ERR_INVALID;
+    return ddp__world_new(out, &d, &staged, NULL, ddp_rank(world), ddp_world_size(world));
+}
+
+#endif /* DDP_TEST_DEVICE_H */
