@@ -2027,7 +2027,7 @@ static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *mem
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    int before = ddp__cuda_enter(s->device);
+    int device = s->device, before = ddp__cuda_enter(device);
     ddp_group_destroy(s->messages);
     ddp_group_destroy(s->control);
     if (s->message_stream) cuda->synchronize(s->message_stream);
@@ -2052,7 +2052,7 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     pthread_mutex_destroy(&s->lock);
     ddp_group_mfree(group, s->words);
     ddp_group_mfree(group, s);
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_leave(before, device);
 }
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {

@@ -72,12 +72,10 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
 static thread_local ddp_group *device_control;
 static thread_local cudaStream_t device_stream;
 static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, 0, device_stream, state); }
+static ddp_backend device_backend(void) { ddp_backend copy = *ddp__cuda_backend_staged(); copy.open = device_open; return copy; }
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
-    static ddp_backend staged;
+    static ddp_backend staged = device_backend();
     ddp_group_desc desc = DDP_ZERO, d;
-    ddp_backend copy = *ddp__cuda_backend_staged();
-    copy.open = device_open;
-    staged = copy;
     desc.timeout_ms = 60000;
     desc.name = "gpu";
     desc.device = ddp_device_cuda();
