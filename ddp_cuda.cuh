@@ -1545,7 +1545,6 @@ typedef struct ddp__cuda_staged {
     ddp_group *control, *messages; /* splits of the user's CPU group: sends and receives run beside collectives */
     ddp_group *owner;
     int device, rank, world_size;
-    cudaStream_t compute;          /* the user's; set by another thread than runs calls */
     cudaStream_t stream, message_stream;
     cudaEvent_t ready, down[2];
     unsigned char *memory;         /* in 0, in 1, out 0, out 1; pinned, from the first call on */
@@ -1557,13 +1556,13 @@ typedef struct ddp__cuda_staged {
 } ddp__cuda_staged;
 
 /* Calls run on threads of their own, too: the device is that of a thread. */
-static int ddp__cuda_enter(int device) {
+static int ddp__cuda_staged_enter(int device) {
     int before = device;
     if (DDP__CUDA_RUNTIME->get_device(&before) != cudaSuccess) before = device;
     if (before != device) DDP__CUDA_RUNTIME->set_device(device);
     return before;
 }
-static void ddp__cuda_leave(int before, int device) { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+static void ddp__cuda_staged_leave(int before, int device) { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
 
 static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
     return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "staging through the host", call);
@@ -1778,10 +1777,10 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
     return result;
 }
 
-/* The copies of this call follow what is on the compute stream. */
-static ddp_result ddp__cuda_staged_fence(ddp__cuda_staged *s, cudaStream_t stream, cudaEvent_t event) {
+/* The copies of this call follow what is on this thread's stream. */
+static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaStream_t compute = __atomic_load_n(&s->compute, __ATOMIC_ACQUIRE);
+    cudaStream_t compute = ddp__cuda_mine.stream;
     int capturing = 0;
     cudaError_t error = cuda->stream_capturing(compute, &capturing);
     if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamIsCapturing");
@@ -1795,12 +1794,12 @@ static ddp_result ddp__cuda_staged_run(ddp_group *group, void *state, const ddp_
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_rounds p;
     char text[200];
-    int before = ddp__cuda_enter(s->device), agreed;
+    int before = ddp__cuda_staged_enter(s->device), agreed;
     ddp_result result = ddp__cuda_staged_memory(s), idle;
     (void)group;
     ddp__cuda_plan(s, call, &p);
     ddp__cuda_describe(text, sizeof text, call);
-    if (result == DDP_OK) result = ddp__cuda_staged_fence(s, s->stream, s->ready);
+    if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
     agreed = result == DDP_OK;
@@ -1809,7 +1808,7 @@ static ddp_result ddp__cuda_staged_run(ddp_group *group, void *state, const ddp_
     idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->ready, s->stream), "cudaEventRecord");
     if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, s->ready, "copying the result");
     if (result == DDP_OK && idle != DDP_OK) result = ddp__cuda_staged_failed(s, idle, 1);
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -1860,11 +1859,11 @@ static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message
     const ddp_call *call = &m->call;
     ddp_result result;
     if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
-        result = ddp__cuda_staged_fence(s, 0, m->event);
+        result = ddp__cuda_staged_fence(0, m->event);
         m->stage = DDP__CUDA_WIRE;
         return result == DDP_OK ? ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work) : result;
     }
-    result = ddp__cuda_staged_fence(s, s->message_stream, m->event);
+    result = ddp__cuda_staged_fence(s->message_stream, m->event);
     if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->memory, call->send);
     if (result != DDP_OK) return result;
     m->stage = DDP__CUDA_DOWN;
@@ -1876,7 +1875,7 @@ static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message
 
 static ddp_result ddp__cuda_staged_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **request) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    int before = ddp__cuda_enter(s->device);
+    int before = ddp__cuda_staged_enter(s->device);
     ddp_result result = DDP_ERR_NO_MEMORY;
     ddp__cuda_message *m;
     (void)group;
@@ -1890,7 +1889,7 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *group, void *state, cons
     }
     pthread_mutex_unlock(&s->lock);
     *request = m;
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_staged_leave(before, s->device);
     return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
 }
 
@@ -1932,7 +1931,7 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message 
 static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_message *m = (ddp__cuda_message *)request;
-    int before = ddp__cuda_enter(s->device);
+    int before = ddp__cuda_staged_enter(s->device);
     ddp_result result;
     (void)group;
     *done = 0;
@@ -1946,7 +1945,7 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *group, void *state, void 
     }
     if (result != DDP_OK || *done) ddp__cuda_message_give(s, m);
     pthread_mutex_unlock(&s->lock);
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -1965,7 +1964,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
     ddp__cuda_staged *s = task->s;
     ddp__cuda_region *region = (ddp__cuda_region *)ddp_group_malloc(group, sizeof *region);
     char text[64];
-    int before = ddp__cuda_enter(s->device);
+    int before = ddp__cuda_staged_enter(s->device);
     ddp_result result = region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
     snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
     result = ddp__cuda_staged_agree(s, result, text);
@@ -1983,7 +1982,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
         region->next = s->regions;
         s->regions = region;
     }
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -1999,7 +1998,7 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     ddp__cuda_staged *s = task->s;
     ddp__cuda_region *region = *task->link;
     char text[64];
-    int before = ddp__cuda_enter(s->device);
+    int before = ddp__cuda_staged_enter(s->device);
     ddp_result result;
     snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
     result = ddp__cuda_staged_agree(s, DDP_OK, text);
@@ -2012,7 +2011,7 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     *task->link = region->next;
     ddp__cuda_device_free(group, region->memory);
     ddp_group_mfree(group, region);
-    ddp__cuda_leave(before, s->device);
+    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -2027,7 +2026,7 @@ static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *mem
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    int device = s->device, before = ddp__cuda_enter(device);
+    int device = s->device, before = ddp__cuda_staged_enter(device);
     ddp_group_destroy(s->messages);
     ddp_group_destroy(s->control);
     if (s->message_stream) cuda->synchronize(s->message_stream);
@@ -2052,7 +2051,7 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     pthread_mutex_destroy(&s->lock);
     ddp_group_mfree(group, s->words);
     ddp_group_mfree(group, s);
-    ddp__cuda_leave(before, device);
+    ddp__cuda_staged_leave(before, device);
 }
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
@@ -2066,7 +2065,7 @@ static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
 }
 
 /* Makes the state of group, whose ranks are those of control with one color; a negative color only helps. group is still without state. */
-static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, cudaStream_t compute, void **state) {
+static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
     ddp__cuda_staged *s = NULL;
     ddp_group *split[2] = {NULL, NULL};
     ddp_result result = DDP_OK;
@@ -2087,13 +2086,12 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     s->device = device;
     s->rank = ddp_rank(group);
     s->world_size = ddp_world_size(group);
-    s->compute = compute;
     s->coming_end = &s->coming;
     pthread_mutex_init(&s->lock, NULL);
-    before = ddp__cuda_enter(device);
+    before = ddp__cuda_staged_enter(device);
     if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
     else if (result == DDP_OK) result = ddp__cuda_staged_agree(s, ddp__cuda_staged_resources(s), "making a group staged through the host");
-    ddp__cuda_leave(before, device);
+    ddp__cuda_staged_leave(before, device);
     if (result == DDP_OK) *state = s;
     else {
         char line[DDP__CUDA_TEXT];
@@ -2104,32 +2102,17 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     return result;
 }
 
-static ddp_result ddp__cuda_staged_open(ddp_group *group, ddp_group *control, int device, cudaStream_t compute, void **state) {
-    return ddp__cuda_staged_make(group, control, 0, device, compute, state);
+static ddp_result ddp__cuda_staged_open(ddp_group *group, ddp_group *control, int device, void **state) {
+    return ddp__cuda_staged_make(group, control, 0, device, state);
 }
 
 static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     (void)parent; (void)member_count;
-    return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, __atomic_load_n(&s->compute, __ATOMIC_ACQUIRE), child_state);
+    return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
 }
 
-/* Calls issued so far still wait for the old stream: the copies that follow do. */
-static ddp_result ddp__cuda_staged_set_stream(void *state, cudaStream_t stream) {
-    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaEvent_t event = NULL;
-    int before = ddp__cuda_enter(s->device);
-    cudaError_t error = cuda->event_create(&event);
-    if (error == cudaSuccess) error = cuda->event_record(event, s->compute);
-    if (error == cudaSuccess) error = cuda->stream_wait_event(s->stream, event);
-    if (event) cuda->event_destroy(event);
-    if (error == cudaSuccess) __atomic_store_n(&s->compute, stream, __ATOMIC_RELEASE);
-    ddp__cuda_leave(before, s->device);
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "ddp_cuda_set_stream", "cudaStreamWaitEvent");
-}
-
-static const ddp_backend *ddp__cuda_backend_staged(void) {
+static const ddp_backend *ddp__cuda_staged_backend(void) {
     static const ddp_backend staged = {"host-staged", NULL, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
                                        ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
                                        ddp__cuda_staged_poison, ddp__cuda_staged_close};

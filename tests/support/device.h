@@ -70,18 +70,16 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
 
 /* TEMPORARY: until ddp_cuda_group_create is there. */
 static thread_local ddp_group *device_control;
-static thread_local cudaStream_t device_stream;
-static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, 0, device_stream, state); }
-static ddp_backend device_backend(void) { ddp_backend copy = *ddp__cuda_backend_staged(); copy.open = device_open; return copy; }
+static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, 0, state); }
+static ddp_backend device_backend(void) { ddp_backend copy = *ddp__cuda_staged_backend(); copy.open = device_open; return copy; }
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
     static ddp_backend staged = device_backend();
     ddp_group_desc desc = DDP_ZERO, d;
     desc.timeout_ms = 60000;
     desc.name = "gpu";
     desc.device = ddp_device_cuda();
-    (void)ddp__cuda_staged_set_stream;
     device_control = world;
-    device_stream = stream;
+    (void)stream;
     if (ddp__group_desc_resolve("test", &desc, &d) != DDP_OK) return DDP_ERR_INVALID;
     return ddp__world_new(out, &d, &staged, NULL, ddp_rank(world), ddp_world_size(world));
 }
