@@ -17,10 +17,10 @@ typedef struct device_rank {
 static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
 
 #if defined(DDP_TEST_ON_HOST)
-static void device_delay(cudaStream_t stream) { (void)stream; }
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; }
 #else
 static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
-static void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
 #endif
 
 static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
