@@ -289,12 +289,12 @@ static ddp_result aborts_and_losses(device_rank *d) {
     ddp_group_destroy(group);
 
     RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group)); /* the last rank leaves; the others wait for its message, and reduce */
+    if (rank != last) RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 10, DDP_F32, last, 0, &work));
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
     if (rank == last) {
         ddp_group_destroy(group);
     } else {
-        ddp_result result;
-        RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 10, DDP_F32, last, 0, &work));
-        result = ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000, DDP_F32, DDP_OP_SUM, NULL);
+        ddp_result result = ddp_all_reduce(group, d->scratch + 4096, d->scratch + 4096, 1000, DDP_F32, DDP_OP_SUM, NULL);
         RANKS_CHECK(d->cpu, result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(result), ddp_last_error());
         result = ddp_wait(group, &work);
         RANKS_CHECK(d->cpu, result != DDP_OK && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(result), ddp_last_error());
