@@ -1513,7 +1513,9 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
        CPU group                       round 0          round 1         ...
    A call ends when its results lie in place, so every stream sees them. Pointers to host memory work too. */
 
+#if !defined(DDP__CUDA_STAGE)
 #define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
+#endif
 
 /* What each rank says of a call before anything moves: why it cannot take part, or which call it makes, as text that is compared. */
 typedef struct ddp__cuda_word {
@@ -1619,7 +1621,7 @@ static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
     void *memory = NULL;
     ddp_result result;
     if (s->memory) return DDP_OK;
-    result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc of 8 MiB");
+    result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
     if (result == DDP_OK) s->memory = (unsigned char *)memory;
     return result;
 }

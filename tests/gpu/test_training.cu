@@ -1,18 +1,9 @@
 /*  test_training.cu - a training loop over device memory has the same bits on 1, 2 and 4 ranks, and those of plain loops on the CPU.
 
-    test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on host memory, as test_conformance.cu.
+    test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu.
 
     Two linear layers with a ReLU between, mean squared error, four micro-batches a step: accumulated pairwise, reduced in buckets, clipped, and
     stepped by AdamW. All arithmetic rounds operation by operation, so that the CPU gives the reference. */
-#if defined(DDP_TEST_ON_CPU)
-#include "../support/cuda_on_host.h"
-#endif
-#define DDP_IMPLEMENTATION
-#include "../../ddp_cuda.cuh"
-#if defined(DDP_TEST_ON_CPU)
-#include "../support/cuda_on_host.h"
-#endif
-#include "../support/ranks.h"
 #include "../support/device.h"
 
 enum { IN = 33, HIDDEN = 57, OUT = 9, BATCH = 8, MICRO = 4, STEPS = 7, PARAMS = 4 };
@@ -242,8 +233,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_CHECK(world, moved > 1, "nothing was trained");
     }
     if (result != DDP_OK) return result;
-    RANKS_OK(world, ddp_cuda_check());
-    device_rank_close(&d);
+    result = device_rank_close(&d);
+    if (result != DDP_OK) return result;
     if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
     fflush(stdout);
     return DDP_OK;

@@ -15,6 +15,9 @@
 #include "../support/ranks.h"
 #endif
 
+#if !defined(TEST_SLOW)
+#define TEST_SLOW DDP_TEST_SLOWDOWN
+#endif
 #define SLOTS 3      /* asynchronous cases in flight */
 #define GUARD 64     /* bytes around every buffer that must stay as they are */
 #define CANARY 0xa5
@@ -552,14 +555,14 @@ static ddp_result free_slot(rig *g, slot *s) {
 
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
-    int few = DDP_TEST_SLOWDOWN > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
+    int slow = TEST_SLOW, few = slow > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
     long stride = w <= 2 ? 1 : w <= 4 ? 7 : 41;
     ddp_result result;
-    if (few) stride = stride * (DDP_TEST_SLOWDOWN > 1 ? 13 : 3) - 2;
+    if (few) stride = stride * (slow > 1 ? 13 : 3) - 2;
     result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);
     if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 1000 : 100);
-    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
-    if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
+    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / slow, 4711u + (uint64_t)w);
+    if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / slow);
     return result;
 }
 
@@ -574,7 +577,11 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     g->rank = ddp_rank(world);
     g->world_size = ddp_world_size(world);
     small = g->world_size < 8 ? (size_t)g->world_size * 4200 * 8 + 4096 : 65536;
+#if defined(TEST_LARGE_BYTES)
+    large = TEST_LARGE_BYTES;
+#else
     large = g->world_size < 8 ? (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20 : (size_t)g->world_size * 5010 * 4 + 4096;
+#endif
 #if defined(TEST_DEVICE)
     result = device_rank_open(&g->device, world, large > small ? large : small);
     if (result != DDP_OK) return result;
@@ -594,8 +601,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         if (result != DDP_OK) return result;
     }
 #if defined(TEST_DEVICE)
-    RANKS_OK(world, ddp_cuda_check());
-    device_rank_close(&g->device);
+    result = device_rank_close(&g->device);
+    if (result != DDP_OK) return result;
 #endif
     if (g->rank == 0) printf("ok: %s W=%d: %ld cases in %.1f s\n", ranks_mode_name(p->mode), g->world_size, g->ran, ranks_now() - start);
     fflush(stdout);

@@ -1,10 +1,28 @@
-/*  device.h - groups over device memory for the tests that run on a GPU, and on the CPU where DDP_TEST_ON_HOST is set.
+/*  device.h - ddp_cuda.cuh, and groups over device memory, for the tests that run on a GPU.
+
+    With DDP_TEST_ON_CPU the machine is the fake one of fake_gpu.h: the same test proves its own logic, and the order of everything on
+    streams, without a device. Ranks have a device each there, as races are told by device.
 
     A host buffer has a mirror on the device. Data reaches it, and comes back, through a compute stream of the rank's own that is busy meanwhile
     and that nothing waits for on the host: a call that does not order itself behind that stream, or work after it that the stream does not
-    see, shows as wrong data. Include after ddp_cuda.cuh and ranks.h. */
+    see, shows as wrong data. */
 #ifndef DDP_TEST_DEVICE_H
 #define DDP_TEST_DEVICE_H
+
+#if defined(DDP_TEST_ON_CPU)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" /* each test needs some of it */
+#include "fake_nccl.h"
+#pragma GCC diagnostic pop
+struct ddp__cuda_runtime;
+static const struct ddp__cuda_runtime *device_runtime(void);
+#define DDP__CUDA_RUNTIME device_runtime()
+#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__CUDA_STAGE ((size_t)16384) /* many rounds with little data */
+#endif
+#define DDP_IMPLEMENTATION
+#include "../../ddp_cuda.cuh"
+#include "ranks.h"
 
 typedef struct device_rank {
     ddp_group *cpu, *group; /* the world, and the group over device memory */
@@ -16,11 +34,38 @@ typedef struct device_rank {
 /* Every test makes its group here. */
 static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
 
-#if defined(DDP_TEST_ON_HOST)
-static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; }
+#if defined(DDP_TEST_ON_CPU)
+static const struct ddp__cuda_runtime *device_runtime(void) {
+    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
+    return &table;
+}
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* work is late anyway */
+
+/* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
+static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
+static int device_ranks, device_pid, device_failures;
+static void device_machine(int by) {
+    pthread_mutex_lock(&device_lock);
+    if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
+        static uint64_t seed;
+        fake_start(4, ++seed);
+        device_pid = (int)getpid();
+        device_ranks = 0;
+    }
+    device_ranks += by;
+    if (device_ranks == 0) {
+        std::string left = fake_left();
+        device_failures += fake_failures() + !left.empty();
+        if (!left.empty()) printf("FAIL left behind:\n%s", left.c_str());
+        fflush(stdout);
+    }
+    pthread_mutex_unlock(&device_lock);
+}
 #else
 static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
+static int device_failures;
+static void device_machine(int by) { (void)by; }
 #endif
 
 static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
@@ -28,6 +73,7 @@ static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world
     ddp_cuda_pick_desc pick = DDP_ZERO;
     void *memory = NULL;
     memset(d, 0, sizeof *d);
+    device_machine(1);
     pick.allow_shared = 1;
     d->cpu = world;
     RANKS_OK(world, ddp_cuda_pick(world, &pick, &device));
@@ -40,11 +86,16 @@ static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world
     return DDP_OK;
 }
 
-static RANKS_UNUSED void device_rank_close(device_rank *d) {
+static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
     ddp_device_cuda()->free(NULL, d->scratch);
     ddp_group_destroy(d->group);
     ddp_cuda_use_stream(0);
     DDP__CUDA_RUNTIME->stream_destroy(d->stream);
+    RANKS_OK(d->cpu, ddp_cuda_check());
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    device_machine(-1);
+    RANKS_CHECK(d->cpu, device_failures == 0, "%d things are out of order on the machine", device_failures);
+    return DDP_OK;
 }
 
 /* Returns while the copy may still be under way on the compute stream. */
@@ -70,7 +121,8 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
 
 /* TEMPORARY: until ddp_cuda_group_create is there. */
 static thread_local ddp_group *device_control;
-static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, 0, state); }
+static thread_local int device_number;
+static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, device_number, state); }
 static ddp_backend device_backend(void) { ddp_backend copy = *ddp__cuda_staged_backend(); copy.open = device_open; return copy; }
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
     static ddp_backend staged = device_backend();
@@ -79,6 +131,7 @@ static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group 
     desc.name = "gpu";
     desc.device = ddp_device_cuda();
     device_control = world;
+    DDP__CUDA_RUNTIME->get_device(&device_number);
     (void)stream;
     if (ddp__group_desc_resolve("test", &desc, &d) != DDP_OK) return DDP_ERR_INVALID;
     return ddp__world_new(out, &d, &staged, NULL, ddp_rank(world), ddp_world_size(world));
