@@ -46,7 +46,7 @@
 #define DDP_TEST_SLOWDOWN 1
 #endif
 
-#define FAKE_ARENA ((size_t)1 << 28)
+#define FAKE_ARENA ((size_t)1 << 33) /* of addresses; what is freed gives its memory back */
 #define FAKE_DEVICES 16
 
 /* ---- what the machine is made of ---- */
@@ -104,6 +104,7 @@ static struct fake_machine {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     int device_count, generation, timelines, strict, captures;
+    int patient; /* 1 = a wait that cannot end waits all the same: something else will end it */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
     char *base, *real; /* the region as programs see it, and where it can be read and written */
@@ -233,7 +234,7 @@ static void *fake_allocate(size_t bytes, int is_device) {
     fake.used[is_device] += pages;
     memset(fake_real(at), 0xee, bytes);
     if (!is_device) mprotect(at, pages - 4096, PROT_READ | PROT_WRITE);
-    ASAN_UNPOISON_MEMORY_REGION(at, bytes);
+    ASAN_POISON_MEMORY_REGION(at + bytes, pages - bytes);
     fake.blocks[(uintptr_t)at] = {at, bytes, device, is_device, 1, 0, fake_format("m%d", ++fake.device[device].blocks), {}};
     return at;
 }
@@ -243,6 +244,7 @@ static void fake_release(fake_block *block) {
     if (block->registered) fake_failed("%s is freed while %d registrations with NCCL hold it", block->name.c_str(), block->registered);
     if (!block->is_device) mprotect(block->at, (block->bytes + 4095) / 4096 * 4096, PROT_NONE);
     ASAN_POISON_MEMORY_REGION(block->at, block->bytes);
+    madvise(fake_real(block->at), (block->bytes + 4095) / 4096 * 4096, MADV_REMOVE);
 }
 
 /* Whether work on a device may touch a range. device -1: memory of the host that is not pinned may be meant as well. */
@@ -419,8 +421,8 @@ static int fake_force(const std::function<int()> &done, cudaStream_t on, int lin
         struct timespec until;
         std::vector<cudaStream_t> path, clear;
         if (fake_step()) continue;
-        if (on && (on->dead || fake_cycle(on, path, clear))) break;
-        if (fake_now() > limit) {
+        if (!fake.patient && on && (on->dead || fake_cycle(on, path, clear))) break;
+        if (!fake.patient && fake_now() > limit) {
             fake_failed("stuck: %s waits for ever%s%s", fake_where(line).c_str(), on && !on->queue.empty() ? "; the stream stands at " : "",
                         on && !on->queue.empty() ? fake_where(on->queue.front().line).c_str() : "");
             break;
@@ -852,7 +854,8 @@ static void fake_start(int device_count, uint64_t seed) {
     static int memory = -1;
     static pid_t owner;
     pthread_mutex_lock(&fake.lock);
-    if (fake.base) { munmap(fake.base, FAKE_ARENA); munmap(fake.real, FAKE_ARENA); ASAN_UNPOISON_MEMORY_REGION(fake.base, FAKE_ARENA); }
+    for (int half = 0; half < 2 && fake.base; half++) ASAN_UNPOISON_MEMORY_REGION(fake.base + (half ? 0 : FAKE_ARENA / 2), fake.used[half]);
+    if (fake.base) { munmap(fake.base, FAKE_ARENA); munmap(fake.real, FAKE_ARENA); }
     if (memory >= 0 && owner == getpid()) close(memory);
     owner = getpid();
     memory = memfd_create("fake_gpu", 0);
@@ -860,7 +863,6 @@ static void fake_start(int device_count, uint64_t seed) {
     fake.base = (char *)mmap(NULL, FAKE_ARENA, PROT_NONE, MAP_SHARED, memory, 0);
     fake.real = (char *)mmap(NULL, FAKE_ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
     if (fake.base == MAP_FAILED || fake.real == MAP_FAILED) { perror("fake_gpu: mmap"); _exit(1); }
-    ASAN_POISON_MEMORY_REGION(fake.base, FAKE_ARENA);
     fake.used[0] = fake.used[1] = 0;
     fake.blocks.clear();
     fake.streams.clear();
@@ -870,7 +872,7 @@ static void fake_start(int device_count, uint64_t seed) {
     fake.lines.clear();
     fake.failures.clear();
     fake.generation++;
-    fake.timelines = fake.strict = fake.captures = 0;
+    fake.timelines = fake.strict = fake.captures = fake.patient = 0;
     fake.from = 0;
     fake.seed = seed;
     fake.random = seed * UINT64_C(0x9e3779b97f4a7c15) + UINT64_C(0x2545f4914f6cdd1d);
