@@ -624,7 +624,7 @@ struct ddp_device {
     void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
     void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, row by row, exactly. */
+    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, exactly: row by row, in pieces of 4096 elements. */
     void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
 };
 
@@ -1534,6 +1534,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
+#define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
 /* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
@@ -1660,20 +1661,24 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements, row by row exactly: however the rows are shared out among ranks, merging
-   gives the same sum. data is of a float type. */
+/* Adds the sum of squares of each row of row_count elements, exactly row by row, and piece by piece of longer rows, which leaves a GPU something to
+   share out: however the rows lie on ranks, merging gives the same sum. data is of a float type. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
-    size_t row_bytes = row_count * ddp_dtype_size(dtype);
+    size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
     if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
-        for (size_t n; rows; at += n * row_bytes, rows -= n) {
+        for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
-    else if (row_count)
-        for (; rows; at += row_bytes, rows--) ddp_exact_sum_add(sum, ddp__row_squares(at, row_count, dtype));
+    else
+        for (; rows; rows--)
+            for (size_t left = row_count, n; left; at += n * size, left -= n) {
+                n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE;
+                ddp_exact_sum_add(sum, ddp__row_squares(at, n, dtype));
+            }
 }
 
 //== the CPU as a device ============================================================================== >>impl-device

@@ -59,7 +59,7 @@ CONFIG MACROS (define before including)
 
 NOT DONE HERE
     The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
-    backend, which reads memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
+    backend, which reads memory with the CPU.
     Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
     dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
@@ -1068,9 +1068,11 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
 
 //== sums of squares by rows ========================================================================= >>impl-rows
 
-/* A row's sum in the order of ddp_device_cpu(): lane e of 32 adds the squares of elements e and e + 32 of every 64, and the lanes add up
-   in halves. That order is why a row is one warp's, with 4 bytes per lane and load. The rows' sums add exactly (Kulisch's long accumulator,
-   see >>impl-exact in ddp.h, whose cells these are). */
+/* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
+   lanes add up in halves. So a piece is one warp's, and its lanes' additions are a chain that nobody can cut; pieces add exactly (Kulisch's
+   long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. A load is 4 bytes wide (16-bit floats: 2), as the order
+   gives lanes neighbouring elements: whole lines of memory, eight of them on their way at a time. */
+#define DDP__CUDA_PIECE ((size_t)4096)
 enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
 
 /* Adds a value that is not negative. The bound is counted by the caller. */
@@ -1098,7 +1100,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef double value;
     enum { CELLS = DDP_EXACT_CELLS + 1 };
     void *data;
-    size_t rows, row_count;
+    size_t row_count, pieces; /* of a row */
     math factor;
     int64_t *total; /* CELLS of them */
 
@@ -1116,15 +1118,16 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    DDP__HD double partial(size_t row, int lane, int64_t *cells) const {
-        size_t first = row * row_count, at = (size_t)lane;
+    DDP__HD double partial(size_t number, int lane, int64_t *cells) const {
+        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane;
         double sum = 0;
         DDP__UNROLL_4
-        for (; at + 32 < row_count; at += 64) {
+        for (; at + 32 < count; at += 64) {
             double low = square(first + at, cells), high = square(first + at + 32, cells);
             sum = ddp__cuda_add(sum, ddp__cuda_add(low, high));
         }
-        return at < row_count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
+        return at < count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
     }
     static DDP__HD double join(double a, double b) { return ddp__cuda_add(a, b); }
     DDP__HD void finish(size_t, double value, int lane, int64_t *cells) const {
@@ -1142,11 +1145,11 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
                                                                             cudaStream_t stream, const char *function) {
     ddp__cuda_squares<D, UNSCALE> f = {};
     f.data = data;
-    f.rows = rows;
     f.row_count = row_count;
+    f.pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     f.factor = (typename ddp__cuda_type<D>::math)factor;
     f.total = (int64_t *)total;
-    return row_count ? ddp__cuda_rows(f, rows, stream, function) : DDP_OK;
+    return row_count ? ddp__cuda_rows(f, rows * f.pieces, stream, function) : DDP_OK;
 }
 
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
