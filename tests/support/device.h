@@ -119,22 +119,17 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
     return DDP_OK;
 }
 
-/* TEMPORARY: until ddp_cuda_group_create is there. */
-static thread_local ddp_group *device_control;
-static thread_local int device_number;
-static ddp_result device_open(ddp_group *group, void **state) { return ddp__cuda_staged_open(group, device_control, device_number, state); }
-static ddp_backend device_backend(void) { ddp_backend copy = *ddp__cuda_staged_backend(); copy.open = device_open; return copy; }
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
-    static ddp_backend staged = device_backend();
-    ddp_group_desc desc = DDP_ZERO, d;
-    desc.timeout_ms = 60000;
-    desc.name = "gpu";
+    ddp_group_desc desc = DDP_ZERO;
+    ddp__cuda_seed seed;
+    memset(&seed, 0, sizeof seed);
+    seed.control = world;
+    seed.stream = stream;
+    DDP__CUDA_RUNTIME->get_device(&seed.device);
+    desc.backend = ddp__cuda_staged_backend();
     desc.device = ddp_device_cuda();
-    device_control = world;
-    DDP__CUDA_RUNTIME->get_device(&device_number);
-    (void)stream;
-    if (ddp__group_desc_resolve("test", &desc, &d) != DDP_OK) return DDP_ERR_INVALID;
-    return ddp__world_new(out, &d, &staged, NULL, ddp_rank(world), ddp_world_size(world));
+    desc.name = "gpu";
+    return ddp_group_create_on(out, world, &desc, &seed);
 }
 
 #endif /* DDP_TEST_DEVICE_H */
