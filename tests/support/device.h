@@ -44,7 +44,8 @@ static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* 
 /* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static int device_ranks, device_pid, device_failures;
-static void device_machine(int by) {
+static int device_machine(int by) { /* what was out of order so far */
+    int failures;
     pthread_mutex_lock(&device_lock);
     if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
         static uint64_t seed;
@@ -59,13 +60,14 @@ static void device_machine(int by) {
         if (!left.empty()) printf("FAIL left behind:\n%s", left.c_str());
         fflush(stdout);
     }
+    failures = device_failures;
     pthread_mutex_unlock(&device_lock);
+    return failures;
 }
 #else
 static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
 static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
-static int device_failures;
-static void device_machine(int by) { (void)by; }
+static int device_machine(int by) { (void)by; return 0; }
 #endif
 
 static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
@@ -87,14 +89,15 @@ static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world
 }
 
 static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
+    int failures;
     ddp_device_cuda()->free(NULL, d->scratch);
     ddp_group_destroy(d->group);
     ddp_cuda_use_stream(0);
     DDP__CUDA_RUNTIME->stream_destroy(d->stream);
     RANKS_OK(d->cpu, ddp_cuda_check());
     RANKS_OK(d->cpu, ddp_barrier(d->cpu));
-    device_machine(-1);
-    RANKS_CHECK(d->cpu, device_failures == 0, "%d things are out of order on the machine", device_failures);
+    failures = device_machine(-1);
+    RANKS_CHECK(d->cpu, failures == 0, "%d things are out of order on the machine", failures);
     return DDP_OK;
 }
 
