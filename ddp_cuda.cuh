@@ -30,7 +30,7 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
-    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-device  >>impl-public
+    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-lanes  >>impl-device  >>impl-public
 
 CONCEPTS
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
@@ -185,9 +185,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 /* What ddp_device_cuda() promises beyond struct ddp_device:
      alloc        blocks until the zeros are there: any stream may use the memory at once.
      copy         between device pointers it is in stream order. When either side is host memory, it is complete on return.
-     sum_squares  blocks, since its result is on the host.
      the others   are in stream order and return at once; add, divide and cast take any alignment.
-   The functions act on the current device of the calling thread. */
+   The functions act on the current device of the calling thread. Calls on a group whose device this is make the group's device and its
+   compute stream the thread's. */
 
 #ifdef __cplusplus
 }
@@ -1397,6 +1397,105 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
     return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
 }
 
+//== streams and events of a group ===================================================================== >>impl-lanes
+
+/* What ddp_cuda_group_create hands to the device and the backend while they open. */
+typedef struct ddp__cuda_seed {
+    ddp_group *control;
+    int device;
+    cudaStream_t stream, comm_stream; /* comm_stream 0 = one of the group's own */
+    void *comm;                       /* NULL, or the user's ncclComm_t */
+} ddp__cuda_seed;
+
+/* What ddp_device_cuda() keeps per group. */
+typedef struct ddp__cuda_lanes {
+    int device;
+    cudaStream_t stream[2]; /* by ddp_lane */
+    int owns_comm;
+} ddp__cuda_lanes;
+
+static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
+
+static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
+    char who[96];
+    snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, who, call);
+}
+
+/* A group that ddp_cuda_group_create did not make takes the thread's device and stream as they are. */
+static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
+    const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
+    cudaError_t error = cudaSuccess;
+    if (!lanes) return DDP_ERR_NO_MEMORY;
+    memset(lanes, 0, sizeof *lanes);
+    lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
+    if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
+    if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
+    else error = cuda->get_device(&lanes->device);
+    lanes->owns_comm = !lanes->stream[DDP_LANE_COMM];
+    if (error == cudaSuccess && lanes->owns_comm) error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    *state = lanes;
+    if (error == cudaSuccess) return DDP_OK;
+    ddp_group_mfree(group, lanes);
+    *state = NULL;
+    return ddp__cuda_group_fail(group, error, "making the communication stream with cudaStreamCreateWithPriority");
+}
+
+static void ddp__cuda_device_close(ddp_group *group, void *state) {
+    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)state;
+    if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_LANE_COMM]);
+    ddp_group_mfree(group, lanes);
+}
+
+static ddp_result ddp__cuda_device_enter(ddp_group *group, ddp_lane lane) {
+    const ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
+    ddp__cuda_mine.stream = lanes->stream[lane];
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(lanes->device), "cudaSetDevice");
+}
+
+static ddp_result ddp__cuda_device_check(ddp_group *group) {
+    (void)group;
+    return ddp_cuda_check();
+}
+
+static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
+    cudaEvent_t made = NULL;
+    cudaError_t error = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
+    *event = made;
+    return ddp__cuda_group_fail(group, error, "cudaEventCreateWithFlags");
+}
+
+static void ddp__cuda_event_unmake(ddp_group *group, void *event) {
+    (void)group;
+    DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event);
+}
+
+static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_lane lane, void *event) {
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
+}
+
+static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_lane lane, void *event) {
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_lanes_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
+}
+
+/* While a graph is captured nothing runs, and asking would spoil the capture. */
+static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
+    cudaError_t error;
+    int capturing = 0;
+    *done = 0;
+    error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM], &capturing);
+    if (error == cudaSuccess && capturing)
+        return ddp_fail(DDP_ERR_INVALID, "rank %d/%d group=%s ddp_test: the stream is being captured into a graph, and nothing runs until that is launched",
+                        ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
+    *done = error != cudaErrorNotReady; /* ddp_wait tells a failure */
+    return error == cudaErrorNotReady ? DDP_OK : ddp__cuda_group_fail(group, error, "cudaEventQuery");
+}
+
 //== the GPU as a device ============================================================================= >>impl-device
 
 static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -1404,8 +1503,8 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     cudaStream_t stream = ddp__cuda_mine.stream;
     char call[64];
     cudaError_t error;
-    (void)group;
     *out = NULL;
+    if (group && ddp__cuda_lanes_of(group)) cuda->set_device(ddp__cuda_lanes_of(group)->device);
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
@@ -1479,27 +1578,9 @@ static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, u
     if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
-/* The cells come from the stream's memory pool, which allocates nothing once it is warm. On failure the sum becomes NaN: a clipping
-   that would look right must not come out. */
 static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
-    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    const char *call = "cudaMallocAsync", *function = "ddp_device_cuda sum_squares";
-    ddp_cuda_norm mine;
-    void *cells = NULL;
-    ddp_result result = DDP_OK;
-    cudaError_t error;
-    if (rows == 0 || row_count == 0) return;
-    error = cuda->malloc_async(&cells, sizeof mine, stream);
-    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(cells, 0, sizeof mine, stream); }
-    if (error == cudaSuccess) result = ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, cells, stream, function);
-    if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemcpyAsync"; error = cuda->memcpy_async(&mine, cells, sizeof mine, cudaMemcpyDeviceToHost, stream); }
-    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(stream); }
-    if (error != cudaSuccess) result = ddp__cuda_fail(error, function, call);
-    ddp__cuda_keep(result);
-    if (cells) cuda->free_async(cells, stream);
-    if (result == DDP_OK) ddp_exact_sum_merge(sum, &mine.squares);
-    else ddp_exact_sum_add(sum, NAN);
+    if (rows && row_count)
+        ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
 }
 
 //== public ======================================================================================== >>impl-public
@@ -1526,7 +1607,9 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
 DDPDEF const ddp_device *ddp_device_cuda(void) {
     static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
-                                    ddp__cuda_device_sum_squares};
+                                    ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
+                                    ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
+                                    ddp__cuda_event_follow, ddp__cuda_event_done};
     return &cuda;
 }
 
