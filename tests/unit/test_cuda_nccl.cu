@@ -37,7 +37,7 @@ static struct {
     program_fn run;
     ddp_cuda_desc desc;
     ddp_order order;
-    int timeout_ms, may_fail;
+    int timeout_ms, may_fail, patient, fault, sticky; /* fault: the number of the call on device 1 that fails */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
 } job;
@@ -106,11 +106,13 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     fake_synchronize(s->stream);
     desc.stream = s->stream;
     desc.order = job.order;
+    if (job.fault && s->rank == 1) fake_fail(NULL, 1, job.fault, 0, job.sticky);
     result = ddp_cuda_group_create(&s->group, world, &desc);
     if (result == DDP_OK) result = job.run(s);
     job.result[s->rank] = result;
     snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
     ddp_group_destroy(s->group);
+    if (job.fault) fake_no_faults();
     fake_free(s->in);
     fake_free(s->out);
     fake_free(s->keep);
@@ -131,7 +133,10 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     launch.mode = DDP_LAUNCH_THREADS;
     launch.group.timeout_ms = job.timeout_ms ? job.timeout_ms : 30000;
     launch.no_affinity = 1;
+    fake.patient = job.patient;
+    memset(job.result, 0, sizeof job.result);
     result = ddp_launch(&launch, rank_main, NULL);
+    fake_host_fence();
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
     check(fake_failures() == 0, "W=%d: the fake has something to say", size);
     left = fake_left();
@@ -478,6 +483,173 @@ static void reducers(void) {
     }
 }
 
+/* ---- failures ---- */
+
+static int settled; /* ranks that have their error */
+
+/* Waits for the group to fail; its line. */
+static ddp_result fails(rank_state *s, char *line, size_t size_bytes) {
+    double limit = ddp_now() + 20 * DDP_TEST_SLOWDOWN;
+    ddp_result result = DDP_OK;
+    while (result == DDP_OK && ddp_now() < limit) {
+        result = ddp_group_status(s->group);
+        if (result == DDP_OK) ranks_sleep_us(1000);
+    }
+    snprintf(line, size_bytes, "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, result != DDP_OK, "the group did not fail");
+    __atomic_add_fetch(&settled, 1, __ATOMIC_SEQ_CST);
+    return DDP_OK;
+}
+
+/* The last rank does not come. The others' streams are freed by the watchdog, and all are told who is behind, and in what. */
+static ddp_result one_is_missing(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    char line[512], name[32];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    if (s->rank < s->size - 1) {
+        ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
+        if (result == DDP_OK) result = ddp_wait(s->group, &work);
+        fake_synchronize(s->stream); /* returns once the communicator is aborted */
+    } else {
+        while (__atomic_load_n(&settled, __ATOMIC_SEQ_CST) < s->size - 1) ranks_sleep_us(1000);
+    }
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    snprintf(name, sizeof name, "rank %d", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "all_reduce") && strstr(line, "seq=2"), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    RANKS_CHECK(s->cpu, strstr(ddp_last_error(), name), "the line is: %s", ddp_last_error());
+    return DDP_OK;
+}
+
+/* NCCL reports an error from behind, on one rank. */
+static ddp_result error_from_behind(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    return DDP_OK;
+}
+
+static ddp_result one_aborts(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    if (s->rank == 0) RANKS_OK(s->cpu, ddp_group_abort(s->group));
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "rank 0"), "the line is: %s", line);
+    return DDP_OK;
+}
+
+/* A rank leaves while the others count on it. */
+static ddp_result one_leaves(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank == 0) return DDP_OK;
+    ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    fake_synchronize(s->stream);
+    return fails(s, line, sizeof line);
+}
+
+static void watchdogs(void) {
+    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves};
+    for (int k = 0; k < 4; k++)
+        for (int size = 2; size <= MAX_RANKS; size++)
+            for (int seed = 0; seed < 4; seed++) {
+                settled = 0;
+                job.timeout_ms = 300 * DDP_TEST_SLOWDOWN;
+                job.patient = 1;
+                run_on(size, (uint64_t)seed, programs[k]);
+            }
+    job.timeout_ms = job.patient = 0;
+}
+
+/* A bit of everything. Objects that were made are unmade whatever happens. */
+static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **reducer, ddp_param *params) {
+    ddp_work work = DDP_ZERO;
+    ddp_reducer_desc desc = DDP_ZERO;
+    void *memory = NULL;
+    ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (result == DDP_OK) result = ddp_all_to_all(s->group, s->in, s->out, N / 4, DDP_F32, &work);
+    if (result == DDP_OK) result = ddp_wait(s->group, &work);
+    if (result == DDP_OK) result = ddp_batch_begin(s->group);
+    if (result == DDP_OK) result = ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL);
+    if (result == DDP_OK) result = ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL);
+    if (result == DDP_OK) result = ddp_batch_end(s->group);
+    if (result == DDP_OK) result = ddp_group_split(s->group, 0, -s->rank, half);
+    if (result == DDP_OK) result = ddp_all_reduce(*half, s->in, s->out, N, DDP_F32, DDP_OP_AVG, NULL);
+    if (result == DDP_OK) result = ddp_group_alloc(s->group, 4096, &memory);
+    if (result == DDP_OK) result = ddp_group_free(s->group, memory);
+    for (int p = 0; p < 2; p++) {
+        params[p].value.data = s->keep + p * N;
+        params[p].value.dtype = DDP_F32;
+        params[p].value.ndim = 1;
+        params[p].value.shape[0] = 100;
+    }
+    desc.params = params;
+    desc.param_count = 2;
+    if (result == DDP_OK) result = ddp_reducer_create(reducer, s->group, &desc);
+    for (int step = 0; step < 3; step++) {
+        for (int p = 0; p < 2 && result == DDP_OK; p++) {
+            backward(s, (float *)params[p].grad.data, 100, step, p);
+            result = ddp_reducer_ready(*reducer, p);
+        }
+        if (result == DDP_OK) result = ddp_reducer_wait(*reducer);
+        for (int p = 0; p < 2 && result == DDP_OK; p++) optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, 100);
+    }
+    if (result != DDP_OK) return result;
+    s->kept = 2;
+    s->counts[0] = s->counts[1] = 100;
+    for (int p = 0; p < 2; p++)
+        for (int i = 0; i < 100; i++) {
+            s->expected[p * N + i] = 0;
+            for (int step = 0; step < 3; step++) s->expected[p * N + i] += summed(s->size, step + p, i) / (float)s->size;
+        }
+    return DDP_OK;
+}
+
+static ddp_result everything(rank_state *s) {
+    ddp_group *half = NULL;
+    ddp_reducer *reducer = NULL;
+    ddp_param params[2];
+    memset(params, 0, sizeof params);
+    ddp_result result = everything_in(s, &half, &reducer, params);
+    std::string text = result == DDP_OK ? "" : ddp_last_error();
+    if (result == DDP_OK) result = ddp_group_status(s->group);
+    if (result == DDP_OK && !fake.fault.fired) result = look_back(s);
+    ddp_reducer_destroy(reducer);
+    ddp_group_destroy(half);
+    return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
+}
+
+/* An error at every single call, once or for good: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
+static void errors_everywhere(void) {
+    int told = 0, silent = 0;
+    for (int sticky = 0; sticky < 2; sticky++)
+        for (int n = 1, fired = 1; fired && failures == 0; n++) {
+            job.timeout_ms = 2000 * DDP_TEST_SLOWDOWN;
+            job.patient = job.may_fail = 1;
+            job.fault = n;
+            job.sticky = sticky;
+            run_on(2, (uint64_t)n, everything);
+            fired = fake.fault.fired;
+            std::string name = fake.fault.text.substr(0, fake.fault.text.find('('));
+            if (!fired) continue;
+            if (job.result[1] == DDP_OK) { silent++; continue; }
+            told++;
+            check(strstr(job.line[1], name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, fake.fault.text.c_str(), job.line[1]);
+            check(job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, fake.fault.text.c_str());
+        }
+    job.timeout_ms = job.patient = job.may_fail = job.fault = job.sticky = 0;
+    printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
+    check(told > 100, "%d errors were told", told);
+}
+
 /* ---- main ---- */
 
 static void both_orders(program_fn program, int seeds) {
@@ -505,6 +677,8 @@ int main(int argc, char **argv) {
     CASE(run_seeds(group_memory, 8));
     CASE(both_orders(captured_step, 8));
     CASE(reducers());
+    CASE(watchdogs());
+    CASE(errors_everywhere());
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;
 }
