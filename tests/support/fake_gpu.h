@@ -899,11 +899,13 @@ static void fake_fail(const char *function, int device, int nth, int code, int s
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* fake.fault still tells whether it fired. */
-static inline void fake_no_faults(void) {
+/* Whether it has failed, and no more failures from now on where stop is set. */
+static inline int fake_fault_fired(int stop) {
     pthread_mutex_lock(&fake.lock);
-    fake.fault.nth = 0;
+    int fired = fake.fault.fired;
+    if (stop) fake.fault.nth = 0;
     pthread_mutex_unlock(&fake.lock);
+    return fired;
 }
 
 /* A kernel of the test: body runs when the stream gets there, and works through fake_view. */

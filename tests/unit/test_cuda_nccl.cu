@@ -112,7 +112,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     job.result[s->rank] = result;
     snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
     ddp_group_destroy(s->group);
-    if (job.fault) fake_no_faults();
+    if (job.fault && s->rank == 1) fake_fault_fired(1);
     fake_free(s->in);
     fake_free(s->out);
     fake_free(s->keep);
@@ -621,7 +621,7 @@ static ddp_result everything(rank_state *s) {
     ddp_result result = everything_in(s, &half, &reducer, params);
     std::string text = result == DDP_OK ? "" : ddp_last_error();
     if (result == DDP_OK) result = ddp_group_status(s->group);
-    if (result == DDP_OK && !fake.fault.fired) result = look_back(s);
+    if (result == DDP_OK && !fake_fault_fired(0)) result = look_back(s);
     ddp_reducer_destroy(reducer);
     ddp_group_destroy(half);
     return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
@@ -637,7 +637,7 @@ static void errors_everywhere(void) {
             job.fault = n;
             job.sticky = sticky;
             run_on(2, (uint64_t)n, everything);
-            fired = fake.fault.fired;
+            fired = fake_fault_fired(1);
             std::string name = fake.fault.text.substr(0, fake.fault.text.find('('));
             if (!fired) continue;
             if (job.result[1] == DDP_OK) { silent++; continue; }
