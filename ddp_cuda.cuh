@@ -31,7 +31,8 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
     >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-lanes  >>impl-device
-    >>impl-staged  >>impl-public
+    >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged  >>impl-group
+    >>impl-public
 
 CONCEPTS
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
@@ -102,6 +103,27 @@ typedef struct ddp_cuda_pick_desc {
     int allow_shared;    /* 1 = ranks may share a device: by local rank, numbers wrap around, and doubles are no error */
 } ddp_cuda_pick_desc;
 
+typedef enum ddp_cuda_engine {
+    DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL; staged, with a notice to log_fn, where ranks share a device or NCCL is not built in */
+    DDP_CUDA_ENGINE_NCCL,
+    DDP_CUDA_ENGINE_STAGED       /* through host memory and the control group: slow, for development */
+} ddp_cuda_engine;
+
+typedef struct ddp_cuda_desc {
+    const int *devices;       /* as in ddp_cuda_pick_desc; NULL = what ddp_launch_desc.devices says, otherwise by local rank */
+    int device_count;
+    const char *uuid;
+    int allow_shared;         /* implied by DDP_CUDA_ENGINE_STAGED */
+    ddp_cuda_engine engine;   /* 0 = see there; equal on all ranks */
+    ddp_order order;          /* 0 = any with NCCL, tree when staged; equal on all ranks */
+    const char *name;         /* NULL = control's */
+    int timeout_ms;           /* 0 = control's */
+    cudaStream_t stream;      /* 0 = CUDA's default stream; what calls follow and ddp_wait holds up, see ddp_cuda_set_stream */
+    cudaStream_t comm_stream; /* 0 = one of the group's own, of high priority, on which communication runs */
+    struct ncclComm *comm;    /* NULL = made here; an ncclComm_t of the user's, with control's ranks. It is not destroyed by the group, but aborted if
+                                 the group fails (ddp_group_status): then it is gone */
+} ddp_cuda_desc;
+
 /* One step of AdamW or SGD on a shard. All pointers are device memory. */
 typedef struct ddp_cuda_step_desc {
     float *master;        /* required; the parameters in f32, updated in place */
@@ -132,6 +154,27 @@ typedef struct ddp_cuda_step_desc {
    anything else of CUDA. desc NULL is all defaults. DDP_ERR_INVALID on every rank when one asks for a device that is not there (the
    line says which are) or two ranks share one (it names both, host and UUID); DDP_ERR_ENGINE when CUDA does not work. */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
+
+/* Makes a group over device memory of the ranks of control, any CPU group that outlives it. Collective over control; blocks at most timeout_ms. The
+   device is chosen as by ddp_cuda_pick and becomes current. All calls of ddp.h work on it, with device pointers:
+     calls      put work on the communication stream, behind what the stream of the group holds, and return; so does a call with work == NULL. A call
+                that is waited for, or was made without work, holds up the stream of the group, not the host. Synchronise it to read results.
+                ddp_test asks the device. ddp_barrier blocks the host.
+     order      DDP_ORDER_ANY leaves sums to NCCL; DDP_ORDER_TREE gives the bits of the CPU backends: all-to-all, a kernel, all-gather. MIN and MAX of
+                floats (NaNs stay) and AVG of integers always take that way. It reaches 64 ranks, and allocates in its first call of a size.
+     messages   match by order, not by tag, and run one after the other: two ranks that send to each other put that into ddp_batch_begin / end.
+     failures   of a rank, of CUDA or NCCL, other calls on other ranks, or more than timeout_ms without progress end the communication on every rank: a
+                later ddp_wait or call returns the cause. Work already on streams ends with undefined data.
+     graphs     calls and ddp_wait may be captured into a CUDA graph; launches of the graph are not watched for timeouts.
+     memory     ddp_group_alloc gives memory that is registered with NCCL, on windows from 2.27 on. No peer reads it in place.
+   Errors: those of ddp_cuda_pick, DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_UNSUPPORTED, DDP_ERR_ENGINE with NCCL's text, on every rank. */
+DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
+
+/* The stream that the next calls on the group follow and hold up. Not collective; may change from call to call. */
+DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
+
+/* The stream on which the group's communication runs: a bucket hook puts its kernels there. */
+DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
 /* Memory of the current device as ddp.h's layers see it. See >>spi for what its functions promise beyond struct ddp_device. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
@@ -208,10 +251,18 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#if !defined(DDP_NO_NCCL)
+#include <nccl.h>
+#if NCCL_VERSION_CODE < 21800
+#error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
+#endif
+#endif
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 #include <type_traits>
 #include <unistd.h>
 
@@ -355,6 +406,8 @@ typedef struct ddp__cuda_seat {
     int32_t result;
     int32_t device;
     int32_t allow_shared;
+    int32_t choice;  /* of the group to be made: engine and order, which are equal on all ranks */
+    int32_t shared;  /* found out by all: some device has several ranks */
     unsigned char uuid[16];
     char host[64];
     char text[400]; /* result is not 0: the cause */
@@ -405,22 +458,22 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
 }
 
-static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int count, int *device) {
+/* given: what ddp_launch, or a communicator, says; -1 = nothing. */
+static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count, int *device) {
     char present[300];
     const char *hint = "";
     if (desc->devices && local_rank >= desc->device_count)
         return ddp_fail(DDP_ERR_INVALID, "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
                         local_rank, desc->device_count);
-    *device = desc->devices ? desc->devices[local_rank] : desc->allow_shared && count ? local_rank % count : local_rank;
+    *device = desc->devices ? desc->devices[local_rank] : given >= 0 ? given : desc->allow_shared && count ? local_rank % count : local_rank;
     if (*device >= 0 && *device < count) return DDP_OK;
-    if (!desc->devices) hint = ": start fewer ranks, or set allow_shared";
+    if (!desc->devices && given < 0) hint = ": start fewer ranks, or set allow_shared";
     ddp__cuda_present(present, sizeof present, count, 0);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, desc->devices ? "" : ", the number of this local rank",
-                    present, hint);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, hint[0] ? ", the number of this local rank" : "", present, hint);
 }
 
 /* What this rank wants and whether it is there. */
-static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, ddp__cuda_seat *seat) {
+static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_seat *seat) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0, device = -1;
     char name[256];
@@ -431,7 +484,7 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     error = cuda->device_count(&count);
     if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, count, &device);
+    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device);
     if (result != DDP_OK) return result;
     error = cuda->device_identity(device, name, seat->uuid);
     if (error != cudaSuccess) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceProperties");
@@ -445,6 +498,10 @@ static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int w
     for (int i = 0; i < world_size; i++)
         if (seats[i].result != DDP_OK)
             return ddp_fail((ddp_result)seats[i].result, "rank %d/%d ddp_cuda_pick: rank %d on host %s: %s", rank, world_size, i, seats[i].host, seats[i].text);
+    for (int i = 1; i < world_size; i++)
+        if (seats[i].choice != seats[0].choice)
+            return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_cuda_group_create: ranks 0 and %d set another engine or order, or only one of them comm: these "
+                            "are equal on all ranks", rank, world_size, i);
     for (int i = 0; i < world_size; i++)
         for (int k = i + 1; k < world_size; k++) {
             if (memcmp(seats[i].uuid, seats[k].uuid, 16) != 0 || (seats[i].allow_shared && seats[k].allow_shared)) continue;
@@ -455,20 +512,25 @@ static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int w
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, ddp__cuda_seat *mine) {
+/* choice -1: this rank has found the rest wrong already, and says so. */
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given, int choice, ddp__cuda_seat *mine) {
     int rank = control ? ddp_rank(control) : 0, world_size = control ? ddp_world_size(control) : 1;
     ddp__cuda_seat *seats;
     ddp_result result;
     memset(mine, 0, sizeof *mine);
     if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
     mine->allow_shared = desc->allow_shared;
-    mine->result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, mine);
+    mine->choice = choice;
+    if (given < 0 && control) given = ddp_group_device_index(control);
+    mine->result = choice < 0 ? DDP_ERR_INVALID : ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
     if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
     if (!control) return ddp__cuda_compare(mine, rank, world_size);
     seats = (ddp__cuda_seat *)ddp_group_malloc(control, sizeof *seats * (size_t)world_size);
     if (!seats) return DDP_ERR_NO_MEMORY;
     result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
     if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
+    for (int i = 0; i < world_size && result == DDP_OK; i++)
+        for (int k = i + 1; k < world_size; k++) mine->shared |= memcmp(seats[i].uuid, seats[k].uuid, 16) == 0;
     ddp_group_mfree(control, seats);
     return result;
 }
@@ -1589,6 +1651,971 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
         ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
 }
 
+//== the NCCL backend ==================================================================================== >>impl-nccl
+
+#if !defined(DDP_NO_NCCL)
+
+/* Calls are put on the communication lane by the caller and run there; ddp.h orders the lanes. What can only be noticed later is the
+   business of a thread per group, the watchdog. Ranks' words to each other go over splits of the control group: of what a call needs before it can
+   go on, over control, and between the watchdogs, which speak even when a rank's own thread is stuck, over watch. */
+
+#define DDP__NCCL_OPS 32    /* operations under way that have an event of their own; an event behind them stands for what comes on top */
+#define DDP__NCCL_MARKS 16  /* calls that ranks compare */
+#if !defined(DDP__NCCL_SCRATCH)
+#define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
+#endif
+#if !defined(DDP__NCCL_TICK_MS)
+#define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
+#endif
+
+/* A call as ranks compare it; seq 0 = none. */
+typedef struct ddp__nccl_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__nccl_mark;
+
+/* What watchdogs tell each other, over and over. */
+typedef struct ddp__nccl_word {
+    int32_t result;  /* of the group on this rank, for the reason in text */
+    int32_t leaving; /* 1 = the group is being destroyed here: my last word */
+    ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
+    uint64_t issued; /* collectives */
+    char text[400];
+} ddp__nccl_word;
+
+typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
+
+typedef struct ddp__nccl_region { struct ddp__nccl_region *next; void *memory, *handle; int is_window; } ddp__nccl_region;
+
+typedef struct ddp__nccl {
+    ddp_group *group, *control, *watch;
+    ddp__cuda_lanes *lanes;
+    ncclComm_t comm;             /* NULL once aborted */
+    int rank, world_size, owns_comm, in_batch;
+    int current;                 /* the entry of ops that is being made */
+    void *scratch, *cell;        /* on the device; cell is for barriers */
+    size_t scratch_bytes;
+    cudaEvent_t idle;
+    ddp__nccl_region *regions;
+    pthread_mutex_t lock;        /* of what follows */
+    pthread_cond_t changed;
+    pthread_t watchdog;
+    int watching, stopping;
+    int busy;                    /* the caller is inside NCCL */
+    int gone;                    /* 1 + a rank that has left the group */
+    ddp_result cause;            /* the first */
+    char text[DDP__CUDA_TEXT];
+    ddp__nccl_word mine;
+    ddp__nccl_op ops[DDP__NCCL_OPS]; /* under way: op_count from op_first on, in order */
+    int op_first, op_count;
+    double since;                /* when the first of them became the first */
+} ddp__nccl;
+
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, ncclBfloat16, ncclInt8, ncclUint8, ncclInt32,
+                                                 ncclInt64, ncclUint64}; /* by ddp_dtype */
+
+static ddp_result ddp__nccl_status(const ddp_group *group, void *state) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) return DDP_OK;
+    return ddp_fail(n->cause, "%s", n->text);
+}
+
+/* The first cause stays; text is complete before the cause is seen. */
+static void ddp__nccl_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    pthread_mutex_lock(&n->lock);
+    if (n->cause == DDP_OK) {
+        snprintf(n->text, sizeof n->text, "%s", text);
+        __atomic_store_n(&n->cause, cause, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&n->changed);
+    }
+    pthread_mutex_unlock(&n->lock);
+}
+
+static ddp_result ddp__nccl_error(ncclComm_t comm, ncclResult_t error, const char *call) {
+    const char *last = ncclGetLastError(comm);
+    int more = last && last[0];
+    if (error == ncclSuccess) return DDP_OK;
+    return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
+}
+
+static void ddp__cuda_nap(int microseconds) {
+    struct timespec t = {0, microseconds * 1000L};
+    nanosleep(&t, NULL);
+}
+
+/* Between these two the watchdog does not abort the communicator, unless the call does not come back. */
+static ddp_result ddp__nccl_begin(ddp__nccl *n) {
+    ddp_result result;
+    pthread_mutex_lock(&n->lock);
+    result = n->cause;
+    n->busy = result == DDP_OK;
+    pthread_mutex_unlock(&n->lock);
+    return result == DDP_OK ? DDP_OK : ddp__nccl_status(n->group, n);
+}
+
+static void ddp__nccl_end(ddp__nccl *n) {
+    pthread_mutex_lock(&n->lock);
+    n->busy = 0;
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* What came of an NCCL call. A communicator that does not block may need a while to take it up, for which peers may be needed. */
+static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
+    for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
+        ncclResult_t now = ncclSuccess;
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        if (ncclCommGetAsyncError(comm, &now) != ncclSuccess && now == ncclSuccess) now = ncclInternalError;
+        error = now;
+        if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+    }
+    return error == ncclInProgress ? DDP_OK : ddp__nccl_error(comm, error, call);
+}
+
+/* Sends and receives that belong together. */
+static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
+    ddp_result result = ddp__nccl_error(n->comm, ncclGroupStart(), "ncclGroupStart");
+    n->in_batch += result == DDP_OK;
+    return result;
+}
+
+/* Whatever came before, the group has to end. */
+static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    error = ncclGroupEnd();
+    n->in_batch--;
+    return before == DDP_OK ? ddp__nccl_settle(n, n->comm, error, "ncclGroupEnd") : ddp_fail(before, "%s", text);
+}
+
+static ddp_result ddp__nccl_send(ddp__nccl *n, const void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
+    const unsigned char *from = (const unsigned char *)base + offset * ddp_dtype_size(dtype);
+    if (count == 0) return DDP_OK;
+    return ddp__nccl_settle(n, n->comm, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclSend");
+}
+
+static ddp_result ddp__nccl_recv(ddp__nccl *n, void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
+    unsigned char *to = (unsigned char *)base + offset * ddp_dtype_size(dtype);
+    if (count == 0) return DDP_OK;
+    return ddp__nccl_settle(n, n->comm, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclRecv");
+}
+
+/* This rank's own block, which needs no sending. */
+static ddp_result ddp__nccl_copy(ddp__nccl *n, void *to, size_t to_offset, const void *from, size_t from_offset, size_t count, ddp_dtype dtype) {
+    size_t size = ddp_dtype_size(dtype);
+    unsigned char *dst = (unsigned char *)to + to_offset * size;
+    const unsigned char *src = (const unsigned char *)from + from_offset * size;
+    cudaError_t error = cudaSuccess;
+    if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_LANE_COMM]);
+    return ddp__cuda_group_fail(n->group, error, "cudaMemcpyAsync");
+}
+
+/* A blocking call on host memory that ddp.h itself makes. */
+static ddp_result ddp__cuda_on_control(ddp_group *control, const ddp_call *call) {
+    if (call->kind == DDP_CALL_ALL_REDUCE) return ddp_all_reduce(control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
+    if (call->kind == DDP_CALL_ALL_GATHER) return ddp_all_gather(control, call->send, call->recv, call->count, call->dtype, NULL);
+    return ddp_fail(DDP_ERR_UNSUPPORTED, "%s on host memory is not carried over the control group", ddp_call_name(call->kind));
+}
+
+//== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
+
+/* All-to-all, a tree per share, all-gather: as many bytes on the wire as a ring. Rank j owns a share of every round:
+       all_reduce, reduce    share j of count / W elements, or of what the scratch holds at a time
+       reduce_scatter        its own block, as much of it as the scratch holds at a time */
+typedef struct ddp__nccl_tree {
+    const ddp_call *call;
+    size_t first, count, share; /* the round's elements and what a share has of them, except the last ones */
+} ddp__nccl_tree;
+
+static size_t ddp__nccl_share(const ddp__nccl_tree *t, int rank, size_t *count) {
+    size_t begin = t->share * (size_t)rank;
+    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) { *count = t->count; return (size_t)rank * t->call->count + t->first; }
+    if (begin > t->count) begin = t->count;
+    *count = t->count - begin < t->share ? t->count - begin : t->share;
+    return t->first + begin;
+}
+
+static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const ddp_call *call = t->call;
+    size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine), theirs, at;
+    unsigned char *scratch = (unsigned char *)n->scratch;
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
+    void *sum = scratch + (size_t)n->rank * t->share * size;
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        sources[j] = j == n->rank ? (const unsigned char *)call->send + own * size : scratch + (size_t)j * t->share * size;
+        if (j == n->rank) continue;
+        at = ddp__nccl_share(t, j, &theirs);
+        result = ddp__nccl_send(n, call->send, at, theirs, call->dtype, j);
+        if (result == DDP_OK) result = ddp__nccl_recv(n, scratch, (size_t)j * t->share, mine, call->dtype, j);
+    }
+    result = ddp__nccl_close_group(n, result);
+    if (to_all || (to_root && call->root == n->rank)) sum = (unsigned char *)call->recv + own * size;
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
+    if (result == DDP_OK && mine)
+        result = ddp_cuda_reduce_tree(&sum, 1, sources, n->world_size, mine, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+    if (result != DDP_OK || !(to_all || to_root)) return result;
+    result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        if (j == n->rank) continue;
+        at = ddp__nccl_share(t, j, &theirs);
+        if (to_all || call->root == j) result = ddp__nccl_send(n, sum, 0, mine, call->dtype, j);
+        if (result == DDP_OK && (to_all || call->root == n->rank)) result = ddp__nccl_recv(n, call->recv, at, theirs, call->dtype, j);
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+/* Grows the scratch: after the first call of a size nothing is allocated. */
+static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    size_t size = 4096;
+    int capturing = 0;
+    cudaError_t error;
+    if (bytes <= n->scratch_bytes) return DDP_OK;
+    while (size < bytes) size *= 2;
+    error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    if (error == cudaSuccess && capturing)
+        return ddp_fail(DDP_ERR_INVALID, "a reduction in tree order allocates in its first call of a size: make one of this size before the capture");
+    if (error == cudaSuccess && n->scratch) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+    if (error == cudaSuccess && n->scratch) error = cuda->free(n->scratch);
+    n->scratch = NULL;
+    n->scratch_bytes = 0;
+    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, size);
+    if (error == cudaSuccess) n->scratch_bytes = size;
+    else n->scratch = NULL;
+    return ddp__cuda_group_fail(n->group, error, "cudaMalloc of the scratch for reductions in tree order");
+}
+
+static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
+    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), most = DDP__NCCL_SCRATCH / size / world / 16 * 16;
+    int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
+    ddp__nccl_tree t = {call, 0, 0, 0};
+    ddp_result result;
+    if (n->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, and the group has %d: use DDP_ORDER_ANY, with SUM or PROD, or AVG of "
+                        "floats", DDP_MAX_LOCAL_RANKS, n->world_size);
+    t.share = scatter ? call->count : (call->count + world - 1) / world;
+    t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
+    if (most == 0) most = 16;
+    if (t.share > most) t.share = most;
+    if (n->world_size == 1)
+        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+    result = ddp__nccl_scratch(n, world * t.share * size);
+    for (; t.first < call->count && result == DDP_OK; t.first += t.count) {
+        size_t round = scatter ? t.share : t.share * world;
+        t.count = call->count - t.first < round ? call->count - t.first : round;
+        result = ddp__nccl_tree_round(n, &t);
+    }
+    return result;
+}
+
+//== NCCL: calls ==================================================================================== >>impl-nccl-calls
+
+/* NCCL has no smallest and largest that keep NaNs, and no average of integers that truncates: these take the way of the tree. */
+static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
+    int is_float = ddp__cuda_is_float(call->dtype);
+    return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float) ||
+           ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
+}
+
+/* The operation of a call. An average over another number than the ranks' multiplies first, as NCCL's own does; *made is then to be destroyed. */
+static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op, int *made) {
+    static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclMin, ncclMax, ncclProd};
+    union { float f32; double f64; uint16_t half; } factor;
+    *op = ops[call->op];
+    *made = 0;
+    if (call->op != DDP_OP_AVG || call->divisor == 0 || call->divisor == (uint64_t)n->world_size) return DDP_OK;
+    if (call->dtype == DDP_F64) factor.f64 = 1.0 / (double)call->divisor;
+    else if (call->dtype == DDP_F32) factor.f32 = 1.0f / (float)call->divisor;
+    else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(1.0f / (float)call->divisor) : ddp__cuda_to_bf16(1.0f / (float)call->divisor);
+    *made = 1;
+    return ddp__nccl_error(n->comm, ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm),
+                           "ncclRedOpCreatePreMulSum");
+}
+
+static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
+    ncclRedOp_t op;
+    int made;
+    ddp_result result;
+    if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
+    result = ddp__nccl_op_of(n, call, &op, &made);
+    if (result != DDP_OK) return result;
+    if (call->kind == DDP_CALL_ALL_REDUCE)
+        result = ddp__nccl_settle(n, n->comm, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclAllReduce");
+    else if (call->kind == DDP_CALL_REDUCE)
+        result = ddp__nccl_settle(n, n->comm, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm, stream), "ncclReduce");
+    else
+        result = ddp__nccl_settle(n, n->comm, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclReduceScatter");
+    if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm);
+    return result;
+}
+
+/* Blocks between all ranks or to and from a root, each way in one group. */
+static ddp_result ddp__nccl_blocks(ddp__nccl *n, const ddp_call *call) {
+    int gather = call->kind == DDP_CALL_GATHER, scatter = call->kind == DDP_CALL_SCATTER, root = call->root, me = n->rank;
+    size_t count = call->count;
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        size_t to = gather ? 0 : call->send_offsets ? call->send_offsets[j] : (size_t)j * count, out = call->send_counts ? call->send_counts[j] : count;
+        size_t from = scatter ? 0 : call->recv_offsets ? call->recv_offsets[j] : (size_t)j * count, in = call->recv_counts ? call->recv_counts[j] : count;
+        int sends = gather ? j == root : !scatter || me == root, receives = scatter ? j == root : !gather || me == root;
+        if (j == me && sends && receives) { result = ddp__nccl_copy(n, call->recv, from, call->send, to, in, call->dtype); continue; }
+        if (j == me) continue;
+        if (sends) result = ddp__nccl_send(n, call->send, to, out, call->dtype, j);
+        if (receives && result == DDP_OK) result = ddp__nccl_recv(n, call->recv, from, in, call->dtype, j);
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
+        if (call->recv_counts[j] == 0) continue;
+        result = ddp__nccl_settle(n, n->comm, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
+                                                            n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclBroadcast");
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+/* Every rank's communication lane has come here, and the host waits for it. A captured one only joins the lanes. */
+static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    cudaError_t error;
+    ddp_result result = ddp__nccl_settle(n, n->comm, ncclAllReduce(n->cell, n->cell, 1, ncclUint8, ncclMax, n->comm, stream), "ncclAllReduce");
+    if (result != DDP_OK || capturing) return result;
+    error = cuda->event_record(n->idle, stream);
+    ddp__nccl_end(n);
+    for (int tries = 0; error == cudaSuccess; tries++) {
+        error = cuda->event_query(n->idle);
+        if (error == cudaSuccess) return ddp__nccl_begin(n);
+        if (error != cudaErrorNotReady) break;
+        error = cudaSuccess;
+        cuda->clear_error();
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+    }
+    return ddp__cuda_group_fail(n->group, error, "waiting in ddp_barrier with cudaEventQuery");
+}
+
+static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturing) {
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
+    if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n, capturing);
+    if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
+    switch (call->kind) {
+    case DDP_CALL_BROADCAST:
+        return ddp__nccl_settle(n, n->comm, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm, stream), "ncclBroadcast");
+    case DDP_CALL_ALL_GATHER:
+        return ddp__nccl_settle(n, n->comm, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm, stream), "ncclAllGather");
+    case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
+    case DDP_CALL_SEND: return ddp__nccl_send(n, call->send, 0, call->count, call->dtype, call->root);
+    case DDP_CALL_RECV: return ddp__nccl_recv(n, call->recv, 0, call->count, call->dtype, call->root);
+    case DDP_CALL_ALL_REDUCE: case DDP_CALL_REDUCE: case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
+    default: return ddp__nccl_blocks(n, call);
+    }
+}
+
+/* Puts the operation before the watchdog's eyes, and its end once the stream knows it. */
+static ddp_result ddp__nccl_note(ddp__nccl *n, const ddp_call *call) {
+    ddp__nccl_mark mark = {call->seq, call->count, call->kind, call->dtype, call->op, call->root};
+    ddp__nccl_op *op;
+    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
+    pthread_mutex_lock(&n->lock);
+    if (!p2p) {
+        n->mine.mark[call->seq % DDP__NCCL_MARKS] = mark;
+        n->mine.issued = call->seq;
+    }
+    if (n->op_count < DDP__NCCL_OPS) n->op_count++;
+    n->current = (n->op_first + n->op_count - 1) % DDP__NCCL_OPS;
+    op = &n->ops[n->current];
+    op->mark = mark;
+    op->recorded = 0;
+    if (n->op_count == 1) n->since = ddp_now();
+    gone = n->gone;
+    pthread_mutex_unlock(&n->lock);
+    if (!gone || (p2p && call->root != gone - 1)) return DDP_OK;
+    return ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
+}
+
+static ddp_result ddp__nccl_noted(ddp__nccl *n, int capturing, ddp_result result) {
+    ddp__nccl_op *op = &n->ops[n->current];
+    cudaError_t error = cudaSuccess;
+    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_LANE_COMM]);
+    pthread_mutex_lock(&n->lock);
+    if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
+    else op->recorded = error == cudaSuccess;
+    pthread_mutex_unlock(&n->lock);
+    return result == DDP_OK ? ddp__cuda_group_fail(n->group, error, "cudaEventRecord") : result;
+}
+
+/* What fails here fails on this rank alone: the others learn of it from the watchdogs. */
+static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
+    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
+    if (result == DDP_OK || ddp__nccl_status(n->group, n) != DDP_OK) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_call_name(call->kind), (unsigned long long)call->seq, text);
+    ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : text);
+    return ddp_fail(result, "%s", text);
+}
+
+static ddp_result ddp__nccl_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    int capturing = 0;
+    cudaError_t error;
+    ddp_result result;
+    (void)group;
+    if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) {
+        result = ddp__nccl_status(n->group, n);
+        return result == DDP_OK ? ddp__nccl_failed(n, call, ddp__cuda_on_control(n->control, call)) : result;
+    }
+    error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
+    if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
+    result = ddp__nccl_begin(n);
+    if (result != DDP_OK) return result;
+    result = ddp__nccl_note(n, call);
+    if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
+    result = ddp__nccl_noted(n, capturing, result);
+    ddp__nccl_end(n);
+    return ddp__nccl_failed(n, call, result);
+}
+
+/* The messages of a batch are one operation to the watchdog. */
+static ddp_result ddp__nccl_batch(ddp_group *group, void *state, int begin) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp_call call;
+    int capturing = 0;
+    ddp_result result;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_SEND;
+    call.dtype = DDP_U8;
+    call.root = -1;
+    (void)group;
+    if (begin) {
+        result = ddp__nccl_begin(n);
+        if (result != DDP_OK) return result;
+        result = ddp__nccl_note(n, &call);
+        if (result == DDP_OK) result = ddp__nccl_open_group(n);
+        if (result == DDP_OK) return DDP_OK;
+        ddp__nccl_noted(n, 0, result);
+        ddp__nccl_end(n);
+        return ddp__nccl_failed(n, &call, result);
+    }
+    if (!n->in_batch) return DDP_OK; /* it did not begin */
+    result = ddp__nccl_close_group(n, DDP_OK);
+    DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    result = ddp__nccl_noted(n, capturing, result);
+    ddp__nccl_end(n);
+    return ddp__nccl_failed(n, &call, result);
+}
+
+//== NCCL: the watchdog ============================================================================== >>impl-watchdog
+
+/* "seq=412 ddp_all_reduce f32 count=1000 sum" */
+static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
+    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
+    ddp_call_kind kind = (ddp_call_kind)mark->kind;
+    int reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
+    char root[24] = "";
+    if (mark->seq == 0) { snprintf(out, 160, kind == DDP_CALL_SEND ? "a batch of messages" : "nothing"); return out; }
+    if (mark->root >= 0) snprintf(root, sizeof root, " %s=%d", kind == DDP_CALL_SEND || kind == DDP_CALL_RECV ? "peer" : "root", mark->root);
+    if (kind == DDP_CALL_BARRIER) snprintf(out, 160, "seq=%llu ddp_barrier", (unsigned long long)mark->seq);
+    else snprintf(out, 160, "seq=%llu %s %s count=%llu%s%s", (unsigned long long)mark->seq, ddp_call_name(kind), ddp_dtype_name((ddp_dtype)mark->dtype),
+                  (unsigned long long)mark->count, reduces && (unsigned)mark->op < 5 ? ops[mark->op] : "", root);
+    return out;
+}
+
+static int ddp__nccl_is_message(const ddp__nccl_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
+
+/* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, const ddp__nccl_mark *mark, char *out, size_t size) {
+    size_t at = 0;
+    int others = 0;
+    char last[160];
+    snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
+    for (int r = 0; r < n->world_size && !ddp__nccl_is_message(mark); r++) {
+        if (r == n->rank || words[r].issued >= mark->seq) continue;
+        if (others++ >= 3) continue;
+        at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r, words[r].leaving ? "which left after" : "whose last was",
+                               ddp__nccl_describe(last, &words[r].mark[words[r].issued % DDP__NCCL_MARKS]));
+        if (at > size) at = size;
+    }
+    if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
+    if (ddp__nccl_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+}
+
+/* Forgets what is done; takes note of what CUDA and NCCL report, and of what takes too long. */
+static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
+    char text[DDP__CUDA_TEXT], what[160], behind[300];
+    ncclResult_t now = ncclSuccess;
+    cudaError_t error = cudaSuccess;
+    ddp__nccl_mark first;
+    int late = 0, pending;
+    pthread_mutex_lock(&n->lock);
+    while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
+        error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
+        if (error != cudaSuccess) break;
+        n->op_first = (n->op_first + 1) % DDP__NCCL_OPS;
+        n->op_count--;
+        n->since = ddp_now();
+    }
+    pending = n->op_count;
+    if (pending) {
+        first = n->ops[n->op_first].mark;
+        late = ddp_now() - n->since > ddp_group_timeout_ms(n->group) * 1e-3;
+    }
+    pthread_mutex_unlock(&n->lock);
+    if (error != cudaSuccess) DDP__CUDA_RUNTIME->clear_error();
+    if (error != cudaSuccess && error != cudaErrorNotReady) {
+        snprintf(text, sizeof text, "rank %d: %s: cudaEventQuery: %s (%s)", n->rank, ddp__nccl_describe(what, &first), cudaGetErrorString(error), cudaGetErrorName(error));
+        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+    }
+    if (n->cause == DDP_OK && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
+        const char *last = ncclGetLastError(n->comm);
+        snprintf(text, sizeof text, "rank %d: %s: ncclCommGetAsyncError: %s%s%.200s", n->rank, pending ? ddp__nccl_describe(what, &first) : "between calls",
+                 ncclGetErrorString(now == ncclSuccess ? ncclInternalError : now), last && last[0] ? ": " : "", last ? last : "");
+        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+    }
+    if (!late) return;
+    ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    snprintf(text, sizeof text, "timed out after %d ms: %s of group %s is not done on rank %d; %s", ddp_group_timeout_ms(n->group),
+             ddp__nccl_describe(what, &first), ddp_group_name(n->group), n->rank, behind);
+    ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, text);
+}
+
+/* The same call number with another call behind it. */
+static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_word *words) {
+    char text[DDP__CUDA_TEXT], left[160], right[160];
+    for (int r = 1; r < n->world_size; r++)
+        for (int i = 0; i < DDP__NCCL_MARKS; i++) {
+            const ddp__nccl_mark *a = &words[0].mark[i], *b = &words[r].mark[i];
+            if (a->seq == 0 || a->seq != b->seq) continue;
+            if (a->count == b->count && a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root) continue;
+            snprintf(text, sizeof text, "rank 0 calls %s, rank %d calls %s", ddp__nccl_describe(left, a), r, ddp__nccl_describe(right, b));
+            ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, text);
+            return;
+        }
+}
+
+/* What the others have said. 1 = no more is to be heard. */
+static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
+    int gone = 0;
+    char text[DDP__CUDA_TEXT], what[160];
+    for (int r = 0; r < n->world_size; r++)
+        if (words[r].result != DDP_OK && r != n->rank) ddp__nccl_poison(n->group, n, (ddp_result)words[r].result, words[r].text);
+    ddp__nccl_compare(n, words);
+    for (int r = 0; r < n->world_size; r++) {
+        ddp__nccl_mark needs;
+        memset(&needs, 0, sizeof needs);
+        if (!words[r].leaving || r == n->rank) continue;
+        gone = r + 1;
+        pthread_mutex_lock(&n->lock);
+        n->gone = gone;
+        for (int i = 0; i < n->op_count; i++) {
+            const ddp__nccl_mark *mark = &n->ops[(n->op_first + i) % DDP__NCCL_OPS].mark;
+            if (!ddp__nccl_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+        }
+        pthread_mutex_unlock(&n->lock);
+        if (needs.seq == 0) continue;
+        snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r, ddp__nccl_describe(what, &needs));
+        ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
+    }
+    return gone != 0;
+}
+
+/* Ends the kernels of a failed group, and with them every wait for them. A caller that does not come back from NCCL is not waited for long. */
+static void ddp__nccl_abort(ddp__nccl *n) {
+    double patience = ddp_now() + 1;
+    ncclComm_t comm;
+    pthread_mutex_lock(&n->lock);
+    while (n->busy && ddp_now() < patience) {
+        pthread_mutex_unlock(&n->lock);
+        ddp__cuda_nap(200);
+        pthread_mutex_lock(&n->lock);
+    }
+    comm = n->comm;
+    n->comm = NULL;
+    n->op_count = 0;
+    pthread_mutex_unlock(&n->lock);
+    if (comm) ncclCommAbort(comm);
+}
+
+/* Until the next look, or until something happens. */
+static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += milliseconds * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000L;
+    until.tv_nsec %= 1000000000L;
+    pthread_mutex_lock(&n->lock);
+    if (!n->stopping && (n->cause == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* Says this rank's word. */
+static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_word *words, ddp_work *work) {
+    pthread_mutex_lock(&n->lock);
+    n->mine.result = n->cause;
+    n->mine.leaving = n->stopping;
+    snprintf(n->mine.text, sizeof n->mine.text, "%.399s", n->cause == DDP_OK ? "" : n->text);
+    *word = n->mine;
+    pthread_mutex_unlock(&n->lock);
+    return ddp_all_gather(n->watch, word, words, sizeof *word, DDP_U8, work);
+}
+
+/* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so
+   and nobody speaks after that. */
+static void *ddp__nccl_watch(void *argument) {
+    ddp__nccl *n = (ddp__nccl *)argument;
+    ddp__nccl_word *words = (ddp__nccl_word *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
+    ddp_work work;
+    ddp_result result = DDP_OK;
+    int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
+    memset(&work, 0, sizeof work);
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    DDP__CUDA_RUNTIME->relax_capture();
+    for (;;) {
+        if (talking && !under_way) {
+            result = ddp__nccl_say(n, words, hearing, &work);
+            left = words->leaving;
+            under_way = result == DDP_OK;
+        }
+        if (under_way) {
+            result = ddp_test(n->watch, &work, &done);
+            if (result == DDP_OK && done) {
+                result = ddp_wait(n->watch, &work);
+                under_way = 0;
+                if (result == DDP_OK) memcpy(heard, hearing, sizeof *heard * (size_t)n->world_size);
+                if (result == DDP_OK && ddp__nccl_hear(n, heard)) talking = 0;
+                talking &= !left;
+            }
+        }
+        if (talking && result != DDP_OK) {
+            const char *cause = strstr(ddp_last_error(), ": "); /* behind what this call was */
+            ddp__nccl_poison(n->group, n, result, cause ? cause + 2 : ddp_last_error());
+            talking = under_way = 0;
+        }
+        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
+        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK) ddp__nccl_abort(n);
+        if (!talking && !under_way && __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE)) return NULL;
+        ddp__nccl_rest(n, DDP__NCCL_TICK_MS);
+    }
+}
+
+//== NCCL: groups and group memory ================================================================== >>impl-nccl-group
+
+/* What ranks tell each other before something that all of them have to do. */
+typedef struct ddp__cuda_vote {
+    int32_t result;
+    char text[380];
+    unsigned char data[128];
+} ddp__cuda_vote;
+
+/* Every rank's result: the first failure becomes everybody's. data (may be NULL) is replaced with rank 0's. */
+static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const char *who, unsigned char *data) {
+    size_t world_size = (size_t)ddp_world_size(control);
+    ddp__cuda_vote *votes = (ddp__cuda_vote *)ddp_group_malloc(control, sizeof *votes * (world_size + 1)), *own = votes + world_size;
+    ddp_result result;
+    if (!votes) return DDP_ERR_NO_MEMORY;
+    memset(own, 0, sizeof *own);
+    own->result = mine;
+    if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
+    if (data) memcpy(own->data, data, sizeof own->data);
+    result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
+    for (size_t r = 0; r < world_size && result == DDP_OK; r++)
+        if (votes[r].result != DDP_OK)
+            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
+    if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
+    ddp_group_mfree(control, votes);
+    return result;
+}
+
+static void ddp__nccl_delete(ddp__nccl *n) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cuda->set_device(n->lanes->device);
+    for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops[i].event) cuda->event_destroy(n->ops[i].event);
+    if (n->idle) cuda->event_destroy(n->idle);
+    if (n->scratch) cuda->free(n->scratch);
+    if (n->cell) cuda->free(n->cell);
+    ddp_group_destroy(n->watch);
+    ddp_group_destroy(n->control);
+    pthread_cond_destroy(&n->changed);
+    pthread_mutex_destroy(&n->lock);
+    ddp_group_mfree(n->group, n);
+}
+
+/* All that this rank makes alone. NULL when there is no memory even for the object. */
+static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
+    ddp__nccl *n = (ddp__nccl *)ddp_group_malloc(group, sizeof *n + words);
+    pthread_condattr_t clock;
+    cudaError_t error;
+    *result = DDP_ERR_NO_MEMORY;
+    if (!n) return NULL;
+    memset((void *)n, 0, sizeof *n + words);
+    n->group = group;
+    n->lanes = ddp__cuda_lanes_of(group);
+    n->rank = ddp_rank(group);
+    n->world_size = ddp_world_size(group);
+    pthread_mutex_init(&n->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&n->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    error = cuda->set_device(n->lanes->device);
+    for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
+    if (error == cudaSuccess) error = cuda->event_create(&n->idle);
+    if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
+    if (error == cudaSuccess) error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]);
+    *result = ddp__cuda_group_fail(group, error, "making the events of a group");
+    return n;
+}
+
+/* Polls until NCCL has made the communicator, or timeout_ms has passed. */
+static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
+    double deadline = ddp_now() + ddp_group_timeout_ms(n->group) * 1e-3;
+    while (error == ncclInProgress && ddp_now() < deadline) {
+        ncclResult_t now = ncclSuccess;
+        ddp__cuda_nap(200);
+        error = comm ? ncclCommGetAsyncError(comm, &now) : ncclInternalError;
+        if (error == ncclSuccess) error = now;
+    }
+    if (error == ncclInProgress)
+        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call,
+                        ddp_group_timeout_ms(n->group));
+    return ddp__nccl_error(comm, error, call);
+}
+
+static ddp_result ddp__nccl_start(ddp__nccl *n) {
+    sigset_t all, old;
+    int error;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
+    error = pthread_create(&n->watchdog, NULL, ddp__nccl_watch, n);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    n->watching = error == 0;
+    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
+}
+
+/* The user's communicator has to be what the group is. */
+static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
+    int count = 0, rank = 0, device = 0;
+    ncclResult_t error = ncclCommCount(comm, &count);
+    if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
+    if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
+    n->comm = comm;
+    if (error != ncclSuccess) return ddp__nccl_error(comm, error, "asking desc.comm for its ranks");
+    if (count == n->world_size && rank == n->rank && device == n->lanes->device) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
+                    rank, count, device, n->rank, n->world_size, n->lanes->device);
+}
+
+static ddp_result ddp__nccl_init(ddp__nccl *n, ddp_group *control, ddp_result result) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId id;
+    ncclResult_t error;
+    memset(&id, 0, sizeof id);
+    if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
+    result = ddp__cuda_vote_on(control, result, "ddp_cuda_group_create", (unsigned char *)id.internal);
+    if (result != DDP_OK) return result;
+    config.blocking = 0;
+    n->owns_comm = 1;
+    error = ncclCommInitRankConfig(&n->comm, n->world_size, id, n->rank, &config);
+    return ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig");
+}
+
+/* The last step of making a group: the watchdog, and whether all is well everywhere. On failure nothing is left. */
+static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_group *control, ddp_result result, const char *who, void **state) {
+    char text[DDP__CUDA_TEXT];
+    if (result == DDP_OK) result = ddp__nccl_start(n);
+    result = ddp__cuda_vote_on(control, result, who, NULL);
+    *state = n;
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    *state = NULL;
+    if (n->watching) {
+        ddp__nccl_poison(n->group, n, result, text);
+        __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
+        pthread_join(n->watchdog, NULL);
+    }
+    if (n->comm && n->owns_comm) ncclCommAbort(n->comm);
+    ddp__nccl_delete(n);
+    return ddp_fail(result, "%s", text);
+}
+
+static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
+    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    ddp_result result;
+    ddp__nccl *n;
+    *state = NULL;
+    if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
+    n = ddp__nccl_new(group, &result);
+    if (!n) return ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL);
+    if (seed->comm && result == DDP_OK) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    result = seed->comm ? ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL) : ddp__nccl_init(n, seed->control, result);
+    if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
+    if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
+    return ddp__nccl_finish(n, seed->control, result, "ddp_cuda_group_create", state);
+}
+
+/* child NULL with members: this rank has no room for it, and takes part to tell the others. */
+static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    int color = member_count > 0 ? members[0] : -1;
+    ncclComm_t made = NULL;
+    ddp_group *control = NULL;
+    ddp_result result = DDP_OK;
+    *child_state = NULL;
+    if (child) n = ddp__nccl_new(child, &result);
+    else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
+    result = ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
+    if (result == DDP_OK) result = ddp__nccl_begin(p);
+    if (result == DDP_OK) {
+        config.blocking = 0;
+        result = ddp__nccl_made(p, p->comm, ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, child ? ddp_rank(child) : 0, &made, &config), "ncclCommSplit");
+        if (result == DDP_OK && made) result = ddp__nccl_made(p, made, ncclInProgress, "ncclCommSplit");
+        ddp__nccl_end(p);
+    }
+    if (n) { n->comm = made; n->owns_comm = 1; }
+    if (result == DDP_OK) result = ddp_group_split(p->control, color, child ? ddp_rank(child) : 0, &control);
+    if (n) n->control = control;
+    if (n && result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
+    (void)parent;
+    if (!n) return ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
+    if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
+    return ddp__nccl_finish(n, p->control, result, "ddp_group_split", child_state);
+}
+
+/* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
+static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
+#if NCCL_VERSION_CODE >= 22700
+    ncclWindow_t window = NULL;
+    region->is_window = ddp__nccl_settle(n, n->comm, ncclCommWindowRegister(n->comm, region->memory, size_bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+                                         "ncclCommWindowRegister") == DDP_OK && window;
+    region->handle = (void *)window;
+    if (region->is_window) return;
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
+#else
+    (void)n; (void)size_bytes;
+    region->handle = NULL;
+#endif
+}
+
+static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+#if NCCL_VERSION_CODE >= 22700
+    if (region->is_window && n->comm) ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle);
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
+    if (region->memory) ncclMemFree(region->memory);
+#else
+    if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
+#endif
+    ddp_group_mfree(n->group, region);
+}
+
+static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region *region = (ddp__nccl_region *)ddp_group_malloc(group, sizeof *region);
+    size_t size = (size_bytes + 4095) / 4096 * 4096; /* whole pages, as windows want them */
+    ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
+    cudaError_t error = cudaSuccess;
+    if (region) {
+        memset(region, 0, sizeof *region);
+        error = cuda->set_device(n->lanes->device);
+#if NCCL_VERSION_CODE >= 21900
+        if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
+        if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
+#else
+        if (error == cudaSuccess) error = cuda->malloc(&region->memory, size);
+#endif
+        if (error == cudaSuccess && result == DDP_OK) error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]);
+        if (error == cudaSuccess && result == DDP_OK) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+        if (result == DDP_OK) result = ddp__cuda_group_fail(group, error, "allocating group memory");
+    }
+    result = ddp__cuda_vote_on(n->control, result, "ddp_group_alloc", NULL);
+    if (result == DDP_OK) result = ddp__nccl_begin(n);
+    if (result == DDP_OK) {
+        ddp__nccl_register(n, region, size);
+        ddp__nccl_end(n);
+        region->next = n->regions;
+        n->regions = region;
+        *out = region->memory;
+    } else if (region) {
+        char text[DDP__CUDA_TEXT];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__nccl_release(n, region);
+        ddp_fail(result, "%s", text);
+    }
+    return result;
+}
+
+/* Nothing on either lane may still use the memory; a failed group's lanes have ended already. */
+static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region **link = &n->regions, *region;
+    cudaError_t error;
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    region = *link;
+    if (!region)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", ddp_group_name(group), memory);
+    error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMPUTE]);
+    *link = region->next;
+    ddp__nccl_release(n, region);
+    return ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
+}
+
+/* Ends what is under way, with the watchdog still there to end it otherwise; then the watchdog, then the communicator. */
+static void ddp__nccl_close(ddp_group *group, void *state) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    while (ddp__nccl_status(n->group, n) == DDP_OK && DDP__CUDA_RUNTIME->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
+        DDP__CUDA_RUNTIME->clear_error();
+        ddp__cuda_nap(50);
+    }
+    pthread_mutex_lock(&n->lock);
+    __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+    pthread_join(n->watchdog, NULL);
+    while (n->regions) {
+        ddp__nccl_region *region = n->regions;
+        n->regions = region->next;
+        ddp__nccl_release(n, region);
+    }
+    if (n->comm && n->owns_comm) {
+        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize") == DDP_OK) ncclCommDestroy(n->comm);
+        else ncclCommAbort(n->comm);
+    }
+    ddp__nccl_delete(n);
+}
+
+static const ddp_backend *ddp__cuda_nccl_backend(void) {
+    static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split, ddp__nccl_alloc, ddp__nccl_free,
+                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch};
+    return &nccl;
+}
+
+#endif /* !DDP_NO_NCCL */
+
 //== host-staged groups ============================================================================== >>impl-staged
 
 /* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, whose bits and failures these
@@ -2209,6 +3236,65 @@ static const ddp_backend *ddp__cuda_staged_backend(void) {
     return &staged;
 }
 
+//== groups of GPUs ================================================================================= >>impl-group
+
+/* Which way the bytes travel, the same on every rank. shared: some device has several ranks. */
+static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend, const char **notice) {
+    *notice = NULL;
+    *backend = ddp__cuda_staged_backend();
+#if defined(DDP_NO_NCCL)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
+    if (desc->engine == DDP_CUDA_ENGINE_DEFAULT) *notice = "this build has no NCCL: collectives go through host memory, which is slow";
+#else
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && NCCL_VERSION_CODE < 23000)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
+                        "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED", NCCL_MAJOR, NCCL_MINOR);
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared)) *backend = ddp__cuda_nccl_backend();
+    else if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
+        *notice = "ranks share a device: collectives go through host memory, which is slow and meant for development";
+#endif
+    (void)shared;
+    return DDP_OK;
+}
+
+static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    ddp_cuda_pick_desc pick = DDP_ZERO;
+    ddp_group_desc group = DDP_ZERO;
+    ddp__cuda_seed seed;
+    ddp__cuda_seat seat;
+    const char *notice;
+    ddp_result result;
+    int device = -1, choice = (int)desc->engine << 8 | (int)desc->order << 4 | (desc->comm != NULL);
+    pick.devices = desc->devices;
+    pick.device_count = desc->device_count;
+    pick.uuid = desc->uuid;
+    pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
+#if !defined(DDP_NO_NCCL)
+    if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
+#endif
+    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY || desc->timeout_ms < 0) {
+        ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order, desc->timeout_ms);
+        choice = -1;
+    }
+    result = ddp__cuda_pick(control, &pick, device, choice, &seat);
+    if (result == DDP_OK) result = ddp__cuda_engine(desc, seat.shared, &group.backend, &notice);
+    if (result != DDP_OK) return result;
+    memset(&seed, 0, sizeof seed);
+    seed.control = control;
+    seed.device = seat.device;
+    seed.stream = desc->stream;
+    seed.comm_stream = desc->comm_stream;
+    seed.comm = desc->comm;
+    group.device = ddp_device_cuda();
+    group.order = desc->order;
+    group.name = desc->name;
+    group.timeout_ms = desc->timeout_ms;
+    result = ddp_group_create_on(out, control, &group, &seed);
+    if (result == DDP_OK && notice) ddp_group_log(*out, notice);
+    return result;
+}
+
 //== public ======================================================================================== >>impl-public
 
 #ifdef __cplusplus
@@ -2222,13 +3308,29 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
     cudaError_t error;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, &mine);
+    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine);
     if (result != DDP_OK) return result;
     error = DDP__CUDA_RUNTIME->set_device(mine.device);
     if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaSetDevice");
     *device = mine.device;
     return DDP_OK;
 }
+
+DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    ddp_cuda_desc all_defaults = DDP_ZERO;
+    if (out) *out = NULL;
+    if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
+    return ddp__cuda_group_create(out, control, desc ? desc : &all_defaults);
+}
+
+DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
+    if (!group || ddp_group_device(group) != ddp_device_cuda())
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s", group ? "not one of GPUs" : "NULL");
+    ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMPUTE] = stream;
+    return DDP_OK;
+}
+
+DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) { return ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM]; }
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
     static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,

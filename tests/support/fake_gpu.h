@@ -104,7 +104,7 @@ static struct fake_machine {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     int device_count, generation, timelines, strict, captures;
-    int patient; /* 1 = a wait that cannot end waits all the same: something else will end it */
+    int patient; /* 1 = deadlocks are not looked for: something else will end them */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
     char *base, *real; /* the region as programs see it, and where it can be read and written */
@@ -422,7 +422,7 @@ static int fake_force(const std::function<int()> &done, cudaStream_t on, int lin
         std::vector<cudaStream_t> path, clear;
         if (fake_step()) continue;
         if (!fake.patient && on && (on->dead || fake_cycle(on, path, clear))) break;
-        if (!fake.patient && fake_now() > limit) {
+        if (fake_now() > limit) {
             fake_failed("stuck: %s waits for ever%s%s", fake_where(line).c_str(), on && !on->queue.empty() ? "; the stream stands at " : "",
                         on && !on->queue.empty() ? fake_where(on->queue.front().line).c_str() : "");
             break;
@@ -897,6 +897,15 @@ static void fake_fail(const char *function, int device, int nth, int code, int s
     pthread_mutex_lock(&fake.lock);
     fake.fault = {function, device, nth, code, sticky, 0, 0, ""};
     pthread_mutex_unlock(&fake.lock);
+}
+
+/* Whether it has failed, and no more failures from now on where stop is set. */
+static inline int fake_fault_fired(int stop) {
+    pthread_mutex_lock(&fake.lock);
+    int fired = fake.fault.fired;
+    if (stop) fake.fault.nth = 0;
+    pthread_mutex_unlock(&fake.lock);
+    return fired;
 }
 
 /* A kernel of the test: body runs when the stream gets there, and works through fake_view. */

@@ -212,6 +212,23 @@ static void event_orders(void) {
     FOUND("stream has been destroyed");
 }
 
+/* A forked rank has a machine of its own. */
+static void in_a_process(void) {
+    int status = -1;
+    float *p = device_floats(1);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        fake_start(1, fake.seed);
+        failures = 0;
+        event_orders();
+        _exit(failures != 0);
+    }
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && last(p) == 1);
+    CLEAN();
+}
+
 /* A wait that comes before every record is for nothing. */
 static void event_never_recorded(void) {
     cudaStream_t a, b;
@@ -883,7 +900,7 @@ static void captured(void) {
 #define CASE(name) {#name, name}
 int main(void) {
     static const struct { const char *name; void (*run)(void); } cases[] = {
-        CASE(memory_is_checked), CASE(cpu_may_not_touch), CASE(copies_with_the_host), CASE(pinned_memory), CASE(freeing), CASE(without_a_wait), CASE(event_orders),
+        CASE(memory_is_checked), CASE(cpu_may_not_touch), CASE(copies_with_the_host), CASE(pinned_memory), CASE(freeing), CASE(without_a_wait), CASE(event_orders), CASE(in_a_process),
         CASE(event_never_recorded), CASE(event_recorded_again), CASE(host_orders), CASE(event_is_not_its_stream), CASE(legacy_stream), CASE(no_race),
         CASE(threads_by_themselves), CASE(devices), CASE(loops), CASE(capture), CASE(capture_gone_wrong), CASE(faults), CASE(the_record), CASE(collectives),
         CASE(dtypes), CASE(mismatch), CASE(missing), CASE(ring), CASE(crossed), CASE(buffers), CASE(in_progress), CASE(split), CASE(same_device),
