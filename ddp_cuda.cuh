@@ -2420,13 +2420,15 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
 static ddp_result ddp__nccl_init(ddp__nccl *n, ddp_group *control, ddp_result result) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId id;
+    ncclResult_t error;
     memset(&id, 0, sizeof id);
     if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
     result = ddp__cuda_vote_on(control, result, "ddp_cuda_group_create", (unsigned char *)id.internal);
     if (result != DDP_OK) return result;
     config.blocking = 0;
     n->owns_comm = 1;
-    return ddp__nccl_made(n, n->comm, ncclCommInitRankConfig(&n->comm, n->world_size, id, n->rank, &config), "ncclCommInitRankConfig");
+    error = ncclCommInitRankConfig(&n->comm, n->world_size, id, n->rank, &config);
+    return ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig");
 }
 
 /* The last step of making a group: the watchdog, and whether all is well everywhere. On failure nothing is left. */
