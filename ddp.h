@@ -633,8 +633,7 @@ struct ddp_device {
     void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
     void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, exactly: row by row, in pieces of 4096 elements. sum is this
-       device's memory too. */
+    /* Adds the sums of squares of rows rows of row_count elements to *sum, which is this device's memory too: exactly row by row, 4096 elements at a time. */
     void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
     /* What follows is NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the lane that the calling
        thread has entered, and copy is done on return when either side is host memory. */
@@ -666,8 +665,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
 
-/* For backends made of another group. call: issues a checked call as it is, with its divisor. poison and cause: the backend's own functions;
-   the error line of cause is the bare cause. */
+/* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
@@ -1713,11 +1711,9 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
     else
-        for (; rows; rows--)
-            for (size_t left = row_count, n; left; at += n * size, left -= n) {
-                n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE;
-                ddp_exact_sum_add(sum, ddp__row_squares(at, n, dtype));
-            }
+        for (size_t n; rows; rows--)
+            for (size_t left = row_count; left; at += n * size, left -= n)
+                ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
 //== the CPU as a device ============================================================================== >>impl-device
@@ -3829,10 +3825,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
-DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) {
-    ddp_call copy = *call;
-    return ddp__submit(group, &copy, work);
-}
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) { ddp_call copy = *call; return ddp__submit(group, &copy, work); }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
@@ -4508,9 +4501,6 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
 }
 
-DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
-DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
-
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
     if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
@@ -4548,6 +4538,8 @@ DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.tim
 DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->backend_user; }
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
 
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size) {
     group->local_rank = local_rank;
@@ -6372,35 +6364,27 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
-
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
     return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
@@ -6470,7 +6454,7 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start)
+    if (!group->backend->p2p_start && !group->backend->enqueues)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
                          ddp_call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
@@ -6479,7 +6463,6 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
 }
-
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
 }

@@ -622,7 +622,7 @@ static cudaError_t fake_stream_create(cudaStream_t *out, int high_priority) {
     FAKE_CALL(0, "cudaStreamCreateWithPriority(non-blocking, %s)", high_priority ? "high" : "low");
     return fake_stream_create_any(out, 0, call);
 }
-static cudaError_t fake_stream_create_blocking(cudaStream_t *out) {
+static inline cudaError_t fake_stream_create_blocking(cudaStream_t *out) {
     FAKE_CALL(0, "cudaStreamCreate()");
     return fake_stream_create_any(out, 1, call);
 }
@@ -785,7 +785,7 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 
 /* ---- capture ---- */
 
-static void fake_capture_begin(cudaStream_t stream) {
+static inline void fake_capture_begin(cudaStream_t stream) {
     FAKE_CALL(0, "cudaStreamBeginCapture(%s)", fake_name(stream).c_str());
     fake.graphs.push_back({stream, {}});
     stream->graph = &fake.graphs.back();
@@ -793,7 +793,7 @@ static void fake_capture_begin(cudaStream_t stream) {
 }
 
 /* Every stream that the capture drew in must have come back to the one where it began. */
-static fake_graph *fake_capture_end(cudaStream_t stream) {
+static inline fake_graph *fake_capture_end(cudaStream_t stream) {
     FAKE_CALL(0, "cudaStreamEndCapture(%s)", fake_name(stream).c_str());
     fake_graph *graph = stream->graph;
     std::map<cudaStream_t, fake_clock> clocks;
@@ -816,7 +816,7 @@ static fake_graph *fake_capture_end(cudaStream_t stream) {
 static std::shared_ptr<fake_kernel> fake_nccl_again(const std::shared_ptr<fake_kernel> &kernel);
 
 /* Each stream of the capture is played by one that lives for this launch. */
-static void fake_graph_launch(fake_graph *graph, cudaStream_t stream) {
+static inline void fake_graph_launch(fake_graph *graph, cudaStream_t stream) {
     FAKE_CALL(0, "cudaGraphLaunch(%s)", fake_name(stream).c_str());
     cudaStream_t onto = fake_stream_of(stream, call.line);
     std::map<cudaStream_t, cudaStream_t> player;
@@ -850,7 +850,7 @@ static inline void fake_crash(int signal_number, siginfo_t *info, void *) {
 }
 
 /* A new machine. No thread is inside a call. */
-static void fake_start(int device_count, uint64_t seed) {
+static inline void fake_start(int device_count, uint64_t seed) {
     static int memory = -1;
     static pid_t owner;
     pthread_mutex_lock(&fake.lock);
@@ -893,7 +893,7 @@ static void fake_start(int device_count, uint64_t seed) {
 
 /* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any), made on device (-1 any), with code (0: some error
    of its library). sticky: those after it as well. What frees, frees all the same. */
-static void fake_fail(const char *function, int device, int nth, int code, int sticky) {
+static inline void fake_fail(const char *function, int device, int nth, int code, int sticky) {
     pthread_mutex_lock(&fake.lock);
     fake.fault = {function, device, nth, code, sticky, 0, 0, ""};
     pthread_mutex_unlock(&fake.lock);
@@ -909,7 +909,7 @@ static inline int fake_fault_fired(int stop) {
 }
 
 /* A kernel of the test: body runs when the stream gets there, and works through fake_view. */
-static cudaError_t fake_launch_work(cudaStream_t stream, const char *name, const std::vector<fake_range> &ranges, const std::function<void()> &body) {
+static inline cudaError_t fake_launch_work(cudaStream_t stream, const char *name, const std::vector<fake_range> &ranges, const std::function<void()> &body) {
     FAKE_CALL(0, "%s(%s)", name, fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (s && s->device != fake_me.device) fake_failed("the stream is another device's: %s", fake_where(call.line).c_str());
@@ -918,29 +918,29 @@ static cudaError_t fake_launch_work(cudaStream_t stream, const char *name, const
 }
 
 /* Device memory as the CPU can reach it. Says nothing about order: fake_host_access does. */
-static void *fake_view(const void *device_pointer) { return fake_real(device_pointer); }
+static inline void *fake_view(const void *device_pointer) { return fake_real(device_pointer); }
 
 /* The CPU reads or writes pinned memory now. */
-static void fake_host_access(const void *at, size_t bytes, int write) {
+static inline void fake_host_access(const void *at, size_t bytes, int write) {
     FAKE_CALL(0, "host %s(%s, %zu)", write ? "writes" : "reads", fake_name(at).c_str(), bytes);
     if (fake_check_range(at, bytes, -1, call.line)) fake_touch({at, bytes, write}, fake_me.timeline, fake_me.clock, call.line);
 }
 
 /* All that every thread has done so far comes before what this one does next: after a join, or a barrier. */
-static void fake_host_fence(void) {
+static inline void fake_host_fence(void) {
     FAKE_CALL(1, "host fence()");
     for (fake_device &device : fake.device) fake_join(fake_me.clock, device.host);
 }
 
 /* What is called up to now is left out of fake_record. */
-static void fake_record_from_here(void) {
+static inline void fake_record_from_here(void) {
     pthread_mutex_lock(&fake.lock);
     fake.from = fake.lines.size();
     pthread_mutex_unlock(&fake.lock);
 }
 
 /* The calls made on a device, one per line. */
-static std::string fake_record(int device) {
+static inline std::string fake_record(int device) {
     std::string all;
     pthread_mutex_lock(&fake.lock);
     for (size_t i = fake.from; i < fake.lines.size(); i++)
@@ -949,7 +949,7 @@ static std::string fake_record(int device) {
     return all;
 }
 
-static int fake_failures(void) {
+static inline int fake_failures(void) {
     pthread_mutex_lock(&fake.lock);
     int count = (int)fake.failures.size();
     for (const std::string &text : fake.failures) printf("fake_gpu (seed %llu): %s\n", (unsigned long long)fake.seed, text.c_str());
@@ -958,7 +958,7 @@ static int fake_failures(void) {
 }
 
 /* Takes away the failures that hold the text; how many there were. */
-static int fake_expect(const char *text) {
+static inline int fake_expect(const char *text) {
     pthread_mutex_lock(&fake.lock);
     size_t before = fake.failures.size();
     fake.failures.erase(std::remove_if(fake.failures.begin(), fake.failures.end(), [text](const std::string &f) { return f.find(text) != std::string::npos; }), fake.failures.end());
@@ -970,7 +970,7 @@ static int fake_expect(const char *text) {
 static std::string fake_nccl_left(void);
 
 /* What has been made and not unmade, and work that has not run. "" when there is nothing. */
-static std::string fake_left(void) {
+static inline std::string fake_left(void) {
     std::string left;
     pthread_mutex_lock(&fake.lock);
     for (CUstream_st &s : fake.streams) {

@@ -665,7 +665,7 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) {
 } /* extern "C" */
 
 /* Every communicator on a device (-1: any) has this asynchronous error from now on. */
-static void fake_async_error(int device, ncclResult_t error) {
+static inline void fake_async_error(int device, ncclResult_t error) {
     pthread_mutex_lock(&fake.lock);
     for (ncclComm &c : fake_nccl.comms) if (c.live && (device < 0 || c.device == device)) c.error = error;
     pthread_mutex_unlock(&fake.lock);

@@ -381,7 +381,7 @@ static ddp_result captured_step(rank_state *s) {
     ddp_work work = DDP_ZERO;
     float *expected;
     RANKS_OK(s->cpu, collective(s, 0, 0, 0)); /* what is made once is made before */
-    RANKS_OK(s->cpu, collective(s, 0, 0, 1));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->spare, N, DDP_F32, DDP_OP_MAX, NULL));
     RANKS_OK(s->cpu, look_back(s));
     s->kept = 0;
     fake_relax_capture();
@@ -631,7 +631,7 @@ static ddp_result everything(rank_state *s) {
 static void errors_everywhere(void) {
     int told = 0, silent = 0;
     for (int sticky = 0; sticky < 2; sticky++)
-        for (int n = 1, fired = 1; fired && failures == 0; n++) {
+        for (int n = 1, fired = 1; fired && failures < 20; n++) {
             job.timeout_ms = 2000 * DDP_TEST_SLOWDOWN;
             job.patient = job.may_fail = 1;
             job.fault = n;
