@@ -236,7 +236,7 @@ typedef struct ddp_reducer_stats {
     size_t bytes_reduced;   /* in the last step, as sent (comm_dtype) */
     size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
     size_t largest_bucket_bytes;
-    double comm_seconds;    /* last step: carrying out the buckets */
+    double comm_seconds;    /* last step: carrying out the buckets; 0, as is overlap, on a backend that enqueues: no host waits for it */
     double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
     double total_comm_seconds, total_wait_seconds;
     double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; one rank hides nothing: 0 */
@@ -572,7 +572,7 @@ typedef struct ddp_call {
     ddp_dtype dtype;
     ddp_op op;
     int root;          /* SEND, RECV: the peer; -1 where there is none */
-    int tag;
+    int tag;           /* of a collective: not 0 = the buffers are host memory whatever the device is; blocking */
     const void *send;
     void *recv;
     size_t count;      /* the count argument of the public call */
@@ -582,7 +582,10 @@ typedef struct ddp_call {
 } ddp_call;
 
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
-   Calls of one group come one at a time, except that p2p functions may run beside run. */
+   Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
+   A backend that enqueues only puts work on the device's communication lane. ddp.h orders the lanes with events: the call runs at once on the
+   caller, behind what the compute lane holds, and ddp_wait lets the compute lane, not the host, wait. Its messages are calls of run as well, and what
+   goes wrong or takes too long later is the backend's own to notice: it poisons the group and ends what is on the lane. */
 struct ddp_backend {
     const char *name;
     /* Collective over the world; rank and size are known to the group. */
@@ -602,6 +605,9 @@ struct ddp_backend {
     ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
     void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
     void (*close)(ddp_group *group, void *state);
+    int enqueues;            /* 1 = run returns once the work is on the communication lane */
+    ddp_order default_order; /* 0 = tree */
+    ddp_result (*batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
 };
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -612,6 +618,9 @@ DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
 DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
+
+/* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
+typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
 
 /* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
 struct ddp_device {
@@ -624,13 +633,42 @@ struct ddp_device {
     void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
     void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, row by row, exactly. */
+    /* Adds the sums of squares of rows rows of row_count elements to *sum, which is this device's memory too: exactly row by row, 4096 elements at a time. */
     void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
+    /* What follows is NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the lane that the calling
+       thread has entered, and copy is done on return when either side is host memory. */
+    ddp_result (*open)(ddp_group *group, ddp_group *parent, void **state); /* what the device keeps per group; parent: of a split, or NULL */
+    void (*close)(ddp_group *group, void *state);
+    ddp_result (*enter)(ddp_group *group, ddp_lane lane); /* until the thread enters another one; ddp.h returns to the compute lane */
+    ddp_result (*check)(ddp_group *group); /* the first failure of this thread's calls of the functions that return nothing, or DDP_OK */
+    ddp_result (*event_create)(ddp_group *group, void **event);
+    void (*event_destroy)(ddp_group *group, void *event);
+    ddp_result (*event_record)(ddp_group *group, ddp_lane lane, void *event); /* marks what the lane holds now; marks anew */
+    ddp_result (*event_wait)(ddp_group *group, ddp_lane lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
+    ddp_result (*event_test)(ddp_group *group, void *event, int *done);
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
+DDPDEF void *ddp_group_device_state(const ddp_group *group); /* from open; NULL without one */
+DDPDEF int ddp_group_device_index(const ddp_group *group);   /* what ddp_launch_desc.devices gives this rank; -1 = nothing */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
+DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
+DDPDEF const char *ddp_group_name(const ddp_group *group);
+DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
+DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
+
+/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, device, order, name,
+   timeout_ms; 0 = as control (order: the backend's). The rest is control's. user is the new group's ddp_group_backend_user, for device.open and
+   backend.open. Collective. set_local: which ranks share a machine, where the backend knows better than "all". */
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc, void *user);
+DDPDEF void *ddp_group_backend_user(const ddp_group *group);
+DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
+
+/* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
@@ -643,8 +681,8 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes);
 DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
 
-/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread: blocking calls made inside run in
-   place. How the reducer, and layers like it, put a sequence of calls behind compute. */
+/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread and lane: blocking calls made inside run in
+   place. How the reducer, and layers like it, put a sequence of calls behind compute. A backend that enqueues runs fn on the caller, at once. */
 typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
 
@@ -820,11 +858,13 @@ typedef struct ddp__op {
     void *request;               /* of a send or receive, once started */
     int polling;                 /* a thread is inside the backend's p2p_poll */
     int done;
+    int ordered;                 /* event marks, first, what was before it on the compute lane, then its end on the communication lane */
     ddp_result result;
     uint64_t ticket;
     struct ddp__op *next;
     /* what follows outlives a reuse of the handle */
     struct ddp__op *older;       /* of all handles of the group */
+    void *event;                 /* the device's, where it has lanes */
     char text[DDP__TEXT_MAX];    /* its error line */
     size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
@@ -835,7 +875,9 @@ struct ddp_group {
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
     const ddp_device *device;
-    void *state;                 /* the backend's */
+    void *state, *device_state;  /* the backend's; the device's */
+    void *backend_user;
+    int device_index;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     int in_batch;
@@ -844,6 +886,7 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, stopping, running;
+    int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops;
     ddp__op *p2p;                /* asynchronous sends and receives not yet done */
@@ -880,7 +923,7 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-static const char *ddp__call_name(ddp_call_kind kind) {
+DDPDEF const char *ddp_call_name(ddp_call_kind kind) {
     static const char *const names[] = {"ddp_all_reduce", "ddp_reduce", "ddp_broadcast", "ddp_all_gather", "ddp_reduce_scatter",
                                         "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
                                         "ddp_barrier", "ddp_send", "ddp_recv"};
@@ -904,11 +947,11 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER /* by its own name */ };
 
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free"};
-    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_FREE ? names[call->tag - 1] : ddp__call_name(call->kind);
+    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue"};
+    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_TASK ? names[call->tag - 1] : ddp_call_name(call->kind);
 }
 
 /* "ddp_all_reduce f32 count=10 sum": what ranks compare of a collective, in words. */
@@ -920,22 +963,22 @@ static void ddp__describe(char *out, size_t size, const ddp_call *call) {
     if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
     if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
     else if (call->tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
-    else if (call->tag || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
+    else if (call->tag == DDP__FOR_SPLIT || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
     else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call->dtype), count, op, root);
 }
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
     char dtype[80] = "";
-    if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp__call_name(call->kind))
+    if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
     return ddp_fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
                      (unsigned long long)call->seq, dtype, cause);
 }
 
-/* A notice for the user's log: nothing failed, but something is not as fast as it could be. */
-static void ddp__log(const ddp_group *group, const char *text) {
+/* Nothing failed, but something is not as fast as it could be. */
+DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
     char line[DDP__TEXT_MAX];
     if (!group->desc.log_fn) return;
     snprintf(line, sizeof line, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, text);
@@ -1530,6 +1573,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
+#define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
 /* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
@@ -1656,20 +1700,22 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements, row by row exactly: however the rows are shared out among ranks, merging
-   gives the same sum. data is of a float type. */
+/* Adds the sum of squares of each row of row_count elements, exactly row by row, and piece by piece of longer rows, which leaves a GPU something to
+   share out: however the rows lie on ranks, merging gives the same sum. data is of a float type. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
-    size_t row_bytes = row_count * ddp_dtype_size(dtype);
+    size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
     if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
-        for (size_t n; rows; at += n * row_bytes, rows -= n) {
+        for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
-    else if (row_count)
-        for (; rows; at += row_bytes, rows--) ddp_exact_sum_add(sum, ddp__row_squares(at, row_count, dtype));
+    else
+        for (size_t n; rows; rows--)
+            for (size_t left = row_count; left; at += n * size, left -= n)
+                ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
 //== the CPU as a device ============================================================================== >>impl-device
@@ -1689,7 +1735,8 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
-                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares};
+                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+                                   NULL, NULL};
     return &cpu;
 }
 
@@ -3135,7 +3182,7 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l) {
     ddp__requests_step(l);
     refused = !refused && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
-    if (refused) ddp__log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
+    if (refused) ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
 /* With the lock held, poisons the group when a peer of any unfinished request is gone. */
@@ -3434,7 +3481,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_local(void) {
     static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close};
+                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL};
     return &local;
 }
 
@@ -3512,7 +3559,7 @@ static void ddp__self_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_self(void) {
     static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
-                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close};
+                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL};
     return &self;
 }
 
@@ -3538,11 +3585,14 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     return result;
 }
 
-static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    ddp_result result;
-    call->seq = ++group->seq;
-    result = group->backend->run(group, group->state, call);
+static inline ddp_result ddp__run_call(ddp_group *group, const ddp_call *call) {
+    ddp_result result = group->backend->run(group, group->state, call);
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
+}
+
+static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+    call->seq = ++group->seq;
+    return ddp__run_call(group, call);
 }
 
 /* SUM over ranks, then one division, in one pass. For tasks. */
@@ -3554,7 +3604,52 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
 }
 
 static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    return task ? task(group, argument) : ddp__execute(group, call);
+    if (task) return task(group, argument);
+    return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
+}
+
+/* Makes this thread's device functions go where the caller's own work goes. */
+static ddp_result ddp__compute(ddp_group *group) { return group->device->enter ? group->device->enter(group, DDP_LANE_COMPUTE) : DDP_OK; }
+
+/* What this thread's device functions have come to. A failure takes the group down, since others count on the data. */
+static ddp_result ddp__device_check(ddp_group *group) {
+    ddp_result result = group->device->check ? group->device->check(group) : DDP_OK;
+    if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
+    return result;
+}
+
+/* On a device with lanes: from here on the op follows what the compute lane holds now. */
+static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
+    const ddp_device *device = group->device;
+    ddp_result result = DDP_OK;
+    if (!device->enter) return DDP_OK;
+    if (!op->event) result = device->event_create(group, &op->event);
+    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
+    op->ordered = result == DDP_OK;
+    return result;
+}
+
+static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
+    const ddp_device *device = group->device;
+    ddp_result result = DDP_OK;
+    if (op->ordered) result = device->enter(group, DDP_LANE_COMM);
+    if (op->ordered && result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
+    if (result == DDP_OK) result = ddp__carry_out(group, &op->call, op->task, op->argument);
+    if (op->ordered && result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
+    if (op->ordered) device->enter(group, DDP_LANE_COMPUTE);
+    if (op->task) { /* its name, should the group fail before it ends */
+        op->call.tag = DDP__FOR_TASK;
+        op->call.seq = group->seq;
+    }
+    return result;
+}
+
+/* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
+static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
+    ddp_result result;
+    if (!op->ordered) return DDP_OK;
+    result = group->backend->status(group, group->state);
+    return result == DDP_OK ? group->device->event_wait(group, DDP_LANE_COMPUTE, op->event) : ddp__call_failed(group, &op->call, result);
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
@@ -3579,7 +3674,7 @@ static void ddp__queue_step(ddp_group *group, int polite) {
     group->runner = pthread_self();
     group->polite = polite;
     pthread_mutex_unlock(&group->lock);
-    result = ddp__carry_out(group, &op->call, op->task, op->argument);
+    result = ddp__op_run(group, op);
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     group->polite = 0;
@@ -3651,6 +3746,7 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
+    group->queued |= group->thread_started;
     return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
                                        group->world_size, group->name, strerror(error));
 }
@@ -3662,6 +3758,7 @@ static ddp__op *ddp__op_new(ddp_group *group) {
     if (op) {
         group->free_ops = op->next;
     } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
+        op->event = NULL;
         op->older = group->all_ops;
         group->all_ops = op;
     }
@@ -3731,7 +3828,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result == DDP_OK ? DDP_OK : ddp_fail(op->result, "%s", op->text);
+    result = op->result == DDP_OK ? ddp__op_join(group, op) : ddp_fail(op->result, "%s", op->text);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3750,22 +3847,29 @@ static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
 }
 
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
-   or has no peers; queued otherwise. */
+   or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
     ddp_result result = DDP_OK;
-    int place;
+    int place, enqueues;
     if (work) memset(work, 0, sizeof *work);
-    else if (!task && !group->thread_started) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
-    place = ddp__queue_enter(group, !work);
-    if (!work && place != DDP__BEHIND_OTHERS) {
-        result = ddp__carry_out(group, call, task, argument);
+    else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
+    enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
+    place = ddp__queue_enter(group, !work || enqueues);
+    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
+        if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
+        if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
         if (place == DDP__INSIDE_TASK) return result;
         ddp__queue_leave(group);
         return ddp__deliver(group, result);
     }
     op = ddp__op_new(group);
-    if (!op) return DDP_ERR_NO_MEMORY;
+    result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
+    if (result != DDP_OK) {
+        if (op) ddp__op_free(group, op);
+        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
+        return result;
+    }
     op->task = task;
     op->argument = argument;
     if (call) {
@@ -3775,8 +3879,9 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
         op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
     }
-    if (group->world_size == 1 || place == DDP__INSIDE_TASK) {
-        ddp__op_end(group, op, ddp__carry_out(group, &op->call, task, argument));
+    if (group->world_size == 1 || place != DDP__BEHIND_OTHERS) {
+        ddp__op_end(group, op, ddp__op_run(group, op));
+        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
     } else {
         result = ddp__thread_start(group);
         if (result != DDP_OK) { ddp__op_free(group, op); return result; }
@@ -3790,6 +3895,8 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) { ddp_call copy = *call; return ddp__submit(group, &copy, work); }
+
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
@@ -3799,14 +3906,16 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     ddp__op *op;
     ddp_result result;
+    int enqueues = group->backend->enqueues;
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
+    if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
-    if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
+    if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
         return ddp__deliver(group, ddp__call_failed(group, call, result));
@@ -3856,7 +3965,8 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
-    return DDP_OK;
+    if (!*done || op->result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
+    return group->device->event_test(group, op->event, done);
 }
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
@@ -3866,12 +3976,29 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
     return DDP_OK;
 }
 
+/* The messages of a batch, on a backend that enqueues. A task. */
+static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
+    ddp_result result = group->backend->batch(group, group->state, 1), end;
+    char text[DDP__TEXT_MAX] = "";
+    (void)argument;
+    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = ddp__run_call(group, &op->call);
+    if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+    end = group->backend->batch(group, group->state, 0);
+    if (result != DDP_OK) return ddp_fail(result, "%s", text);
+    return end == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, end);
+}
+
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     ddp_result result = DDP_OK;
     char text[DDP__TEXT_MAX] = "";
     if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
     if (!group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
     group->in_batch = 0;
+    if (group->batch && group->backend->enqueues) {
+        result = ddp_group_enqueue(group, ddp__batch_run, NULL, NULL);
+        if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+        for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
+    }
     while (group->batch) {
         ddp__op *op = group->batch;
         ddp_result one;
@@ -4243,7 +4370,7 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__
 //== groups ============================================================================================ >>impl-group
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-typedef struct ddp__place { ddp__heap *heap; int rank; } ddp__place;
+typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
 static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
@@ -4251,7 +4378,6 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     *out = desc ? *desc : none;
     if (!out->init_method) out->init_method = "env://";
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
-    if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
     if (out->timeout_ms < 0)
@@ -4264,10 +4390,28 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     return DDP_OK;
 }
 
+static void ddp__group_delete(ddp_group *group) {
+    ddp_group_desc desc = group->desc;
+    while (group->all_ops) {
+        ddp__op *op = group->all_ops;
+        if (op->event) group->device->event_destroy(group, op->event);
+        group->all_ops = op->older;
+        ddp_group_mfree(group, op);
+    }
+    if (group->device_state) group->device->close(group, group->device_state);
+    pthread_cond_destroy(&group->done_cond);
+    pthread_cond_destroy(&group->work_cond);
+    pthread_mutex_destroy(&group->lock);
+    ddp__aligned_free(desc.free_fn, desc.user, group);
+}
+
 /* A handle without its backend's state yet. desc is resolved. */
-static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
+static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size,
+                                 ddp_group *parent, void *user) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
-    if (!group) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
+    ddp_result result;
+    *out = NULL;
+    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group);
     memset(group, 0, sizeof *group);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
@@ -4278,39 +4422,55 @@ static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *
     group->local_world_size = world_size;
     group->backend = backend;
     group->device = desc->device;
+    group->device_index = ddp__here.device_plus_1 - 1;
+    group->queued = backend->enqueues || desc->device->enter;
+    if (desc->order == DDP_ORDER_DEFAULT) group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
-    return group;
-}
-
-static void ddp__group_delete(ddp_group *group) {
-    ddp_group_desc desc = group->desc;
-    while (group->all_ops) { ddp__op *op = group->all_ops; group->all_ops = op->older; ddp_group_mfree(group, op); }
-    pthread_cond_destroy(&group->done_cond);
-    pthread_cond_destroy(&group->work_cond);
-    pthread_mutex_destroy(&group->lock);
-    ddp__aligned_free(desc.free_fn, desc.user, group);
+    group->backend_user = user;
+    result = group->device->open ? group->device->open(group, parent, &group->device_state) : DDP_OK;
+    if (result == DDP_OK) *out = group;
+    else ddp__group_delete(group);
+    return result;
 }
 
 /* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
-static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
-    ddp_group *group = ddp__group_new(desc, backend, rank, world_size);
-    ddp_result result;
-    if (!group) return DDP_ERR_NO_MEMORY;
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size,
+                                 void *user) {
+    ddp_group *group;
+    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL, user);
+    if (result != DDP_OK) return result;
     result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
 }
 
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc, void *user) {
+    ddp_group_desc d;
+    ddp_result result;
+    if (out) *out = NULL;
+    if (!out || !control || !desc || !desc->backend) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create_on: out, control, desc or its backend is NULL");
+    d = control->desc;
+    d.backend = desc->backend;
+    d.order = desc->order;
+    if (desc->device) d.device = desc->device;
+    if (desc->name) d.name = desc->name;
+    if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
+    result = ddp__group_desc_resolve("ddp_group_create_on", &d, &d);
+    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size, user);
+    if (result == DDP_OK) ddp_group_set_local(*out, control->local_rank, control->local_world_size);
+    return result;
+}
+
 static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
+    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size, NULL);
     char text[96];
     if (result != DDP_OK) return result;
     ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
-    if (heap->job->folder[0]) ddp__log(*out, text);
+    if (heap->job->folder[0]) ddp_group_log(*out, text);
     return DDP_OK;
 }
 
@@ -4328,8 +4488,8 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     } else if (ddp__identity_resolve(&id) != DDP_OK) {
         return DDP_ERR_INVALID;
     }
-    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
-    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
+    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size, NULL);
+    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1, NULL);
     if (id.local_world_size < id.world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
@@ -4349,7 +4509,7 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (result != DDP_OK) return result;
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
+    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1, NULL);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
@@ -4376,7 +4536,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int *members, count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_call call;
-    ddp_result result;
+    ddp_result result, opened = DDP_OK;
     if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
@@ -4389,14 +4549,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     result = ddp__submit(group, &call, NULL);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        child = ddp__group_new(&group->desc, group->backend, me, count);
+        opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group, group->backend_user);
         if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
         void *state = NULL;
         result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
-        else if (color >= 0) result = DDP_ERR_NO_MEMORY;
+        if (result == DDP_OK) result = opened;
     }
     if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
     ddp_group_mfree(group, table);
@@ -4442,7 +4602,19 @@ DDPDEF int ddp_world_size(const ddp_group *group) { return group ? group->world_
 DDPDEF int ddp_local_rank(const ddp_group *group) { return group ? group->local_rank : -1; }
 DDPDEF int ddp_local_world_size(const ddp_group *group) { return group ? group->local_world_size : 0; }
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group) { return group->device; }
+DDPDEF void *ddp_group_device_state(const ddp_group *group) { return group->device_state; }
+DDPDEF int ddp_group_device_index(const ddp_group *group) { return group->device_index; }
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.timeout_ms; }
+DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
+DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
+DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->backend_user; }
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
+
+DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size) {
+    group->local_rank = local_rank;
+    group->local_world_size = local_world_size;
+}
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
@@ -4516,6 +4688,7 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
     ddp__here.rank = rank;
+    ddp__here.device_plus_1 = launch->desc->devices ? launch->desc->devices[rank] + 1 : 0;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
@@ -4662,12 +4835,16 @@ static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, 
     ddp_group_desc group = desc->group;
     ddp_group *world;
     char text[DDP__TEXT_MAX];
+    int outside = ddp__here.device_plus_1;
     ddp_result result;
     group.init_method = NULL;
     group.rank = group.world_size = 0;
     result = ddp_group_create(&world, &group);
     if (result != DDP_OK) return result;
+    if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
+    world->device_index = ddp__here.device_plus_1 - 1;
     result = fn(world, user);
+    ddp__here.device_plus_1 = outside;
     snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_group_destroy(world);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
@@ -4701,6 +4878,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.user = user;
     launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
     if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
+    if (launch.desc->devices && launch.desc->device_count < launch.world_size)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: %d devices for %d ranks; list one for each rank", launch.desc->device_count, launch.world_size);
     for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
         if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
@@ -4773,7 +4952,8 @@ struct ddp_reducer {
     void *arena;                 /* group memory: gradients that were NULL */
     void *flat;                  /* group memory: the bucket being reduced, if it is packed */
     size_t flat_bytes, arena_bytes;
-    void *exchange, *host;       /* small agreements between ranks: the device's end and ours, which also is scratch */
+    void *host;                  /* small agreements between ranks, and scratch */
+    ddp_exact_sum *squares;      /* of all gradients, on the device */
     double seconds;              /* these three: of this step so far, written by whoever carries a bucket out */
     size_t sent, copied;
     ddp_reducer_stats stats;
@@ -4928,14 +5108,15 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     }
     for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
         if (bucket->ranges[k].in_place) result = ddp__bucket_reduce(bucket, bucket->ranges[k].data, bucket->ranges[k].count);
-    reducer->seconds += ddp_now() - begin;
-    return result;
+    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    return result == DDP_OK ? ddp__device_check(group) : result;
 }
 
 /* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-    ddp_result result;
+    ddp_result result = ddp__compute(reducer->group);
+    if (result != DDP_OK) return result;
     for (int k = bucket->first; k <= bucket->last; k++) {
         ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -5138,25 +5319,22 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
 }
 
+/* A blocking call on host memory, whatever the device. */
+static ddp_result ddp__reducer_exchange(ddp_reducer *reducer, ddp_call_kind kind, const void *send, size_t count, ddp_dtype dtype, ddp_op op) {
+    ddp_call call = ddp__call_of(kind, send, reducer->host, count, dtype);
+    call.op = op;
+    call.tag = DDP__FOR_REDUCER;
+    return ddp__submit(reducer->group, &call, NULL);
+}
+
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    size_t bytes = count * ddp_dtype_size(dtype);
-    ddp_result result;
-    if (reducer->world_size == 1) return DDP_OK;
-    reducer->device->copy(reducer->exchange, reducer->host, bytes);
-    result = ddp_all_reduce(reducer->group, reducer->exchange, reducer->exchange, count, dtype, op, NULL);
-    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes);
-    return result;
+    return reducer->world_size > 1 ? ddp__reducer_exchange(reducer, DDP_CALL_ALL_REDUCE, reducer->host, count, dtype, op) : DDP_OK;
 }
 
 /* Every rank's bytes (the same number each) end up in host, in rank order. */
 static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
-    unsigned char *place = (unsigned char *)reducer->exchange + (size_t)reducer->rank * bytes;
-    ddp_result result;
-    reducer->device->copy(place, mine, bytes);
-    result = ddp_all_gather(reducer->group, place, reducer->exchange, bytes, DDP_U8, NULL);
-    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes * (size_t)reducer->world_size);
-    return result;
+    return ddp__reducer_exchange(reducer, DDP_CALL_ALL_GATHER, mine, bytes, DDP_U8, DDP_OP_SUM);
 }
 
 /* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
@@ -5285,7 +5463,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
 static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
-    reducer->device->free(reducer->group, reducer->exchange);
+    reducer->device->free(reducer->group, reducer->squares);
     ddp_group_mfree(reducer->group, reducer->buckets);
     ddp_group_mfree(reducer->group, reducer);
 }
@@ -5295,13 +5473,17 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t schemas = (size_t)group->world_size * sizeof(ddp__schema), bytes = keys > schemas ? keys : schemas;
     ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + bytes);
+    void *squares;
     if (!reducer) return NULL;
     reducer->group = group;
     reducer->device = group->device;
     reducer->rank = group->rank;
     reducer->world_size = reducer->active = group->world_size;
     reducer->host = reducer + 1;
-    if (reducer->device->alloc(group, bytes, &reducer->exchange) == DDP_OK) return reducer;
+    if (ddp__compute(group) == DDP_OK && reducer->device->alloc(group, sizeof *reducer->squares, &squares) == DDP_OK) {
+        reducer->squares = (ddp_exact_sum *)squares;
+        return reducer;
+    }
     ddp_group_mfree(group, reducer);
     return NULL;
 }
@@ -5348,8 +5530,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     grad->ready = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
-    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over. */
-    while (reducer->next_bucket + 1 < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
+    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
+    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp_result result = ddp__bucket_issue(reducer, 0);
         if (result != DDP_OK) return result;
     }
@@ -5430,12 +5612,14 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
-    result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
+    result = ddp__compute(reducer->group);
+    if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
         const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
         if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
+    if (result == DDP_OK) result = ddp__device_check(reducer->group);
     stats->bytes_reduced = reducer->sent;
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
@@ -5461,16 +5645,22 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
     float length;
+    ddp_result result;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    ddp_exact_sum_clear(&sum);
+    result = ddp__compute(reducer->group);
+    if (result != DDP_OK) return result;
+    reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         const ddp_tensor *tensor = &reducer->desc.params[i].grad;
         size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-        if (grad->first_use == i && grad->count) reducer->device->sum_squares(&sum, grad->data, rows, grad->count / rows, grad->dtype);
+        if (grad->first_use == i && grad->count) reducer->device->sum_squares(reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
+    reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
+    result = ddp__device_check(reducer->group);
+    if (result != DDP_OK) return result;
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
@@ -5478,7 +5668,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, max_norm / length);
     }
-    return DDP_OK;
+    return ddp__device_check(reducer->group);
 }
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
@@ -5563,20 +5753,23 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    if (depth * accumulator->level_bytes > 0) result = ddp__compute(group);
+    if (depth * accumulator->level_bytes > 0 && result == DDP_OK) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
     if (result == DDP_OK) *out = accumulator;
     else ddp_group_mfree(group, accumulator);
     return result;
 }
 
 /* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
-static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
+static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
     const ddp_device *device = accumulator->group->device;
+    ddp_result result = ddp__compute(accumulator->group);
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
-    for (size_t done = 0; done < count; done += DDP__ACCUMULATE_BLOCK) {
-        size_t n = count - done < DDP__ACCUMULATE_BLOCK ? count - done : DDP__ACCUMULATE_BLOCK;
+    size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
+    for (size_t done = 0; done < count && result == DDP_OK; done += block) {
+        size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size;
         for (int k = depth - 1; k >= depth - joined; k--) {
             unsigned char *left = levels + (size_t)k * accumulator->level_bytes + done * size;
@@ -5584,10 +5777,12 @@ static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int d
         }
         if (joined == 0 && !last) device->copy(levels + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
     }
+    return result == DDP_OK ? ddp__device_check(accumulator->group) : result;
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
     int t, depth, last, joined;
+    ddp_result result = DDP_OK;
     if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
@@ -5600,7 +5795,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     depth = __builtin_popcount((unsigned)t);
     last = t + 1 == accumulator->desc.micro_batch_count;
     joined = last ? depth : __builtin_ctz(~(unsigned)t);
-    if (depth > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
+    if (depth > 0 || !last) result = ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
+    if (result != DDP_OK) return result;
     return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
 }
 
@@ -6174,7 +6370,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_
     va_start(args, format);
     ddp__fail_v(DDP_ERR_INVALID, format, args);
     va_end(args);
-    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp_call_name(call->kind), group->name,
                      ddp_last_error());
 }
 
@@ -6187,7 +6383,7 @@ static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) 
     int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
                                                 call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
     size_t element = ddp_dtype_size(call->dtype), blocks;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp_call_name(call->kind));
     blocks = p2p ? 1 : (size_t)group->world_size;
     if (rooted && (call->root < 0 || call->root >= group->world_size))
         return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
@@ -6238,35 +6434,27 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
-
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
     return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
@@ -6336,16 +6524,15 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start)
+    if (!group->backend->p2p_start && !group->backend->enqueues)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                         ddp__call_name(kind), group->name, group->backend->name);
+                         ddp_call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
 }
-
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
 }
