@@ -808,8 +808,8 @@ typedef struct ddp__rank_line {
     ddp__sleeper collective, p2p;
     uint32_t left;       /* 1: destroyed its handle */
     uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe;      /* an address in this rank's process where peers may try to read */
-    unsigned char pad2[DDP__LINE - 16];
+    uint64_t probe, token; /* an address in this rank's process where peers may try to read, and what is there */
+    unsigned char pad2[DDP__LINE - 24];
 } ddp__rank_line;
 
 typedef struct ddp__control {
@@ -2016,7 +2016,9 @@ typedef struct ddp__local {
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
+    int vm_refused;                  /* some peer cannot be read by process_vm_readv */
+    signed char vm_read[DDP_MAX_LOCAL_RANKS]; /* 1 = that peer can, -1 = cannot, 0 = not known yet */
+    uint64_t token;                  /* see ddp__rank_line */
     int amd;                         /* caches as on AMD, see ddp__hand_back and ddp__staged_chunk */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
@@ -2290,17 +2292,23 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
 
-/* Whether this rank can read the processes of all its peers. A peer that has not come yet leaves the question open. */
-static int ddp__can_read_peers(ddp__local *l) {
-    int can = l->heap->threads ? -1 : ddp__load(&l->vm_read);
-    for (int r = 0; r < l->world_size && can == 0; r++) {
-        uint64_t word, probe = ddp__load(&l->line[r].probe);
-        if (probe == 0) return 0;
-        if (r != l->rank && !ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word)) can = -1;
+/* 1 when this rank can read the peer's process, -1 when not, 0 while the peer has not come. The pid may be that of a stranger, in containers that count
+   processes each for itself: what is read has to be the peer's token. */
+static int ddp__can_read(ddp__local *l, int peer) {
+    uint64_t word = 0, probe = ddp__load(&l->line[peer].probe);
+    signed char can = l->heap->threads ? (signed char)-1 : __atomic_load_n(&l->vm_read[peer], __ATOMIC_RELAXED);
+    if (can == 0 && probe) {
+        can = ddp__vm_read(ddp__pid_of(l, peer), &word, probe, sizeof word) && word == l->line[peer].token ? 1 : -1;
+        if (can < 0) __atomic_store_n(&l->vm_refused, 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&l->vm_read[peer], can, __ATOMIC_RELAXED);
     }
-    if (can == 0) can = 1;
-    ddp__store(&l->vm_read, can);
-    return can > 0;
+    return can;
+}
+
+static int ddp__can_read_all(ddp__local *l) {
+    int all = 1;
+    for (int r = 0; r < l->world_size; r++) all &= r == l->rank || ddp__can_read(l, r) > 0;
+    return all;
 }
 
 /* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
@@ -2399,7 +2407,7 @@ static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, si
     memset(&mine, 0, sizeof mine);
     mine.send = (uint64_t)(uintptr_t)send;
     mine.way = (uint8_t)best;
-    mine.readable = (uint8_t)ddp__can_read_peers(l);
+    mine.readable = (uint8_t)ddp__can_read_all(l);
     memcpy(ddp__post_of(l, l->rank, call->seq)->data, &mine, sizeof mine);
 }
 
@@ -2996,10 +3004,10 @@ enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
     uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
-    int32_t tag, how, pid;
+    int32_t tag, how;
     uint32_t dtype;
     uint64_t count, order, address;
-    unsigned char pad[DDP__LINE - 48];
+    unsigned char pad[DDP__LINE - 40];
     unsigned char data[DDP__INLINE];
 } ddp__message;
 
@@ -3047,7 +3055,6 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
-    m->pid = (int32_t)getpid();
     m->address = ddp__address(l, r->call.send, r->size);
     m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
     if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
@@ -3127,10 +3134,9 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         ddp__reach_end(l);
         r->done = 1;
     } else if (m->how == DDP__HOW_VM) {
-        if (ddp__load(&l->vm_read) >= 0 && ddp__vm_read(m->pid, r->call.recv, m->address, r->size)) {
+        if (ddp__can_read(l, r->call.root) > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size)) {
             r->done = 1;
         } else { /* refused here: ask for the staged way, one message of a channel at a time */
-            ddp__store(&l->vm_read, -1);
             if (c->active) return;
             c->active = mine;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
@@ -3178,9 +3184,9 @@ static void ddp__requests_step(ddp__local *l) {
 static void ddp__local_progress(ddp_group *group, ddp__local *l) {
     int refused;
     if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
-    refused = ddp__load(&l->vm_read) < 0;
+    refused = __atomic_load_n(&l->vm_refused, __ATOMIC_RELAXED);
     ddp__requests_step(l);
-    refused = !refused && ddp__load(&l->vm_read) < 0;
+    refused = !refused && __atomic_load_n(&l->vm_refused, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&l->p2p_lock);
     if (refused) ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
@@ -3312,7 +3318,9 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
     l->amd = ddp__cpu_is_amd();
-    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
+    l->token = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40 ^ (uint64_t)(uintptr_t)l;
+    l->line[l->rank].token = l->token;
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->token);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
     group->local_world_size = group->world_size;
