@@ -6450,7 +6450,7 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start)
+    if (!group->backend->p2p_start && !group->backend->enqueues)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
                          ddp_call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);

@@ -1660,6 +1660,7 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 #if !defined(DDP__NCCL_SCRATCH)
 #define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
 #endif
+#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10) /* of them that are there from the beginning: 16 elements of 64 ranks are 8 KiB */
 #if !defined(DDP__NCCL_TICK_MS)
 #define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
 #endif
@@ -1865,17 +1866,17 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     return ddp__nccl_close_group(n, result);
 }
 
-/* Grows the scratch: after the first call of a size nothing is allocated. */
+/* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing
+   is allocated. */
 static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    size_t size = 4096;
+    size_t size = DDP__NCCL_SCRATCH_FIRST;
     int capturing = 0;
     cudaError_t error;
     if (bytes <= n->scratch_bytes) return DDP_OK;
     while (size < bytes) size *= 2;
     error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
-    if (error == cudaSuccess && capturing)
-        return ddp_fail(DDP_ERR_INVALID, "a reduction in tree order allocates in its first call of a size: make one of this size before the capture");
+    if (error == cudaSuccess && capturing) return DDP_OK;
     if (error == cudaSuccess && n->scratch) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
     if (error == cudaSuccess && n->scratch) error = cuda->free(n->scratch);
     n->scratch = NULL;
@@ -1896,11 +1897,12 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
                         "floats", DDP_MAX_LOCAL_RANKS, n->world_size);
     t.share = scatter ? call->count : (call->count + world - 1) / world;
     t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
-    if (most == 0) most = 16;
     if (t.share > most) t.share = most;
     if (n->world_size == 1)
         return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
     result = ddp__nccl_scratch(n, world * t.share * size);
+    most = n->scratch_bytes / size / world / 16 * 16;
+    if (t.share > most) t.share = most;
     for (; t.first < call->count && result == DDP_OK; t.first += t.count) {
         size_t round = scatter ? t.share : t.share * world;
         t.count = call->count - t.first < round ? call->count - t.first : round;
@@ -2372,6 +2374,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     error = cuda->set_device(n->lanes->device);
     for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
     if (error == cudaSuccess) error = cuda->event_create(&n->idle);
+    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST);
     if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
     if (error == cudaSuccess) error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]);
     *result = ddp__cuda_group_fail(group, error, "making the events of a group");
