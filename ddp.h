@@ -3528,13 +3528,15 @@ static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn t
     return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
 }
 
-/* Makes this thread's device functions go where the caller's own work goes. */
-static ddp_result ddp__compute(ddp_group *group) { return group->device->enter ? group->device->enter(group, DDP_LANE_COMPUTE) : DDP_OK; }
-
 /* A failure of a device on one rank takes the group down, since others count on its data. */
 static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
+}
+
+/* Makes this thread's device functions go where the caller's own work goes. */
+static ddp_result ddp__compute(ddp_group *group) {
+    return group->device->enter ? ddp__device_result(group, group->device->enter(group, DDP_LANE_COMPUTE)) : DDP_OK;
 }
 
 /* What this thread's device functions have come to. */

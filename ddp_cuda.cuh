@@ -1,31 +1,38 @@
-/*  ddp_cuda.cuh - GPUs for ddp.h: choosing a device, device memory as a ddp_device, and the kernels of a training step.
+/*  ddp_cuda.cuh - GPUs for ddp.h: groups over device memory through NCCL, device memory as a ddp_device, and the kernels of a training step.
 
-    The first part of the CUDA backend. It needs the CUDA runtime alone, and every kernel gives the bits that the CPU gives.
+    Collectives, messages, the reducer and everything else of ddp.h with device pointers, ordered by events instead of blocking the host; kernels that give
+    the bits that the CPU gives.
 
 USAGE
     #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
     #include "ddp_cuda.cuh"
     DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
+    Link with -lnccl -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_cuda.cuh"
     #include <stdio.h>
 
+    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank, each on the GPU of its local rank
+        ddp_group *gpus;
+        void *gradient;
+        ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
+        if (result != DDP_OK) return result;
+        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any device memory will do
+        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess) result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
+        ddp_group_destroy(gpus);
+        return result;
+    }
+
     int main(void) {
-        ddp_cuda_pick_desc desc = DDP_ZERO;                      // zero means default: the device with the number of the local rank
-        const void *gradients[2];
-        void *memory[2], *sum;
-        int device;
-        if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-        for (int i = 0; i < 2; i++) {
-            if (cudaMalloc(&memory[i], 4000) != cudaSuccess || cudaMemset(memory[i], 0, 4000) != cudaSuccess) return 1;
-            gradients[i] = memory[i];
-        }
-        sum = memory[0];                                         // a destination may be a source
-        ddp_result result = ddp_cuda_reduce_tree(&sum, 1, gradients, 2, 1000, DDP_F32, DDP_OP_AVG, 2, 0);
-        if (result != DDP_OK) fprintf(stderr, "%s\n", ddp_last_error());
-        return result != DDP_OK || cudaDeviceSynchronize() != cudaSuccess;
+        ddp_cuda_desc desc = DDP_ZERO;                           // zero means default, field by field
+        ddp_launch_desc launch = DDP_ZERO;
+        launch.world_size = 2;
+        if (ddp_launch(&launch, train, &desc) == DDP_OK) return 0;
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
     }
 
 CONTENTS      (search for the tags)
@@ -34,6 +41,10 @@ CONTENTS      (search for the tags)
     >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-group  >>impl-public
 
 CONCEPTS
+    Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
+               its own, behind what the user's stream holds; ddp_wait makes the user's stream wait, not the host.
+    Watchdog   a thread per group that asks CUDA and NCCL how they are, and the watchdogs of the other ranks, over the control group, where
+               theirs have come. What goes wrong anywhere ends the communication everywhere, with one cause.
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
                take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
     Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
@@ -46,6 +57,8 @@ ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
     with the failing call and CUDA's own text, such as
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
+      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
+      group world is not done on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
     A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
     their thread's first failure for ddp_cuda_check.
 
@@ -53,15 +66,16 @@ CONFIG MACROS (define before including)
     DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
-    DDP_NO_NCCL              build without NCCL; no effect yet, as nothing here uses it
+    DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
     Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
     defines nothing by which this header could refuse them.
 
 NOT DONE HERE
-    The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
-    backend, which reads memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
-    Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
-    dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+    Ranks that share a device need a backend that stages through the host. Do not give ddp_device_cuda() to a group of the local backend, which reads
+    memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
+    Nothing in this header has run on a GPU, or with NCCL itself. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
+    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h, fake_nccl.h) that runs streams in many
+    orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
 #define DDP_CUDA_CUH
@@ -2264,6 +2278,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
+    ddp_group_abort(n->control); /* a caller may wait there */
     pthread_mutex_lock(&n->lock);
     n->aborted = 1;
     pthread_mutex_unlock(&n->lock);
