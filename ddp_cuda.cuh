@@ -1599,10 +1599,11 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
+    snprintf(call, sizeof call, "cudaMemsetAsync");
     error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
-    if (error == cudaSuccess) error = cuda->synchronize(stream);
+    if (error == cudaSuccess) { snprintf(call, sizeof call, "cudaStreamSynchronize"); error = cuda->synchronize(stream); }
     if (error == cudaSuccess) return DDP_OK;
-    ddp__cuda_fail(error, "ddp_device_cuda alloc", "clearing with cudaMemsetAsync");
+    ddp__cuda_fail(error, "ddp_device_cuda alloc", call);
     cuda->free(*out);
     *out = NULL;
     return DDP_ERR_ENGINE;
@@ -2387,6 +2388,13 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     return result;
 }
 
+/* Of a group that is there: when it fails meanwhile, that is the reason. */
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
+    ddp_result result = ddp__cuda_vote_on(n->control, mine, who, NULL), status;
+    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
+    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
+}
+
 static void ddp__nccl_delete(ddp__nccl *n) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     cuda->set_device(n->lanes->device);
@@ -2563,16 +2571,16 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__cuda_vote_on(p->control, result, who, NULL);
-    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_split_comm(p, color, key, &made), who, NULL);
+    result = ddp__nccl_vote(p, result, who);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
-    if (!n) return result == DDP_OK ? ddp__cuda_vote_on(p->control, result, who, NULL) : result;
+    if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
     n->comm = made;
     n->owns_comm = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
-    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_start(n), who, NULL);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
     return ddp__nccl_finish(n, result, child_state);
 }
 
@@ -2629,7 +2637,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
         if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
-    result = ddp__cuda_vote_on(n->control, result, "ddp_group_alloc", NULL);
+    result = ddp__nccl_vote(n, result, "ddp_group_alloc");
     if (result == DDP_OK) result = ddp__nccl_begin(n);
     if (result == DDP_OK) {
         ddp__nccl_register(n, region, size);
