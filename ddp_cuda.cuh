@@ -3293,7 +3293,8 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     group.order = desc->order;
     group.name = desc->name;
     group.timeout_ms = desc->timeout_ms;
-    result = ddp_group_create_on(out, control, &group, &seed);
+    group.backend_user = &seed;
+    result = ddp_group_create_on(out, control, &group);
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
 }
