@@ -8,6 +8,7 @@ struct ddp__cuda_runtime;
 static const struct ddp__cuda_runtime *fake_runtime(void);
 #define DDP__CUDA_RUNTIME fake_runtime()
 #define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__NCCL_PATIENCE_MS 50
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
 #include "../support/ranks.h"
@@ -48,7 +49,7 @@ static void check(int good, const char *format, ...) __attribute__((format(print
 static void check(int good, const char *format, ...) {
     va_list args;
     __atomic_add_fetch(&checks, 1, __ATOMIC_RELAXED);
-    if (good || __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED) > 20) return;
+    if (good || __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED) > 40) return;
     va_start(args, format);
     printf("%s, seed %llu: ", ranks_current, (unsigned long long)fake.seed);
     vprintf(format, args);
@@ -622,7 +623,7 @@ static ddp_result everything(rank_state *s) {
     ddp_result result = everything_in(s, &half, &reducer, params);
     std::string text = result == DDP_OK ? "" : ddp_last_error();
     if (result == DDP_OK) result = ddp_group_status(s->group);
-    if (result == DDP_OK && !fake_fault_fired(0)) result = look_back(s);
+    if (!fake_fault_fired(result == DDP_OK && s->rank == 1) && result == DDP_OK) result = look_back(s);
     ddp_reducer_destroy(reducer);
     ddp_group_destroy(half);
     return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
@@ -631,10 +632,10 @@ static ddp_result everything(rank_state *s) {
 /* An error at every single call, once or for good: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
 static void errors_everywhere(void) {
     int told = 0, silent = 0;
-    std::vector<std::string> seen; /* each call's line is complained about once */
+    std::vector<std::string> seen, slow; /* each call is complained about once */
     for (int sticky = 0; sticky < 2; sticky++)
-        for (int n = 1, fired = 1; fired && failures < 20; n++) {
-            job.timeout_ms = 2000 * DDP_TEST_SLOWDOWN;
+        for (int n = 1, fired = 1; fired && failures < 40; n += DDP_TEST_SLOWDOWN > 1 ? 7 : 1) {
+            job.timeout_ms = 400 * DDP_TEST_SLOWDOWN;
             job.patient = job.may_fail = 1;
             job.fault = n;
             job.sticky = sticky;
@@ -648,11 +649,16 @@ static void errors_everywhere(void) {
                 seen.push_back(name);
                 check(0, "call %d, %s, fails, and the line is: %s", n, fake.fault.text.c_str(), job.line[1]);
             }
-            check(job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, fake.fault.text.c_str());
+            if (!sticky && strstr(job.line[0], "timed out") && std::find(slow.begin(), slow.end(), name) == slow.end()) {
+                slow.push_back(name);
+                check(0, "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, fake.fault.text.c_str(), job.line[0]);
+            }
+            int poll = name == "cudaEventQuery" || name == "ncclCommGetAsyncError"; /* of the watchdog: rank 0 may have come to the end before */
+            check(poll || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, fake.fault.text.c_str());
         }
     job.timeout_ms = job.patient = job.may_fail = job.fault = job.sticky = 0;
     printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
-    check(told > 100, "%d errors were told", told);
+    check(told > (DDP_TEST_SLOWDOWN > 1 ? 20 : 100), "%d errors were told", told);
 }
 
 /* ---- the exact calls ---- */
@@ -848,6 +854,7 @@ static const char *only; /* a part of a case's name */
 #define CASE(...) do { ranks_current = #__VA_ARGS__; if (strstr(#__VA_ARGS__, only) && !failures) { __VA_ARGS__; } } while (0)
 int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
+    setvbuf(stdout, NULL, _IOLBF, 0);
     watchdog_start(100);
     CASE(run_on(2, 0, sequences));
     CASE(both_orders(collectives, 12));
