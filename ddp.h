@@ -177,6 +177,7 @@ typedef struct ddp_group_desc {
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
     const ddp_device *device;   /* NULL = the CPU */
+    void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
@@ -583,9 +584,8 @@ typedef struct ddp_call {
 
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
    Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
-   A backend that enqueues only puts work on the device's communication lane. ddp.h orders the lanes with events: the call runs at once on the
-   caller, behind what the compute lane holds, and ddp_wait lets the compute lane, not the host, wait. Its messages are calls of run as well, and what
-   goes wrong or takes too long later is the backend's own to notice: it poisons the group and ends what is on the lane. */
+   A backend that enqueues only puts work on the device's communication lane. Its calls, messages too, run on the caller, behind what the compute lane
+   holds, and ddp_wait makes that lane wait, not the host. What fails or takes too long later is the backend's to notice: it poisons the group. */
 struct ddp_backend {
     const char *name;
     /* Collective over the world; rank and size are known to the group. */
@@ -658,10 +658,9 @@ DDPDEF const char *ddp_group_name(const ddp_group *group);
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
 DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
 
-/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, device, order, name,
-   timeout_ms; 0 = as control (order: the backend's). The rest is control's. user is the new group's ddp_group_backend_user, for device.open and
-   backend.open. Collective. set_local: which ranks share a machine, where the backend knows better than "all". */
-DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc, void *user);
+/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, backend_user, device, order, name,
+   timeout_ms; 0 = as control (order: the backend's). The rest is control's. Collective. set_local: which ranks share a machine, after a split. */
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
 
@@ -876,7 +875,6 @@ struct ddp_group {
     const ddp_backend *backend;
     const ddp_device *device;
     void *state, *device_state;  /* the backend's; the device's */
-    void *backend_user;
     int device_index;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
@@ -3616,14 +3614,20 @@ static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn t
     return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
 }
 
-/* Makes this thread's device functions go where the caller's own work goes. */
-static ddp_result ddp__compute(ddp_group *group) { return group->device->enter ? group->device->enter(group, DDP_LANE_COMPUTE) : DDP_OK; }
-
-/* What this thread's device functions have come to. A failure takes the group down, since others count on the data. */
-static ddp_result ddp__device_check(ddp_group *group) {
-    ddp_result result = group->device->check ? group->device->check(group) : DDP_OK;
+/* A failure of a device on one rank takes the group down, since others count on its data. */
+static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
+}
+
+/* Makes this thread's device functions go where the caller's own work goes. */
+static ddp_result ddp__compute(ddp_group *group) {
+    return group->device->enter ? ddp__device_result(group, group->device->enter(group, DDP_LANE_COMPUTE)) : DDP_OK;
+}
+
+/* What this thread's device functions have come to. */
+static ddp_result ddp__device_check(ddp_group *group) {
+    return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK);
 }
 
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
@@ -3634,22 +3638,20 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     if (!op->event) result = device->event_create(group, &op->event);
     if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
     op->ordered = result == DDP_OK;
-    return result;
+    return ddp__device_result(group, result);
 }
 
 static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
-    ddp_result result = DDP_OK;
-    if (op->ordered) result = device->enter(group, DDP_LANE_COMM);
-    if (op->ordered && result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
+    ddp_result result;
+    if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
+    result = device->enter(group, DDP_LANE_COMM);
+    if (result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
     if (result == DDP_OK) result = ddp__carry_out(group, &op->call, op->task, op->argument);
-    if (op->ordered && result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
-    if (op->ordered) device->enter(group, DDP_LANE_COMPUTE);
-    if (op->task) { /* its name, should the group fail before it ends */
-        op->call.tag = DDP__FOR_TASK;
-        op->call.seq = group->seq;
-    }
-    return result;
+    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
+    device->enter(group, DDP_LANE_COMPUTE);
+    if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
+    return ddp__device_result(group, result);
 }
 
 /* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
@@ -3657,7 +3659,8 @@ static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
     ddp_result result;
     if (!op->ordered) return DDP_OK;
     result = group->backend->status(group, group->state);
-    return result == DDP_OK ? group->device->event_wait(group, DDP_LANE_COMPUTE, op->event) : ddp__call_failed(group, &op->call, result);
+    if (result != DDP_OK) return ddp__call_failed(group, &op->call, result);
+    return ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
@@ -3863,7 +3866,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
     enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
-    place = ddp__queue_enter(group, !work || enqueues);
+    place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
     if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
@@ -3880,6 +3883,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     }
     op->task = task;
     op->argument = argument;
+    op->call.tag = DDP__FOR_TASK; /* unless it is a call */
     if (call) {
         op->call = *call;
         op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
@@ -3904,6 +3908,14 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) { ddp_call copy = *call; return ddp__submit(group, &copy, work); }
+
+/* A blocking call on host memory, whatever the device. */
+static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag) {
+    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
+    call.op = op;
+    call.tag = tag;
+    return ddp__submit(group, &call, NULL);
+}
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
@@ -3987,13 +3999,11 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
 /* The messages of a batch, on a backend that enqueues. A task. */
 static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
     ddp_result result = group->backend->batch(group, group->state, 1), end;
-    char text[DDP__TEXT_MAX] = "";
     (void)argument;
-    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = ddp__run_call(group, &op->call);
-    if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = group->backend->run(group, group->state, &op->call);
     end = group->backend->batch(group, group->state, 0);
-    if (result != DDP_OK) return ddp_fail(result, "%s", text);
-    return end == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, end);
+    if (result == DDP_OK) result = end;
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, result);
 }
 
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
@@ -4414,8 +4424,7 @@ static void ddp__group_delete(ddp_group *group) {
 }
 
 /* A handle without its backend's state yet. desc is resolved. */
-static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size,
-                                 ddp_group *parent, void *user) {
+static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
     ddp_result result;
     *out = NULL;
@@ -4436,7 +4445,6 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
-    group->backend_user = user;
     result = group->device->open ? group->device->open(group, parent, &group->device_state) : DDP_OK;
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
@@ -4444,10 +4452,9 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 }
 
 /* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
-static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size,
-                                 void *user) {
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
     ddp_group *group;
-    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL, user);
+    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL);
     if (result != DDP_OK) return result;
     result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
     if (result == DDP_OK) *out = group;
@@ -4455,25 +4462,26 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     return result;
 }
 
-DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc, void *user) {
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     ddp_group_desc d;
     ddp_result result;
     if (out) *out = NULL;
     if (!out || !control || !desc || !desc->backend) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create_on: out, control, desc or its backend is NULL");
     d = control->desc;
     d.backend = desc->backend;
+    d.backend_user = desc->backend_user;
     d.order = desc->order;
     if (desc->device) d.device = desc->device;
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
     result = ddp__group_desc_resolve("ddp_group_create_on", &d, &d);
-    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size, user);
+    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size);
     if (result == DDP_OK) ddp_group_set_local(*out, control->local_rank, control->local_world_size);
     return result;
 }
 
 static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size, NULL);
+    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
     char text[96];
     if (result != DDP_OK) return result;
     ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
@@ -4496,8 +4504,8 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     } else if (ddp__identity_resolve(&id) != DDP_OK) {
         return DDP_ERR_INVALID;
     }
-    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size, NULL);
-    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1, NULL);
+    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
+    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
     if (id.local_world_size < id.world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
@@ -4517,7 +4525,7 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (result != DDP_OK) return result;
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1, NULL);
+    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
     if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
     if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
@@ -4543,7 +4551,6 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int32_t mine[2], *table;
     int *members, count = 0, me = 0;
     ddp_group *child = NULL;
-    ddp_call call;
     ddp_result result, opened = DDP_OK;
     if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
@@ -4552,12 +4559,10 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     members = (int *)(table + 2 * group->world_size);
     mine[0] = color < 0 ? -1 : color;
     mine[1] = key;
-    call = ddp__call_of(DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32);
-    call.tag = DDP__FOR_SPLIT;
-    result = ddp__submit(group, &call, NULL);
+    result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group, group->backend_user);
+        opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
         if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
@@ -4615,14 +4620,10 @@ DDPDEF int ddp_group_device_index(const ddp_group *group) { return group->device
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.timeout_ms; }
 DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
-DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->backend_user; }
+DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
-
-DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size) {
-    group->local_rank = local_rank;
-    group->local_world_size = local_world_size;
-}
+DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
@@ -4961,7 +4962,7 @@ struct ddp_reducer {
     void *flat;                  /* group memory: the bucket being reduced, if it is packed */
     size_t flat_bytes, arena_bytes;
     void *host;                  /* small agreements between ranks, and scratch */
-    ddp_exact_sum *squares;      /* of all gradients, on the device */
+    void *squares;               /* of all gradients: a ddp_exact_sum on the device */
     double seconds;              /* these three: of this step so far, written by whoever carries a bucket out */
     size_t sent, copied;
     ddp_reducer_stats stats;
@@ -5327,22 +5328,15 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
 }
 
-/* A blocking call on host memory, whatever the device. */
-static ddp_result ddp__reducer_exchange(ddp_reducer *reducer, ddp_call_kind kind, const void *send, size_t count, ddp_dtype dtype, ddp_op op) {
-    ddp_call call = ddp__call_of(kind, send, reducer->host, count, dtype);
-    call.op = op;
-    call.tag = DDP__FOR_REDUCER;
-    return ddp__submit(reducer->group, &call, NULL);
-}
-
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    return reducer->world_size > 1 ? ddp__reducer_exchange(reducer, DDP_CALL_ALL_REDUCE, reducer->host, count, dtype, op) : DDP_OK;
+    if (reducer->world_size == 1) return DDP_OK;
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, DDP__FOR_REDUCER);
 }
 
 /* Every rank's bytes (the same number each) end up in host, in rank order. */
 static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
-    return ddp__reducer_exchange(reducer, DDP_CALL_ALL_GATHER, mine, bytes, DDP_U8, DDP_OP_SUM);
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, DDP__FOR_REDUCER);
 }
 
 /* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
@@ -5481,17 +5475,13 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
     size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
     size_t schemas = (size_t)group->world_size * sizeof(ddp__schema), bytes = keys > schemas ? keys : schemas;
     ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + bytes);
-    void *squares;
     if (!reducer) return NULL;
     reducer->group = group;
     reducer->device = group->device;
     reducer->rank = group->rank;
     reducer->world_size = reducer->active = group->world_size;
     reducer->host = reducer + 1;
-    if (ddp__compute(group) == DDP_OK && reducer->device->alloc(group, sizeof *reducer->squares, &squares) == DDP_OK) {
-        reducer->squares = (ddp_exact_sum *)squares;
-        return reducer;
-    }
+    if (reducer->device->alloc(group, sizeof(ddp_exact_sum), &reducer->squares) == DDP_OK) return reducer;
     ddp_group_mfree(group, reducer);
     return NULL;
 }
@@ -5505,7 +5495,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: %s", group->rank, group->world_size, ddp_last_error());
     }
     result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
     result = ddp__reducer_compare(reducer, result);
@@ -5664,7 +5654,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         const ddp__grad *grad = &reducer->grads[i];
         const ddp_tensor *tensor = &reducer->desc.params[i].grad;
         size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-        if (grad->first_use == i && grad->count) reducer->device->sum_squares(reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
+        if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
     result = ddp__device_check(reducer->group);
@@ -5761,8 +5751,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth * accumulator->level_bytes > 0) result = ddp__compute(group);
-    if (depth * accumulator->level_bytes > 0 && result == DDP_OK) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    if (depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
     if (result == DDP_OK) *out = accumulator;
     else ddp_group_mfree(group, accumulator);
     return result;

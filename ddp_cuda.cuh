@@ -1,31 +1,38 @@
-/*  ddp_cuda.cuh - GPUs for ddp.h: choosing a device, device memory as a ddp_device, and the kernels of a training step.
+/*  ddp_cuda.cuh - GPUs for ddp.h: groups over device memory through NCCL, device memory as a ddp_device, and the kernels of a training step.
 
-    The first part of the CUDA backend. It needs the CUDA runtime alone, and every kernel gives the bits that the CPU gives.
+    Collectives, messages, the reducer and everything else of ddp.h with device pointers, ordered by events instead of blocking the host; kernels that give
+    the bits that the CPU gives.
 
 USAGE
     #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
     #include "ddp_cuda.cuh"
     DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
+    Link with -lnccl -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_cuda.cuh"
     #include <stdio.h>
 
+    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank, each on the GPU of its local rank
+        ddp_group *gpus;
+        void *gradient;
+        ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
+        if (result != DDP_OK) return result;
+        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any device memory will do
+        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess) result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
+        ddp_group_destroy(gpus);
+        return result;
+    }
+
     int main(void) {
-        ddp_cuda_pick_desc desc = DDP_ZERO;                      // zero means default: the device with the number of the local rank
-        const void *gradients[2];
-        void *memory[2], *sum;
-        int device;
-        if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-        for (int i = 0; i < 2; i++) {
-            if (cudaMalloc(&memory[i], 4000) != cudaSuccess || cudaMemset(memory[i], 0, 4000) != cudaSuccess) return 1;
-            gradients[i] = memory[i];
-        }
-        sum = memory[0];                                         // a destination may be a source
-        ddp_result result = ddp_cuda_reduce_tree(&sum, 1, gradients, 2, 1000, DDP_F32, DDP_OP_AVG, 2, 0);
-        if (result != DDP_OK) fprintf(stderr, "%s\n", ddp_last_error());
-        return result != DDP_OK || cudaDeviceSynchronize() != cudaSuccess;
+        ddp_cuda_desc desc = DDP_ZERO;                           // zero means default, field by field
+        ddp_launch_desc launch = DDP_ZERO;
+        launch.world_size = 2;
+        if (ddp_launch(&launch, train, &desc) == DDP_OK) return 0;
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
     }
 
 CONTENTS      (search for the tags)
@@ -35,6 +42,10 @@ CONTENTS      (search for the tags)
     >>impl-public
 
 CONCEPTS
+    Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
+               its own, behind what the user's stream holds; ddp_wait makes the user's stream wait, not the host.
+    Watchdog   a thread per group that asks CUDA and NCCL how they are, and the watchdogs of the other ranks, over the control group, where
+               theirs have come. What goes wrong anywhere ends the communication everywhere, with one cause.
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
                take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
     Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
@@ -47,6 +58,8 @@ ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
     with the failing call and CUDA's own text, such as
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
+      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
+      group world is not done on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
     A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
     their thread's first failure for ddp_cuda_check.
 
@@ -54,15 +67,16 @@ CONFIG MACROS (define before including)
     DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
-    DDP_NO_NCCL              build without NCCL; no effect yet, as nothing here uses it
+    DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
     Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
     defines nothing by which this header could refuse them.
 
 NOT DONE HERE
-    The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
-    backend, which reads memory with the CPU.
-    Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
-    dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+    Ranks that share a device go through host memory, for development: slow. Do not give ddp_device_cuda() to a group of the local backend, which
+    reads memory with the CPU. Messages of all_to_all_v whose counts disagree are found by the timeout alone on NCCL.
+    Nothing in this header has run on a GPU, or with NCCL itself. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
+    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h, fake_nccl.h) that runs streams in many
+    orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
 #define DDP_CUDA_CUH
@@ -1480,6 +1494,8 @@ typedef struct ddp__cuda_lanes {
     int device;
     cudaStream_t stream[2]; /* by ddp_lane */
     int owns_comm;
+    ddp_result failed;      /* not DDP_OK: opening did, for the reason in text. The backend, which opens next, lets all ranks know */
+    char text[160];
 } ddp__cuda_lanes;
 
 static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
@@ -1496,20 +1512,31 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
     const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
+    const char *call = "cudaSetDevice";
     cudaError_t error = cudaSuccess;
-    if (!lanes) return DDP_ERR_NO_MEMORY;
+    if (!lanes) {
+        if (seed) ddp_group_abort(seed->control); /* the others are about to wait for this rank */
+        return DDP_ERR_NO_MEMORY;
+    }
     memset(lanes, 0, sizeof *lanes);
     lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
     if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
     if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
     else error = cuda->get_device(&lanes->device);
     lanes->owns_comm = !lanes->stream[DDP_LANE_COMM];
-    if (error == cudaSuccess && lanes->owns_comm) error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    if (error == cudaSuccess && lanes->owns_comm) {
+        call = "cudaStreamCreateWithPriority";
+        error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    }
     *state = lanes;
     if (error == cudaSuccess) return DDP_OK;
+    lanes->owns_comm = 0;
+    lanes->failed = ddp__cuda_fail(error, "making the group", call);
+    snprintf(lanes->text, sizeof lanes->text, "%.159s", ddp_last_error());
+    if (from || seed) return DDP_OK;
     ddp_group_mfree(group, lanes);
     *state = NULL;
-    return ddp__cuda_group_fail(group, error, "making the communication stream with cudaStreamCreateWithPriority");
+    return ddp_fail(DDP_ERR_ENGINE, "rank %d/%d group=%s: %s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_last_error());
 }
 
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
@@ -1531,10 +1558,10 @@ static ddp_result ddp__cuda_device_check(ddp_group *group) {
 
 static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
-    cudaError_t error = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device);
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
+    cudaError_t placed = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), error = placed;
+    if (placed == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
     *event = made;
-    return ddp__cuda_group_fail(group, error, "cudaEventCreateWithFlags");
+    return ddp__cuda_group_fail(group, error, placed == cudaSuccess ? "cudaEventCreateWithFlags" : "cudaSetDevice");
 }
 
 static void ddp__cuda_event_unmake(ddp_group *group, void *event) {
@@ -1576,10 +1603,11 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
+    snprintf(call, sizeof call, "cudaMemsetAsync");
     error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
-    if (error == cudaSuccess) error = cuda->synchronize(stream);
+    if (error == cudaSuccess) { snprintf(call, sizeof call, "cudaStreamSynchronize"); error = cuda->synchronize(stream); }
     if (error == cudaSuccess) return DDP_OK;
-    ddp__cuda_fail(error, "ddp_device_cuda alloc", "clearing with cudaMemsetAsync");
+    ddp__cuda_fail(error, "ddp_device_cuda alloc", call);
     cuda->free(*out);
     *out = NULL;
     return DDP_ERR_ENGINE;
@@ -1668,6 +1696,9 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 #if !defined(DDP__NCCL_TICK_MS)
 #define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
 #endif
+#if !defined(DDP__NCCL_PATIENCE_MS)
+#define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
+#endif
 
 /* A call as ranks compare it; seq 0 = none. */
 typedef struct ddp__nccl_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__nccl_mark;
@@ -1701,6 +1732,7 @@ typedef struct ddp__nccl {
     int watching, stopping;
     int busy;                    /* the caller is inside NCCL */
     int gone;                    /* 1 + a rank that has left the group */
+    int aborted;                 /* the communicator is no more */
     ddp_result cause;            /* the first */
     char text[DDP__CUDA_TEXT];
     ddp__nccl_word mine;
@@ -1766,7 +1798,8 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t e
     for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
         ncclResult_t now = ncclSuccess;
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
-        if (ncclCommGetAsyncError(comm, &now) != ncclSuccess && now == ncclSuccess) now = ncclInternalError;
+        error = ncclCommGetAsyncError(comm, &now);
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
         error = now;
         if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
     }
@@ -2250,6 +2283,20 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
+    ddp_group_abort(n->control); /* a caller may wait there */
+    pthread_mutex_lock(&n->lock);
+    n->aborted = 1;
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
+static void ddp__nccl_await_abort(ddp__nccl *n) {
+    for (int gone = 0; !gone;) {
+        pthread_mutex_lock(&n->lock);
+        gone = n->aborted;
+        pthread_mutex_unlock(&n->lock);
+        if (!gone) ddp__cuda_nap(200);
+    }
 }
 
 /* Until the next look, or until something happens. */
@@ -2334,12 +2381,22 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
     if (data) memcpy(own->data, data, sizeof own->data);
     result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
+    for (size_t r = 0; r < world_size && result == DDP_OK; r++) /* those that left because of another one come last */
+        if (votes[r].result != DDP_OK && votes[r].result != DDP_ERR_POISONED)
+            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
     for (size_t r = 0; r < world_size && result == DDP_OK; r++)
         if (votes[r].result != DDP_OK)
             result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
     if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
     ddp_group_mfree(control, votes);
     return result;
+}
+
+/* Of a group that is there: when it fails meanwhile, that is the reason. */
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
+    ddp_result result = ddp__cuda_vote_on(n->control, mine, who, NULL), status;
+    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
+    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
 }
 
 static void ddp__nccl_delete(ddp__nccl *n) {
@@ -2361,6 +2418,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
     ddp__nccl *n = (ddp__nccl *)ddp_group_malloc(group, sizeof *n + words);
+    const char *call = "cudaSetDevice";
     pthread_condattr_t clock;
     cudaError_t error;
     *result = DDP_ERR_NO_MEMORY;
@@ -2375,28 +2433,33 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&n->changed, &clock);
     pthread_condattr_destroy(&clock);
+    *result = n->lanes->failed == DDP_OK ? DDP_OK : ddp_fail(n->lanes->failed, "%s", n->lanes->text);
+    if (*result != DDP_OK) return n;
     error = cuda->set_device(n->lanes->device);
+    if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
     for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
     if (error == cudaSuccess) error = cuda->event_create(&n->idle);
-    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST);
+    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST); }
     if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
-    if (error == cudaSuccess) error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]);
-    *result = ddp__cuda_group_fail(group, error, "making the events of a group");
+    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]); }
+    *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
     return n;
 }
 
-/* Polls until NCCL has made the communicator, or timeout_ms has passed. */
-static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
-    double deadline = ddp_now() + ddp_group_timeout_ms(n->group) * 1e-3;
+/* Polls until NCCL has made or ended a communicator, or timeout_ms has passed, or the group has failed. */
+static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call, int timeout_ms) {
+    double deadline = ddp_now() + timeout_ms * 1e-3;
     while (error == ncclInProgress && ddp_now() < deadline) {
         ncclResult_t now = ncclSuccess;
         ddp__cuda_nap(200);
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        if (!n->watching && ddp_group_status(n->watch) != DDP_OK) return ddp_fail(DDP_ERR_POISONED, "%s was left because it failed elsewhere", call);
         error = comm ? ncclCommGetAsyncError(comm, &now) : ncclInternalError;
-        if (error == ncclSuccess) error = now;
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
+        error = now;
     }
     if (error == ncclInProgress)
-        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call,
-                        ddp_group_timeout_ms(n->group));
+        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call, timeout_ms);
     return ddp__nccl_error(comm, error, call);
 }
 
@@ -2424,29 +2487,27 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
                     rank, count, device, n->rank, n->world_size, n->lanes->device);
 }
 
-static ddp_result ddp__nccl_init(ddp__nccl *n, ddp_group *control, ddp_result result) {
+static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclUniqueId id;
+    char text[DDP__CUDA_TEXT];
     ncclResult_t error;
-    memset(&id, 0, sizeof id);
-    if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
-    result = ddp__cuda_vote_on(control, result, "ddp_cuda_group_create", (unsigned char *)id.internal);
-    if (result != DDP_OK) return result;
+    ddp_result result;
     config.blocking = 0;
     n->owns_comm = 1;
-    error = ncclCommInitRankConfig(&n->comm, n->world_size, id, n->rank, &config);
-    return ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig");
+    error = ncclCommInitRankConfig(&n->comm, n->world_size, *id, n->rank, &config);
+    result = ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig", ddp_group_timeout_ms(n->group));
+    if (result == DDP_OK || result == DDP_ERR_POISONED) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_group_abort(n->watch); /* the others need not wait any longer */
+    return ddp_fail(result, "%s", text);
 }
 
-/* The last step of making a group: the watchdog, and whether all is well everywhere. On failure nothing is left. */
-static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_group *control, ddp_result result, const char *who, void **state) {
+/* The last step of making a group, with what all ranks know to be the result: on failure nothing is left. */
+static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
     char text[DDP__CUDA_TEXT];
-    if (result == DDP_OK) result = ddp__nccl_start(n);
-    result = ddp__cuda_vote_on(control, result, who, NULL);
-    *state = n;
+    *state = result == DDP_OK ? n : NULL;
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    *state = NULL;
     if (n->watching) {
         ddp__nccl_poison(n->group, n, result, text);
         __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
@@ -2457,48 +2518,74 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_group *control, ddp_result 
     return ddp_fail(result, "%s", text);
 }
 
+/* Ranks vote before each step that needs all of them, so that they leave together. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const char *who = "ddp_cuda_group_create";
+    ncclUniqueId id;
     ddp_result result;
     ddp__nccl *n;
     *state = NULL;
+    memset(&id, 0, sizeof id);
     if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
     n = ddp__nccl_new(group, &result);
-    if (!n) return ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL);
-    if (seed->comm && result == DDP_OK) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
-    result = seed->comm ? ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL) : ddp__nccl_init(n, seed->control, result);
+    if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    else if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
+    result = ddp__cuda_vote_on(seed->control, result, who, (unsigned char *)id.internal);
+    if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
-    return ddp__nccl_finish(n, seed->control, result, "ddp_cuda_group_create", state);
+    if (result == DDP_OK && !seed->comm) result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
+    if (result == DDP_OK) result = ddp__cuda_vote_on(seed->control, ddp__nccl_start(n), who, NULL);
+    return ddp__nccl_finish(n, result, state);
+}
+
+/* The child's communicator; *made is NULL in ranks that are in none. NCCL writes it from a thread of its own once the parent says that it is done:
+   when it does not, the parent has to be gone before *made can be. */
+static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    int timeout_ms = ddp_group_timeout_ms(p->group);
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    ddp_result result = ddp__nccl_begin(p);
+    if (result != DDP_OK) return result;
+    config.blocking = 0;
+    error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
+    result = ddp__nccl_made(p, p->comm, error, "ncclCommSplit", timeout_ms);
+    if (result == DDP_OK && *made) result = ddp__nccl_made(p, *made, ncclInProgress, "ncclCommSplit", timeout_ms);
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp__nccl_end(p);
+    if (result == DDP_OK) return DDP_OK;
+    ddp__nccl_poison(p->group, p, result, text);
+    ddp__nccl_await_abort(p);
+    if (*made) ncclCommAbort(*made);
+    *made = NULL;
+    return ddp_fail(result, "%s", text);
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
 static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    int color = member_count > 0 ? members[0] : -1;
+    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    const char *who = "ddp_group_split";
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
+    (void)parent;
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
-    if (result == DDP_OK) result = ddp__nccl_begin(p);
-    if (result == DDP_OK) {
-        config.blocking = 0;
-        result = ddp__nccl_made(p, p->comm, ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, child ? ddp_rank(child) : 0, &made, &config), "ncclCommSplit");
-        if (result == DDP_OK && made) result = ddp__nccl_made(p, made, ncclInProgress, "ncclCommSplit");
-        ddp__nccl_end(p);
-    }
-    if (n) { n->comm = made; n->owns_comm = 1; }
-    if (result == DDP_OK) result = ddp_group_split(p->control, color, child ? ddp_rank(child) : 0, &control);
-    if (n) n->control = control;
-    if (n && result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
-    (void)parent;
-    if (!n) return ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
+    result = ddp__nccl_vote(p, result, who);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
+    if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
+    if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
+    n->comm = made;
+    n->owns_comm = 1;
+    n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
-    return ddp__nccl_finish(n, p->control, result, "ddp_group_split", child_state);
+    if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
+    return ddp__nccl_finish(n, result, child_state);
 }
 
 /* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
@@ -2520,8 +2607,9 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
 #if NCCL_VERSION_CODE >= 22700
-    if (region->is_window && n->comm) ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle);
+    if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
 #endif
 #if NCCL_VERSION_CODE >= 21900
     if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
@@ -2540,19 +2628,20 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
     cudaError_t error = cudaSuccess;
     if (region) {
+        const char *call = "cudaSetDevice";
         memset(region, 0, sizeof *region);
         error = cuda->set_device(n->lanes->device);
 #if NCCL_VERSION_CODE >= 21900
         if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
         if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
 #else
-        if (error == cudaSuccess) error = cuda->malloc(&region->memory, size);
+        if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
 #endif
-        if (error == cudaSuccess && result == DDP_OK) error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]);
-        if (error == cudaSuccess && result == DDP_OK) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
-        if (result == DDP_OK) result = ddp__cuda_group_fail(group, error, "allocating group memory");
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]); }
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+        if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
-    result = ddp__cuda_vote_on(n->control, result, "ddp_group_alloc", NULL);
+    result = ddp__nccl_vote(n, result, "ddp_group_alloc");
     if (result == DDP_OK) result = ddp__nccl_begin(n);
     if (result == DDP_OK) {
         ddp__nccl_register(n, region, size);
@@ -2605,7 +2694,8 @@ static void ddp__nccl_close(ddp_group *group, void *state) {
         ddp__nccl_release(n, region);
     }
     if (n->comm && n->owns_comm) {
-        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize") == DDP_OK) ncclCommDestroy(n->comm);
+        /* Peers that destroy their groups much later are not waited for. */
+        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize", DDP__NCCL_PATIENCE_MS) == DDP_OK) ncclCommDestroy(n->comm);
         else ncclCommAbort(n->comm);
     }
     ddp__nccl_delete(n);
@@ -3293,7 +3383,8 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     group.order = desc->order;
     group.name = desc->name;
     group.timeout_ms = desc->timeout_ms;
-    result = ddp_group_create_on(out, control, &group, &seed);
+    group.backend_user = &seed;
+    result = ddp_group_create_on(out, control, &group);
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;
 }

@@ -82,7 +82,7 @@ static void bench_reduce(const space *s) {
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16};
     for (int t = 0; t < 2; t++)
         for (int w = 2; w <= SOURCES; w *= 2) {
-            char name[64];
+            char name[96];
             size_t count = s->count * 4 / ddp_dtype_size(dtypes[t]);
             void *dst = s->buffer[SOURCES];
             snprintf(name, sizeof name, "ddp_cuda_reduce_tree %s avg of %d", ddp_dtype_name(dtypes[t]), w);
@@ -114,7 +114,7 @@ static void bench_squares(const space *s) {
     static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16};
     for (int t = 0; t < 2; t++)
         for (int k = 0; k < 3; k++) {
-            char name[64];
+            char name[96];
             size_t count = s->count * 4 / ddp_dtype_size(dtypes[t]), row = lengths[k] ? lengths[k] : count, rows = count / row;
             double bytes = (double)(rows * row * ddp_dtype_size(dtypes[t]));
             snprintf(name, sizeof name, "ddp_cuda_unscale %s, rows of %zu", ddp_dtype_name(dtypes[t]), row);
@@ -130,7 +130,7 @@ static void bench_steps(const space *s) {
     for (int g = 0; g < 2; g++)
         for (int what = 0; what < 4; what++) { /* AdamW, with a bf16 copy, with a random one; SGD */
             ddp_cuda_step_desc d = DDP_ZERO;
-            char name[64];
+            char name[96];
             double bytes = (double)s->count * (double)ddp_dtype_size(grads[g]);
             d.master = (float *)s->buffer[0];
             d.grad = s->buffer[1];
@@ -177,7 +177,7 @@ static void bench_nccl(const space *s, ddp_group *group) {
     if (ncclGetUniqueId(&id) != ncclSuccess || ncclCommInitRank(&comm, 1, id, 0) != ncclSuccess) { printf("NCCL does not start\n"); return; }
     printf("\n%-46s %12s %11s\n", "NCCL in a world of 1, out of place, f32 sum", "through ddp", "bare");
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes && sizes[i] <= s->count * 4; i++) {
-        char name[64];
+        char name[96];
         size_t count = sizes[i] / 4;
         double ours, bare;
         bare = seconds_of([&] { if (ncclAllReduce(s->buffer[0], s->buffer[1], count, ncclFloat32, ncclSum, comm, stream) != ncclSuccess) exit(1); }, 1);

@@ -26,13 +26,16 @@ compile() {
     program=$1
     source=tests/gpu/${program%_small}.cu
     shift
-    "$nvcc" -std=c++17 -O2 -lineinfo "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off "$source" -o "$build/$program" $nccl \
+    "$nvcc" -std=c++17 $level -lineinfo "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off "$source" -o "$build/$program" $nccl \
         >"$build/$program.log" 2>&1 || { cat "$build/$program.log"; echo "$source does not compile"; : >"$build/failed"; }
 }
 rm -f "$build/failed"
-if [ "$mode" = build ]; then
-    compile test_kernels -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90
-    for program in test_conformance test_groups test_training; do compile $program -arch=sm_90; done
+level=-O2
+if [ "$mode" = build ]; then # all kernels are in test_kernels: the others are only seen to compile and link
+    compile test_kernels -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90 &
+    level=-O0
+    for program in test_conformance test_groups test_training; do compile $program -arch=compute_90; done
+    wait
     [ ! -f "$build/failed" ] || exit 1
     echo "built test_kernels test_conformance test_groups test_training in $build"
     exit 0
@@ -59,7 +62,8 @@ row() { # title log command...
     begin=$(date +%s)
     if [ "$mode" = sanitize ]; then
         # The library asks after every call; some tests make calls fail on purpose.
-        set -- env DDP_TEST_SANITIZED=1 compute-sanitizer --tool "$tool" $([ "$tool" != memcheck ] || echo --report-api-errors no) --error-exitcode 2 "$@"
+        if [ "$tool" = memcheck ]; then set -- --report-api-errors no "$@"; fi
+        set -- env DDP_TEST_SANITIZED=1 compute-sanitizer --tool "$tool" --error-exitcode 2 "$@"
     fi
     timeout 240 "$@" >"$log" 2>&1
     status=$?
@@ -82,6 +86,9 @@ ranks() {
     row "messages, splits, failures, leaks; threads" groups_threads "$build/test_groups" threads 1 2 3 4
     row "training, 1, 2, 4 ranks: the same bits; processes" training_processes "$build/test_training" processes 2 4 1
     row "training, 1, 2, 4 ranks: the same bits; threads" training_threads "$build/test_training" threads 1 2 4
+    [ "$nccl" = -lnccl ] || return 0
+    row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
+    row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
 }
 
 if [ "$mode" = sanitize ]; then
@@ -92,6 +99,7 @@ if [ "$mode" = sanitize ]; then
     tool=memcheck
     row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3
     row "memcheck: messages, splits, failures; threads" groups_memcheck "$build/test_groups" threads 1 2 3
+    [ "$nccl" != -lnccl ] || row "memcheck: NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
 else
     row "kernels against references" kernels "$build/test_kernels"
     sed -n '1p;/checks/p' "$build/kernels.log"
@@ -105,5 +113,5 @@ else
 fi
 printf '\n%s\n' "$(head -n 1 "$build"/kernels*.log | grep device)"
 cat "$table"
-echo "$(($(date +%s) - started)) s with building; DDP over $([ $nccl = -lnccl ] && echo NCCL || echo 'no NCCL')"
+echo "$(($(date +%s) - started)) s with building; $([ "$nccl" = -lnccl ] && echo "with NCCL" || echo "without NCCL")"
 exit $failed

@@ -1,4 +1,4 @@
-/*  test_groups.cu - groups over device memory beyond single collectives: messages, splits, group memory, failures, and what is left behind.
+/*  test_groups.cu - groups staged through the host beyond single collectives: messages, splits, group memory, failures, and what is left behind.
 
     test_groups processes|threads [W ...]      Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
 #include "../support/device.h"

@@ -107,6 +107,7 @@ static struct fake_machine {
     int patient; /* 1 = deadlocks are not looked for: something else will end them */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
+    cudaStream_t running; /* whose work runs now */
     char *base, *real; /* the region as programs see it, and where it can be read and written */
     size_t used[2]; /* of the upper half, which is pinned memory, and of the lower half, the devices' */
     fake_device device[FAKE_DEVICES];
@@ -363,6 +364,7 @@ static void fake_run(cudaStream_t s) {
     if (op.kind == FAKE_NCCL && !fake_nccl_run(s, op)) return;
     for (const fake_range &range : op.ranges)
         if (fake_check_range(range.at, range.bytes, -1, op.line)) fake_touch(range, s->timeline, s->clock, op.line);
+    fake.running = s;
     if (op.run) op.run();
     if (op.kind == FAKE_RECORD) { op.version->clock = s->clock; op.version->done = 1; }
     s->queue.pop_front();
@@ -751,7 +753,8 @@ static void fake_merge_ranges(std::vector<fake_range> &ranges) {
 }
 
 /* A kernel's loop, when the stream gets to it: the region is open meanwhile, and what it touched is checked afterwards. */
-static void fake_run_loop(void (*run)(void *), void *argument, cudaStream_t s, int line) {
+static void fake_run_loop(void (*run)(void *), void *argument, int line) {
+    cudaStream_t s = fake.running;
     std::vector<fake_range> ranges;
     fake_collecting = &ranges;
     mprotect(fake.base, fake.used[1], PROT_READ | PROT_WRITE);
@@ -773,7 +776,7 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
     if (posix_memalign(&copy, 64, bytes) != 0) return cudaErrorMemoryAllocation;
     memcpy(copy, argument, bytes);
     std::shared_ptr<void> held(copy, free);
-    return fake_enqueue_work(stream, line, {}, [run, held, s, line] { fake_run_loop(run, held.get(), s, line); });
+    return fake_enqueue_work(stream, line, {}, [run, held, line] { fake_run_loop(run, held.get(), line); });
 }
 
 /* In the order of struct ddp__cuda_runtime. */
