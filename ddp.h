@@ -2276,6 +2276,8 @@ static void ddp__reach_await(const ddp__local *l) {
 /* Every direct call ends by this: nobody leaves before all are done with its buffers. */
 static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
     ddp__reach_end(l);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
     ddp__tick_passed(l, ++l->round);
     return ddp__await_passed(group, l, l->round);
 }
