@@ -740,6 +740,7 @@ typedef struct ddp__job {
     char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
+    uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
     uint32_t failed_rank_plus_1; /* first rank whose function failed */
     uint64_t world_offset[DDP__WORLDS_MAX];
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
@@ -1848,6 +1849,15 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
     return cores < 1 ? 1 : cores;
 }
 
+static int ddp__cpu_is_amd(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 /* A new job of world_size ranks. */
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     struct rlimit limit;
@@ -1873,6 +1883,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
+    heap->job->amd = ddp__cpu_is_amd() != 0;
     *out = heap;
     return DDP_OK;
 }
@@ -1970,7 +1981,7 @@ typedef struct ddp__local {
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
-    int amd;                         /* caches as on AMD, see ddp__hand_back and ddp__staged_chunk */
+    int amd;                         /* as in ddp__job */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2410,15 +2421,6 @@ static void ddp__fetch_next_payload(const ddp__local *l, const ddp_call *call, s
 }
 
 static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
-
-static int ddp__cpu_is_amd(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
 
 /* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
    instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
@@ -3266,7 +3268,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->slots = (unsigned char *)l->memory + slots;
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
-    l->amd = ddp__cpu_is_amd();
+    l->amd = (int)heap->job->amd;
     ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
