@@ -771,8 +771,9 @@ typedef struct ddp__rank_line {
     ddp__sleeper collective, p2p;
     uint32_t left;       /* 1: destroyed its handle */
     uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe;      /* an address in this rank's process where peers may try to read */
-    unsigned char pad2[DDP__LINE - 16];
+    uint64_t probe;      /* where in this rank's process peers may try to read, and what is there: the pid may be another process to them */
+    uint64_t probe_word;
+    unsigned char pad2[DDP__LINE - 24];
 } ddp__rank_line;
 
 typedef struct ddp__control {
@@ -1980,8 +1981,10 @@ typedef struct ddp__local {
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
+    uint64_t probe_word;             /* of this rank and no other process */
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
     int amd;                         /* as in ddp__job */
+    uint64_t has_read;               /* peers whose processes receives have read; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2254,17 +2257,28 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
 
+/* 1 when this rank reads the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
+static int ddp__can_read(const ddp__local *l, int r) {
+    uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
+    if (probe == 0) return 0;
+    return ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1 : -1;
+}
+
 /* Whether this rank can read the processes of all its peers. A peer that has not come yet leaves the question open. */
 static int ddp__can_read_peers(ddp__local *l) {
-    int can = l->heap->threads ? -1 : ddp__load(&l->vm_read);
-    for (int r = 0; r < l->world_size && can == 0; r++) {
-        uint64_t word, probe = ddp__load(&l->line[r].probe);
-        if (probe == 0) return 0;
-        if (r != l->rank && !ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word)) can = -1;
-    }
-    if (can == 0) can = 1;
-    ddp__store(&l->vm_read, can);
+    int known = ddp__load(&l->vm_read), can = 1, unknown = 0;
+    if (known || l->heap->threads) return known > 0;
+    for (int i = 1; i < l->world_size && can > 0; i++) can = ddp__can_read(l, (l->rank + i) % l->world_size);
+    if (can) __atomic_compare_exchange_n(&l->vm_read, &unknown, can, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED); /* sends and receives may know better by now */
     return can > 0;
+}
+
+/* Whether peers that can read this process can read a buffer of it: memory of devices, pinned or secret, is refused to them, by the page. */
+static int ddp__can_be_read(const void *buffer, size_t size) {
+    uint64_t first = (uint64_t)(uintptr_t)buffer;
+    char byte;
+    int pid = (int)getpid();
+    return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
 /* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
@@ -2354,7 +2368,8 @@ static ddp__route *ddp__route_of(ddp__local *l, int kind, size_t size) {
     return &l->route[kind][power];
 }
 
-static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send) {
+/* given: bytes of send that peers read. */
+static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send, size_t given) {
     ddp__route *route = ddp__route_of(l, kind, size);
     ddp__proposal mine;
     int best = 0;
@@ -2365,7 +2380,7 @@ static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, si
     memset(&mine, 0, sizeof mine);
     mine.send = (uint64_t)(uintptr_t)send;
     mine.way = (uint8_t)best;
-    mine.readable = (uint8_t)ddp__can_read_peers(l);
+    mine.readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(send, given));
     memcpy(ddp__post_of(l, l->rank, call->seq)->data, &mine, sizeof mine);
 }
 
@@ -2398,10 +2413,11 @@ static int ddp__fetch(ddp__local *l, const ddp_call *call, int peer, void *dst, 
     if (post->send) { memcpy(dst, ddp__resolve(l, post->send) + at, size); return 1; }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, ddp__proposal_of(l, peer, call).send + at, size)) return 1;
     error = errno;
-    for (double until = ddp_now() + 0.1; ddp_now() < until; usleep(500)) /* how it ended may take a moment to be known */
+    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500)) /* how it ended may take a moment to be known */
         if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
-    snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
-    ddp__local_poison(l, DDP_ERR_SYSTEM, text);
+    if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", peer, ddp__pid_of(l, peer));
+    else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
+    ddp__local_poison(l, error == ESRCH ? DDP_ERR_PEER_LOST : DDP_ERR_SYSTEM, text);
     return 0;
 }
 
@@ -2663,7 +2679,7 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     send = ddp__address(l, call->send, size);
     recv = !takes ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
     surely_staged = !routed && (!send || (takes && !recv));
-    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send);
+    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send, size);
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
     if (result != DDP_OK) return result;
@@ -2859,9 +2875,10 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     ddp__move_plan(l, call, &m);
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
-    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source);
     span = call->kind == DDP_CALL_GATHER ? m.largest : m.common ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
-    result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
+    if (m.one_giver && l->rank != call->root) source = NULL;
+    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source, span);
+    result = ddp__enter(group, l, call, ddp__address(l, source, span),
                         push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
     if (result != DDP_OK) return result;
     if (push && ddp__all_direct(l, call, 0, 1, 0)) return ddp__move_push(group, l, call, &m);
@@ -2903,7 +2920,7 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
     ddp__move_plan(l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send, m.give_size[0]);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
     if (result != DDP_OK) return result;
     for (int p = 0; p < l->world_size; p++) {
@@ -2953,10 +2970,10 @@ enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
     uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
-    int32_t tag, how, pid;
+    int32_t tag, how;
     uint32_t dtype;
     uint64_t count, order, address;
-    unsigned char pad[DDP__LINE - 48];
+    unsigned char pad[DDP__LINE - 40];
     unsigned char data[DDP__INLINE];
 } ddp__message;
 
@@ -3004,7 +3021,6 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
-    m->pid = (int32_t)getpid();
     m->address = ddp__address(l, r->call.send, r->size);
     m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
     if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
@@ -3084,10 +3100,14 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         ddp__reach_end(l);
         r->done = 1;
     } else if (m->how == DDP__HOW_VM) {
-        if (ddp__load(&l->vm_read) >= 0 && ddp__vm_read(m->pid, r->call.recv, m->address, r->size)) {
+        uint64_t peer = UINT64_C(1) << r->call.root;
+        int can = ddp__load(&l->vm_read);
+        if (can == 0) can = l->has_read & peer ? 1 : ddp__can_read(l, r->call.root);
+        if (can > 0) l->has_read |= peer;
+        if (can > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size)) {
             r->done = 1;
         } else { /* refused here: ask for the staged way, one message of a channel at a time */
-            ddp__store(&l->vm_read, -1);
+            if (can < 0 || ddp__can_read(l, r->call.root) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
             if (c->active) return;
             c->active = mine;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
@@ -3269,7 +3289,9 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
     l->amd = (int)heap->job->amd;
-    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
+    l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
+    l->line[l->rank].probe_word = l->probe_word;
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->probe_word);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
     group->local_world_size = group->world_size;
@@ -4064,8 +4086,8 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
     return lobby->fd[rank] >= 0;
 }
 
-/* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
+/* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
     int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
@@ -4079,7 +4101,11 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, s
     else if (!in_range || ddp__is_there(lobby, hello->rank))
         snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
                  lobby->pid[in_range ? hello->rank : 0], hello->pid);
-    else return DDP_OK;
+    else if (hello->pid != pid) {
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in "
+                 "a common one (such as --pid=host)", hello->rank, hello->pid);
+        return DDP_ERR_UNSUPPORTED;
+    } else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
@@ -4096,7 +4122,7 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
         ddp_result verdict;
         if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
         lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
-        verdict = ddp__judge_hello(lobby, &hello, size);
+        verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;
