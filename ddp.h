@@ -777,6 +777,7 @@ typedef struct ddp__job {
     char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
+    uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
     uint32_t failed_rank_plus_1; /* first rank whose function failed */
     uint64_t world_offset[DDP__WORLDS_MAX];
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
@@ -807,7 +808,8 @@ typedef struct ddp__rank_line {
     ddp__sleeper collective, p2p;
     uint32_t left;       /* 1: destroyed its handle */
     uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe, token; /* an address in this rank's process where peers may try to read, and what is there */
+    uint64_t probe;      /* where in this rank's process peers may try to read, and what is there: the pid may be another process to them */
+    uint64_t probe_word;
     unsigned char pad2[DDP__LINE - 24];
 } ddp__rank_line;
 
@@ -1893,6 +1895,15 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
     return cores < 1 ? 1 : cores;
 }
 
+static int ddp__cpu_is_amd(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 /* A new job of world_size ranks. */
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     struct rlimit limit;
@@ -1918,6 +1929,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
+    heap->job->amd = ddp__cpu_is_amd() != 0;
     *out = heap;
     return DDP_OK;
 }
@@ -2014,10 +2026,10 @@ typedef struct ddp__local {
     ddp__request *requests;          /* unfinished sends and receives, in the order issued */
     ddp__request **requests_end, *free_requests;
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
-    int vm_refused;                  /* some peer cannot be read by process_vm_readv */
-    signed char vm_read[DDP_MAX_LOCAL_RANKS]; /* 1 = that peer can, -1 = cannot, 0 = not known yet */
-    uint64_t token;                  /* see ddp__rank_line */
-    int amd;                         /* caches as on AMD, see ddp__hand_back and ddp__staged_chunk */
+    uint64_t probe_word;             /* of this rank and no other process */
+    int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
+    int amd;                         /* as in ddp__job */
+    uint64_t has_read;               /* peers whose processes receives have read; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
 } ddp__local;
 
@@ -2290,23 +2302,28 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
 
-/* 1 when this rank can read the peer's process, -1 when not, 0 while the peer has not come. The pid may be that of a stranger, in containers that count
-   processes each for itself: what is read has to be the peer's token. */
-static int ddp__can_read(ddp__local *l, int peer) {
-    uint64_t word = 0, probe = ddp__load(&l->line[peer].probe);
-    signed char can = l->heap->threads ? (signed char)-1 : __atomic_load_n(&l->vm_read[peer], __ATOMIC_RELAXED);
-    if (can == 0 && probe) {
-        can = ddp__vm_read(ddp__pid_of(l, peer), &word, probe, sizeof word) && word == l->line[peer].token ? 1 : -1;
-        if (can < 0) __atomic_store_n(&l->vm_refused, 1, __ATOMIC_RELAXED);
-        __atomic_store_n(&l->vm_read[peer], can, __ATOMIC_RELAXED);
-    }
-    return can;
+/* 1 when this rank reads the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
+static int ddp__can_read(const ddp__local *l, int r) {
+    uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
+    if (probe == 0) return 0;
+    return ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1 : -1;
 }
 
-static int ddp__can_read_all(ddp__local *l) {
-    int all = 1;
-    for (int r = 0; r < l->world_size; r++) all &= r == l->rank || ddp__can_read(l, r) > 0;
-    return all;
+/* Whether this rank can read the processes of all its peers. A peer that has not come yet leaves the question open. */
+static int ddp__can_read_peers(ddp__local *l) {
+    int known = ddp__load(&l->vm_read), can = 1, unknown = 0;
+    if (known || l->heap->threads) return known > 0;
+    for (int i = 1; i < l->world_size && can > 0; i++) can = ddp__can_read(l, (l->rank + i) % l->world_size);
+    if (can) __atomic_compare_exchange_n(&l->vm_read, &unknown, can, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED); /* sends and receives may know better by now */
+    return can > 0;
+}
+
+/* Whether peers that can read this process can read a buffer of it: memory of devices, pinned or secret, is refused to them, by the page. */
+static int ddp__can_be_read(const void *buffer, size_t size) {
+    uint64_t first = (uint64_t)(uintptr_t)buffer;
+    char byte;
+    int pid = (int)getpid();
+    return !buffer || !size || (ddp__vm_read(pid, &byte, first, 1) && ddp__vm_read(pid, &byte, first + size - 1, 1));
 }
 
 /* Ranks that are threads reach into each other's buffers. Nobody begins once the group has failed, and a failed call returns when
@@ -2329,6 +2346,8 @@ static void ddp__reach_await(const ddp__local *l) {
 /* Every direct call ends by this: nobody leaves before all are done with its buffers. */
 static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
     ddp__reach_end(l);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
     ddp__tick_passed(l, ++l->round);
     return ddp__await_passed(group, l, l->round);
 }
@@ -2394,7 +2413,8 @@ static ddp__route *ddp__route_of(ddp__local *l, int kind, size_t size) {
     return &l->route[kind][power];
 }
 
-static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send) {
+/* given: bytes of send that peers read. */
+static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send, size_t given) {
     ddp__route *route = ddp__route_of(l, kind, size);
     ddp__proposal mine;
     int best = 0;
@@ -2405,7 +2425,7 @@ static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, si
     memset(&mine, 0, sizeof mine);
     mine.send = (uint64_t)(uintptr_t)send;
     mine.way = (uint8_t)best;
-    mine.readable = (uint8_t)ddp__can_read_all(l);
+    mine.readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(send, given));
     memcpy(ddp__post_of(l, l->rank, call->seq)->data, &mine, sizeof mine);
 }
 
@@ -2438,10 +2458,11 @@ static int ddp__fetch(ddp__local *l, const ddp_call *call, int peer, void *dst, 
     if (post->send) { memcpy(dst, ddp__resolve(l, post->send) + at, size); return 1; }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, ddp__proposal_of(l, peer, call).send + at, size)) return 1;
     error = errno;
-    for (double until = ddp_now() + 0.1; ddp_now() < until; usleep(500)) /* how it ended may take a moment to be known */
+    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500)) /* how it ended may take a moment to be known */
         if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
-    snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
-    ddp__local_poison(l, DDP_ERR_SYSTEM, text);
+    if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", peer, ddp__pid_of(l, peer));
+    else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
+    ddp__local_poison(l, error == ESRCH ? DDP_ERR_PEER_LOST : DDP_ERR_SYSTEM, text);
     return 0;
 }
 
@@ -2461,15 +2482,6 @@ static void ddp__fetch_next_payload(const ddp__local *l, const ddp_call *call, s
 }
 
 static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
-
-static int ddp__cpu_is_amd(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
 
 /* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
    instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
@@ -2712,7 +2724,7 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     send = ddp__address(l, call->send, size);
     recv = !takes ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
     surely_staged = !routed && (!send || (takes && !recv));
-    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send);
+    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send, size);
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
     if (result != DDP_OK) return result;
@@ -2908,9 +2920,10 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     ddp__move_plan(l, call, &m);
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
-    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source);
     span = call->kind == DDP_CALL_GATHER ? m.largest : m.common ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
-    result = ddp__enter(group, l, call, m.one_giver && l->rank != call->root ? 0 : ddp__address(l, source, span),
+    if (m.one_giver && l->rank != call->root) source = NULL;
+    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source, span);
+    result = ddp__enter(group, l, call, ddp__address(l, source, span),
                         push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
     if (result != DDP_OK) return result;
     if (push && ddp__all_direct(l, call, 0, 1, 0)) return ddp__move_push(group, l, call, &m);
@@ -2952,7 +2965,7 @@ static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const
     ddp_result result;
     for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
     ddp__move_plan(l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send);
+    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send, m.give_size[0]);
     result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
     if (result != DDP_OK) return result;
     for (int p = 0; p < l->world_size; p++) {
@@ -3132,9 +3145,14 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         ddp__reach_end(l);
         r->done = 1;
     } else if (m->how == DDP__HOW_VM) {
-        if (ddp__can_read(l, r->call.root) > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size)) {
+        uint64_t peer = UINT64_C(1) << r->call.root;
+        int can = ddp__load(&l->vm_read);
+        if (can == 0) can = l->has_read & peer ? 1 : ddp__can_read(l, r->call.root);
+        if (can > 0) l->has_read |= peer;
+        if (can > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size)) {
             r->done = 1;
         } else { /* refused here: ask for the staged way, one message of a channel at a time */
+            if (can < 0 || ddp__can_read(l, r->call.root) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
             if (c->active) return;
             c->active = mine;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
@@ -3315,10 +3333,10 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->slots = (unsigned char *)l->memory + slots;
     l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
     l->requests_end = &l->requests;
-    l->amd = ddp__cpu_is_amd();
-    l->token = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40 ^ (uint64_t)(uintptr_t)l;
-    l->line[l->rank].token = l->token;
-    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->token);
+    l->amd = (int)heap->job->amd;
+    l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
+    l->line[l->rank].probe_word = l->probe_word;
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->probe_word);
     pthread_mutex_init(&l->p2p_lock, NULL);
     group->local_rank = group->rank;
     group->local_world_size = group->world_size;
@@ -4205,8 +4223,8 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
     return lobby->fd[rank] >= 0;
 }
 
-/* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
+/* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
     int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
@@ -4220,7 +4238,11 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, s
     else if (!in_range || ddp__is_there(lobby, hello->rank))
         snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
                  lobby->pid[in_range ? hello->rank : 0], hello->pid);
-    else return DDP_OK;
+    else if (hello->pid != pid) {
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in "
+                 "a common one (such as --pid=host)", hello->rank, hello->pid);
+        return DDP_ERR_UNSUPPORTED;
+    } else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
@@ -4237,7 +4259,7 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
         ddp_result verdict;
         if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
         lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
-        verdict = ddp__judge_hello(lobby, &hello, size);
+        verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;

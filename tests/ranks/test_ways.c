@@ -1,6 +1,6 @@
-/* Large private data has three ways: slots through the caches, slots past them, and the peers' buffers read in one copy. Which one is taken is
-   learnt; here each is forced in turn, and all must give the same. A rank that may not read its peers, or would read a stranger in their
-   place, takes everybody back to slots, and a buffer that cannot be read is an error that names its rank. */
+/* Large private data has three ways: slots through the caches, slots past them, and the peers' buffers read in one copy. Which one is taken is learnt; here
+   each is forced in turn, and all must give the same. A rank that may not read its peers, or reads another process in their place, takes everybody back to
+   slots, and so does a buffer that only its owner can read. A hole in a buffer is an error that names its rank; a process that is gone is lost. */
 #define DDP__LARGE_BYTES 65536
 #define DDP_IMPLEMENTATION
 #include "ddp.h"
@@ -104,28 +104,96 @@ static ddp_result ways(ddp_group *world, void *user) {
     return strangers(world);
 }
 
-/* The root's buffer is an address where nothing is. */
+/* The root's buffer has a hole, and then the root is no more. */
 static ddp_result nothing_there(ddp_group *world, void *user) {
     size_t size = (size_t)1 << 20;
-    void *hole = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *mine = malloc(size);
+    char *mine = (char *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int way = DDP__WAY_READ, gone = *(const int *)user;
+    ddp__job_rank *root = &local_of(world)->heap->job->rank[1];
     ddp_result result;
-    int way = DDP__WAY_READ;
-    (void)user;
-    CHECK(hole != MAP_FAILED && mine);
+    CHECK(mine != (char *)MAP_FAILED);
+    TRY(ddp_barrier(world));
+    CHECK(ddp__can_read_peers(local_of(world)));
+    TRY(ddp_barrier(world));
+    if (ddp_rank(world) == 1 && gone) root->pid = 1 << 30; /* more than there are */
+    if (ddp_rank(world) == 1 && !gone) CHECK(mprotect(mine + size / 2, size / 4, PROT_NONE) == 0);
     TRY(ddp_barrier(world));
     force(world, way);
-    result = ddp_broadcast(world, ddp_rank(world) == 1 ? hole : mine, size / 4, DDP_F32, 1, NULL);
-    CHECK(result == DDP_ERR_SYSTEM && strstr(ddp_last_error(), "could not read the buffer of rank 1: Bad address"));
-    free(mine);
-    munmap(hole, size);
+    result = ddp_broadcast(world, mine, size / 4, DDP_F32, 1, NULL);
+    if (gone) CHECK(result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), "rank 1: pid 1073741824 is gone"));
+    else CHECK(result == DDP_ERR_SYSTEM && strstr(ddp_last_error(), "could not read the buffer of rank 1: Bad address"));
+    munmap(mine, size);
     return DDP_OK;
 }
 
-static int run(const char *name, ddp_rank_fn fn, int world_size) {
+/* A pid may name another process here than there: in containers that share all but their processes. */
+static ddp_result another_process(ddp_group *world, void *user) {
+    int me = ddp_rank(world), way = DDP__WAY_READ;
+    float *in = (float *)malloc(BLOCK * sizeof *in), *out = (float *)malloc(2 * BLOCK * sizeof *out);
+    (void)user;
+    CHECK(in && out);
+    TRY(ddp_barrier(world));
+    if (me == 0) local_of(world)->heap->job->rank[1].pid = (int32_t)getpid();
+    TRY(ddp_barrier(world));
+    fill(in, BLOCK, me);
+    if (me == 1) TRY(ddp_send(world, in, BLOCK, DDP_F32, 0, 7, NULL));
+    if (me == 0) TRY(ddp_recv(world, out, BLOCK, DDP_F32, 1, 7, NULL));
+    for (size_t i = 0; me == 0 && i < BLOCK; i++) CHECK(out[i] == value(1, i));
+    force(world, way);
+    TRY(ddp_all_gather(world, in, out, BLOCK, DDP_F32, NULL));
+    for (size_t i = 0; i < 2 * BLOCK; i++) CHECK(out[i] == value((int)(i / BLOCK), i % BLOCK));
+    CHECK(me == 1 || local_of(world)->vm_read == -1);
+    free(in);
+    free(out);
+    return DDP_OK;
+}
+
+/* Memory that this rank reads and writes as any other, and that the system shows to nobody else: as that of devices. */
+static void *secret_memory(size_t size) {
+    void *memory = MAP_FAILED;
+#if defined(SYS_memfd_secret)
+    int fd = (int)syscall(SYS_memfd_secret, 0u);
+    if (fd >= 0 && ftruncate(fd, (off_t)size) == 0) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fd >= 0) close(fd);
+#endif
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static ddp_result secret(ddp_group *world, void *user) {
+    int me = ddp_rank(world), w = ddp_world_size(world), way = DDP__WAY_READ, has = 0;
+    size_t all = (size_t)w * BLOCK;
+    float *in = (float *)secret_memory(all * sizeof *in), *out = (float *)malloc(all * sizeof *out);
+    int32_t ok = in != NULL;
+    (void)user;
+    CHECK(out);
+    TRY(ddp_all_reduce(world, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL));
+    has = ok;
+    if (!has && me == 0) fprintf(stderr, "no memory here that only its owner can read\n");
+    if (has) {
+        fill(in, all, me);
+        force(world, way);
+        TRY(ddp_all_gather(world, in, out, BLOCK, DDP_F32, NULL));
+        for (size_t i = 0; i < all; i++) CHECK(out[i] == value((int)(i / BLOCK), i % BLOCK));
+        force(world, way);
+        TRY(ddp_reduce_scatter(world, in, out, BLOCK, DDP_F32, DDP_OP_MAX, NULL));
+        force(world, way);
+        TRY(ddp_broadcast(world, in, all, DDP_F32, 1, NULL));
+        for (size_t i = 0; i < all; i++) CHECK(in[i] == value(1, i));
+        if (me == 1) TRY(ddp_send(world, in, all, DDP_F32, 0, 7, NULL));
+        if (me == 0) TRY(ddp_recv(world, out, all, DDP_F32, 1, 7, NULL));
+        for (size_t i = 0; me == 0 && i < all; i++) CHECK(out[i] == value(1, i));
+        CHECK(local_of(world)->vm_read == 1); /* other buffers still are read in one copy */
+        munmap(in, all * sizeof *in);
+    }
+    free(out);
+    return DDP_OK;
+}
+
+static int run(const char *name, ddp_rank_fn fn, int world_size, int number) {
     ddp_launch_desc desc = DDP_ZERO;
     desc.world_size = world_size;
     desc.group.timeout_ms = 60000;
-    if (ddp_launch(&desc, fn, NULL) == DDP_OK) return 0;
+    if (ddp_launch(&desc, fn, &number) == DDP_OK) return 0;
     fprintf(stderr, "%s with %d ranks: %s\n", name, world_size, ddp_last_error());
     return 1;
 }
@@ -146,7 +214,8 @@ static long try_to_read(void) {
 int main(void) {
     watchdog_start(120);
     if (try_to_read() != 1) { fprintf(stderr, "process_vm_readv is refused here: skipped\n"); return 77; }
-    if (run("ways", ways, 2) || run("ways", ways, 3) || run("nothing_there", nothing_there, 3)) return 1;
+    if (run("ways", ways, 2, 0) || run("ways", ways, 3, 0) || run("secret", secret, 3, 0)) return 1;
+    if (run("a hole", nothing_there, 3, 0) || run("gone", nothing_there, 3, 1) || run("another process", another_process, 2, 0)) return 1;
     printf("ways: ok\n");
     return 0;
 }

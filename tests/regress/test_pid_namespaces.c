@@ -1,0 +1,48 @@
+/*  test_pid_namespaces.c - ranks that do not see each other's processes are told so when they meet.
+
+    Two containers may share the network, and so meet, and have their own process numbers. A large receive then read whatever process had the
+    sender's number here, often the receiver itself, and returned DDP_OK with that; any wait of some milliseconds ended in "pid is gone". */
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+static void be_rank(int rank) {
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *world = NULL;
+    char number[2] = {(char)('0' + rank), 0};
+    setenv("RANK", number, 1);
+    setenv("LOCAL_RANK", number, 1);
+    desc.timeout_ms = 60000;
+    stage_shared->rank[rank].first = ddp_group_create(&world, &desc);
+    snprintf(stage_shared->rank[rank].text, sizeof stage_shared->rank[rank].text, "%s", ddp_last_error());
+    ddp_group_destroy(world);
+    _exit(0);
+}
+
+int main(void) {
+    char port[16];
+    pid_t child[2];
+    faults_start(60);
+    faults_begin("rank 1 is the first process of its own namespace");
+    snprintf(port, sizeof port, "%d", (int)getpid());
+    setenv("MASTER_ADDR", "pid_namespaces", 1);
+    setenv("MASTER_PORT", port, 1);
+    setenv("WORLD_SIZE", "2", 1);
+    setenv("LOCAL_WORLD_SIZE", "2", 1);
+    child[0] = fork();
+    if (child[0] == 0) be_rank(0);
+    if (syscall(SYS_unshare, 0x20000000 /* CLONE_NEWPID */) != 0) {
+        kill(child[0], SIGKILL);
+        fprintf(stderr, "no pid namespaces here: skipped\n");
+        return 77;
+    }
+    child[1] = fork();
+    if (child[1] == 0) be_rank(1);
+    for (int r = 0; r < 2; r++) {
+        EXPECT(child[r] > 0 && waitpid(child[r], NULL, 0) == child[r], "rank %d did not start", r);
+        EXPECT(stage_shared->rank[r].first == DDP_ERR_UNSUPPORTED, "rank %d: %s", r, ddp_result_name(stage_shared->rank[r].first));
+        EXPECT(says(stage_shared->rank[r].text, "rank 1 (pid 1) is in another pid namespace than rank 0"), "rank %d: %s", r, stage_shared->rank[r].text);
+    }
+    return faults_end();
+}
