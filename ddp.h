@@ -871,6 +871,10 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
+/* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
+#define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
+#define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
+
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
 #define DDP_X(name, value, text) case name: return #name;
@@ -1738,11 +1742,6 @@ static void ddp__heap_release(ddp__heap *heap) {
     free(heap);
 }
 
-static ddp__heap *ddp__heap_retain(ddp__heap *heap) {
-    ddp__fetch_add(&heap->references, 1);
-    return heap;
-}
-
 /* Reserves address space aligned for huge pages, then places the file range in it. */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     size_t extra = size >= DDP__HUGE ? DDP__HUGE : 0;
@@ -1951,8 +1950,7 @@ typedef struct ddp__local {
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
-    void *memory;
-    uint64_t offset;
+    uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
     ddp__rank_line *line;
@@ -3239,71 +3237,61 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 
 //== the local backend: groups and group memory ====================================================== >>impl-local-group
 
-static size_t ddp__control_size(int world_size, size_t *line, size_t *posts, size_t *payloads, size_t *slots, size_t *channels) {
-    size_t w = (size_t)world_size, at = ddp__round_up(sizeof(ddp__control), 4096);
-    *line = at;
-    at = ddp__round_up(at + w * sizeof(ddp__rank_line), 4096);
-    *posts = at;
-    at = ddp__round_up(at + 2 * w * sizeof(ddp__post), 4096);
-    *payloads = at + DDP__OFF_PAGE;
-    at = ddp__round_up(*payloads + w * DDP__PAYLOAD_STRIDE, 4096);
-    *slots = at + DDP__OFF_PAGE;
-    at = ddp__round_up(*slots + w * DDP__SLOT_STRIDE, 4096);
-    *channels = at;
-    return ddp__round_up(at + w * w * sizeof(ddp__channel), 4096);
-}
-
-/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
-static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
-    size_t line, posts, payloads, slots, channels;
-    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
-    int cores = (int)heap->job->cores, busy = (int)heap->job->world_size;
-    if (!l) return NULL;
-    l->size = ddp__control_size(group->world_size, &line, &posts, &payloads, &slots, &channels);
-    l->memory = ddp__heap_map(heap, offset, l->size);
-    if (!l->memory) {
-        ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %zu bytes of shared memory could not be mapped: %s", group->rank, group->world_size,
-                  group->name, l->size, strerror(errno));
-        ddp_group_mfree(group, l);
-        return NULL;
-    }
-    l->heap = ddp__heap_retain(heap);
-    l->offset = offset;
-    l->rank = group->rank;
-    l->world_size = group->world_size;
-    l->spins = busy <= cores ? 4000 : 20; /* more ranks than cores: give way at once */
-    l->yields = busy <= cores ? 20 : 200;
-    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
-    l->control = (ddp__control *)l->memory;
-    l->line = (ddp__rank_line *)(void *)((unsigned char *)l->memory + line);
-    l->posts = (ddp__post *)(void *)((unsigned char *)l->memory + posts);
-    l->payloads = (unsigned char *)l->memory + payloads;
-    l->slots = (unsigned char *)l->memory + slots;
-    l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
-    l->requests_end = &l->requests;
-    l->amd = ddp__cpu_is_amd();
-    l->staged_chunk = l->amd ? DDP__CHUNK : DDP__CHUNK / 4; /* elsewhere what two rounds touch had better stay in the second-level cache: 5% to 10% */
-    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
-    pthread_mutex_init(&l->p2p_lock, NULL);
-    group->local_rank = group->rank;
-    group->local_world_size = group->world_size;
-    return l;
+/* Lays out the control memory of a group from address at on; returns where it ends. */
+static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
+    size_t w = (size_t)world_size;
+    l->control = (ddp__control *)at;
+    l->line = (ddp__rank_line *)(at = ddp__round_up(at + sizeof *l->control, 4096));
+    l->posts = (ddp__post *)(at = ddp__round_up(at + w * sizeof *l->line, 4096));
+    l->payloads = (unsigned char *)(at = ddp__round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
+    l->slots = (unsigned char *)(at = ddp__round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
+    l->channels = (ddp__channel *)(at = ddp__round_up(at + w * DDP__SLOT_STRIDE, 4096));
+    return ddp__round_up(at + w * w * sizeof *l->channels, 4096);
 }
 
 /* Control memory of a new group; 0 on failure with the error line set. */
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
-    size_t a, b, c, d, e, size = ddp__control_size(world_size, &a, &b, &c, &d, &e);
-    uint64_t offset = ddp__heap_take(heap, size);
+    ddp__local layout;
+    uint64_t offset = ddp__heap_take(heap, ddp__control_layout(&layout, 0, world_size));
     if (!offset) ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
                            (unsigned long long)heap->job->limit);
     return offset;
 }
 
+/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
+static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
+    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
+    int enough_cores = heap->job->world_size <= heap->job->cores;
+    void *memory;
+    if (!l) return NULL;
+    l->size = ddp__control_layout(l, 0, group->world_size);
+    memory = ddp__heap_map(heap, offset, l->size);
+    if (!memory) {
+        DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s", l->size, strerror(errno));
+        ddp_group_mfree(group, l);
+        return NULL;
+    }
+    ddp__control_layout(l, (uintptr_t)memory, group->world_size);
+    ddp__fetch_add(&heap->references, 1);
+    l->heap = heap;
+    l->offset = offset;
+    l->rank = group->rank;
+    l->world_size = group->world_size;
+    l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
+    l->yields = enough_cores ? 20 : 200;
+    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
+    l->amd = ddp__cpu_is_amd();
+    l->staged_chunk = l->amd ? DDP__CHUNK : DDP__CHUNK / 4; /* elsewhere what two rounds touch had better stay in the second-level cache: 5% to 10% */
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
+    l->requests_end = &l->requests;
+    pthread_mutex_init(&l->p2p_lock, NULL);
+    return l;
+}
+
 /* Each rank of the job enters its worlds in the same order; rank 0 makes the control memory of each and the others wait for it. */
 static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
     ddp__job *job = heap->job;
-    ddp__job_rank *me = &job->rank[group->rank];
-    uint32_t number = me->worlds++;
+    uint32_t number = job->rank[group->rank].worlds++;
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     uint64_t offset;
     char text[128];
@@ -3315,10 +3303,9 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
         ddp__store(&job->world_offset[number], offset);
     }
     while (!(offset = ddp__load(&job->world_offset[number]))) {
-        if (ddp__rank_gone(heap, 0, text, sizeof text)) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: %s", group->rank, group->world_size, text);
+        if (ddp__rank_gone(heap, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
         if (ddp_now() > deadline)
-            return ddp_fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->rank, group->world_size,
-                             group->desc.timeout_ms);
+            return DDP__RANK_FAIL(group, DDP_ERR_TIMEOUT, "ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->desc.timeout_ms);
         usleep(200);
     }
     group->state = ddp__local_attach(group, heap, offset, NULL);
@@ -3327,21 +3314,17 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
 
 /* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
-    ddp__local *l = (ddp__local *)state, *new_state;
-    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = 0;
+    ddp__local *l = (ddp__local *)state, *part;
+    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
     int job_ranks[DDP_MAX_LOCAL_RANKS];
-    ddp_result result;
+    ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
-    if (child && child->rank == 0) mine = ddp__control_create(l->heap, member_count);
-    result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     if (result != DDP_OK || !child) return result;
-    if (!offsets[members[0]]) return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_split: no shared memory for the new group", parent->rank, parent->world_size);
+    if (!offsets[members[0]]) return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: %s", "no shared memory for the new group");
     for (int i = 0; i < member_count; i++) job_ranks[i] = l->member[members[i]];
-    new_state = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
-    if (!new_state) return DDP_ERR_NO_MEMORY;
-    new_state->parent = l;
-    *child_state = new_state;
-    return DDP_OK;
+    *child_state = part = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
+    if (part) part->parent = l;
+    return part ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work);
@@ -3356,23 +3339,24 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW;
+    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0, before;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
     uint64_t offset = 0;
-    int32_t ok;
+    int32_t ok = 0;
     *out = NULL;
-    if (stride < size_bytes || stride > SIZE_MAX / (size_t)l->world_size) { ddp_group_mfree(group, region); region = NULL; }
-    if (result == DDP_OK && group->rank == 0 && region) offset = ddp__heap_take(l->heap, stride * (size_t)l->world_size);
+    if (result == DDP_OK && group->rank == 0 && region && fits) offset = ddp__heap_take(l->heap, total);
     if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
-    if (result == DDP_OK && offset && region) {
+    if (result == DDP_OK && offset && region) region->base = (unsigned char *)ddp__heap_map(l->heap, offset, total);
+    if (region && region->base) {
+        before = (size_t)l->rank * stride;
         region->offset = offset;
         region->stride = stride;
-        region->total = stride * (size_t)l->world_size;
-        region->base = (unsigned char *)ddp__heap_map(l->heap, offset, region->total);
-        region->mine = region->base ? region->base + (size_t)l->rank * stride : NULL;
+        region->total = total;
+        region->mine = region->base + before;
+        ok = ddp__populate(l->heap, region->mine, offset + before, size_bytes);
     }
-    ok = result == DDP_OK && region && region->mine && ddp__populate(l->heap, region->mine, offset + (size_t)l->rank * stride, size_bytes);
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && ok) {
         pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, look regions up */
@@ -3383,43 +3367,46 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         return DDP_OK;
     }
     if (region && region->base) ddp__heap_unmap(l->heap, region->base);
-    if (region && offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, stride * (size_t)l->world_size);
+    if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
     ddp_group_mfree(group, region);
     if (result != DDP_OK) return result;
-    return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->rank,
-                     group->world_size, group->name, l->world_size, size_bytes);
+    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->name,
+                          l->world_size, size_bytes);
+}
+
+/* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it did not. */
+static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link, const void *memory) {
+    while (*link && (*link)->mine != memory) link = &(*link)->next;
+    if (!*link) ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    return link;
 }
 
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__local *l = (ddp__local *)state;
+    ddp__region **link = ddp__region_link(group, &l->regions, memory), *region = *link;
     ddp_result result;
-    for (ddp__region **link = &l->regions; *link; link = &(*link)->next) {
-        ddp__region *region = *link;
-        if (region->mine != memory) continue;
-        result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
-        pthread_mutex_lock(&l->heap->lock);
-        *link = region->next;
-        pthread_mutex_unlock(&l->heap->lock);
-        ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
-        ddp__heap_unmap(l->heap, region->base);
-        ddp_group_mfree(group, region);
-        return result;
-    }
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    if (!region) return DDP_ERR_INVALID;
+    result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
+    pthread_mutex_lock(&l->heap->lock);
+    *link = region->next;
+    pthread_mutex_unlock(&l->heap->lock);
+    ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
+    ddp__heap_unmap(l->heap, region->base);
+    ddp_group_mfree(group, region);
+    return result;
 }
 
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     char text[DDP__TEXT_MAX];
     ddp_result result = ddp__local_cause(l, text, sizeof text);
+    (void)group;
     for (int r = 0; r < l->world_size && result == DDP_OK; r++) {
-        ddp__job_rank *peer = &l->heap->job->rank[l->member[r]];
-        if (r == l->rank || ddp__load(&peer->state) != DDP__RANK_LOST) continue;
+        if (r == l->rank || ddp__load(&l->heap->job->rank[l->member[r]].state) != DDP__RANK_LOST) continue;
         ddp__member_gone(l, r, text, sizeof text);
         ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
         result = ddp__local_cause(l, text, sizeof text);
     }
-    (void)group;
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
@@ -3444,7 +3431,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
     while (l->requests) { ddp__request *r = l->requests; l->requests = r->next; ddp_group_mfree(group, r); }
     while (l->free_requests) { ddp__request *r = l->free_requests; l->free_requests = r->next; ddp_group_mfree(group, r); }
     if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
-    ddp__heap_unmap(l->heap, l->memory);
+    ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
     ddp__heap_release(l->heap);
     ddp_group_mfree(group, l);
