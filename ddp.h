@@ -3484,11 +3484,8 @@ static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_byt
 }
 
 static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
-    ddp__region **link = &((ddp__self *)state)->regions, *region;
-    while (*link && (*link)->mine != memory) link = &(*link)->next;
-    region = *link;
-    if (!region)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    ddp__region **link = ddp__region_link(group, &((ddp__self *)state)->regions, memory), *region = *link;
+    if (!region) return DDP_ERR_INVALID;
     *link = region->next;
     ddp_group_mfree(group, memory);
     ddp_group_mfree(group, region);
