@@ -1718,8 +1718,7 @@ static int ddp__heap_file(const char **folder) {
         char path[64];
         if (i == 0 && (statvfs(folders[i], &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30)) continue;
         snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
-        fd = mkstemp(path);
-        if (fd < 0) continue;
+        if ((fd = mkstemp(path)) < 0) continue;
         unlink(path);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         *folder = folders[i];
@@ -1727,46 +1726,28 @@ static int ddp__heap_file(const char **folder) {
     return fd;
 }
 
-static void ddp__mapping_drop(ddp__mapping **link) {
-    ddp__mapping *m = *link;
-    *link = m->next;
-    munmap(m->memory, m->size);
-    free(m);
-}
-
-static void ddp__heap_release(ddp__heap *heap) {
-    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
-    while (heap->mappings) ddp__mapping_drop(&heap->mappings);
-    close(heap->fd);
-    pthread_mutex_destroy(&heap->lock);
-    free(heap);
-}
-
 /* Reserves address space aligned for huge pages, then places the file range in it. */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
-    size_t extra = size >= DDP__HUGE ? DDP__HUGE : 0;
-    unsigned char *space = (unsigned char *)mmap(NULL, size + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    unsigned char *start;
+    unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *start = (unsigned char *)ddp__round_up((uintptr_t)space, DDP__HUGE);
     if (space == (unsigned char *)MAP_FAILED) return NULL;
-    start = extra ? (unsigned char *)(((uintptr_t)space + DDP__HUGE - 1) / DDP__HUGE * DDP__HUGE) : space;
     if (mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
-        munmap(space, size + extra);
+        munmap(space, size + DDP__HUGE);
         return NULL;
     }
     if (start > space) munmap(space, (size_t)(start - space));
-    if (space + extra > start) munmap(start + size, (size_t)(space + extra - start));
+    munmap(start + size, (size_t)(space + DDP__HUGE - start));
 #ifdef MADV_HUGEPAGE
-    if (extra) madvise(start, size, MADV_HUGEPAGE);
+    if (size >= DDP__HUGE) madvise(start, size, MADV_HUGEPAGE);
 #endif
     return start;
 }
 
-/* Maps [offset, offset + size); threads of one process get one common mapping, counted. */
+/* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__mapping *m;
     pthread_mutex_lock(&heap->lock);
-    for (m = heap->mappings; m; m = m->next)
-        if (m->offset == offset && m->size == size) break;
+    for (m = heap->mappings; m && m->offset != offset;) m = m->next;
     if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
         m->offset = offset;
         m->size = size;
@@ -1781,11 +1762,24 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
-    ddp__mapping **link = &heap->mappings;
+    ddp__mapping **link = &heap->mappings, *m;
     pthread_mutex_lock(&heap->lock);
     while (*link && (*link)->memory != memory) link = &(*link)->next;
-    if (*link && --(*link)->references == 0) ddp__mapping_drop(link);
+    m = *link;
+    if (m && --m->references == 0) {
+        *link = m->next;
+        munmap(m->memory, m->size);
+        free(m);
+    }
     pthread_mutex_unlock(&heap->lock);
+}
+
+static void ddp__heap_release(ddp__heap *heap) {
+    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    ddp__heap_unmap(heap, heap->job); /* the last: whoever maps holds a reference */
+    close(heap->fd);
+    pthread_mutex_destroy(&heap->lock);
+    free(heap);
 }
 
 /* Takes a range of the file; 0 when it is full. A request that does not fit takes nothing. */
