@@ -1871,8 +1871,8 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 //== life and death of ranks ============================================================================ >>impl-life
 
-/* Start time (field 22) and state (field 3) of a process; 0 when it is gone. */
-static uint64_t ddp__process_start_time(int pid, char *state) {
+/* Start time (field 22) of a process; 0 when it is gone, also as a zombie (state Z or X, field 3). */
+static uint64_t ddp__process_start_time(int pid) {
     char path[32], line[512], *p;
     int fd, fields = 2;
     ssize_t n;
@@ -1881,11 +1881,9 @@ static uint64_t ddp__process_start_time(int pid, char *state) {
     if (fd < 0) return 0;
     n = read(fd, line, sizeof line - 1);
     close(fd);
-    if (n <= 0) return 0;
-    line[n] = 0;
+    line[n > 0 ? n : 0] = 0;
     p = strrchr(line, ')'); /* the name may hold anything */
-    if (!p || !p[1] || !p[2]) return 0;
-    *state = p[2];
+    if (!p || !p[1] || strchr("ZX", p[2])) return 0;
     for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
     return strtoull(p, NULL, 10);
 }
@@ -1893,9 +1891,8 @@ static uint64_t ddp__process_start_time(int pid, char *state) {
 /* Notes that process pid is rank `rank` of the job. */
 static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
-    char state = '?';
     me->pid = (int32_t)pid;
-    me->start_time = ddp__process_start_time(me->pid, &state);
+    me->start_time = ddp__process_start_time(pid);
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
@@ -1909,12 +1906,10 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
         snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
     else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
     else {
-        char s = '?';
-        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads || r->pid == 0 /* of another pid namespace */) return 0;
         if (kill(r->pid, 0) == 0 || errno != ESRCH) {
-            uint64_t start = ddp__process_start_time(r->pid, &s);
-            if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
-            if (start == r->start_time && s != 'Z' && s != 'X') return 0;
+            uint64_t start = ddp__process_start_time(r->pid);
+            if (start ? start == r->start_time : access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
         }
         snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
     }
