@@ -1952,8 +1952,7 @@ typedef struct ddp__local {
     ddp__route route[DDP__ROUTES][16];
     uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
     pthread_mutex_t p2p_lock;
-    ddp__request *requests;          /* unfinished sends and receives, in the order issued */
-    ddp__request **requests_end, *free_requests;
+    ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
     int amd;                         /* caches as on AMD, see ddp__hand_back */
@@ -2965,15 +2964,15 @@ enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
     uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
-    int32_t tag, how, pid;
+    int32_t tag, how;
     uint32_t dtype;
     uint64_t count, order, address;
-    unsigned char pad[DDP__LINE - 48];
+    unsigned char pad[DDP__LINE - 40];
     unsigned char data[DDP__INLINE];
 } ddp__message;
 
 struct ddp__channel {
-    uint32_t active;     /* message being staged + 1; the receiver's */
+    uint32_t active;     /* 1 = a message is being staged; the receiver's */
     unsigned char pad0[DDP__LINE - 4];
     uint64_t filled;     /* chunks, ever */
     unsigned char pad1[DDP__LINE - 8];
@@ -2986,27 +2985,24 @@ struct ddp__channel {
 struct ddp__request {
     ddp_call call;
     size_t size, moved;
+    ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
     int done;
     ddp__request *next;
 };
 
-static ddp__channel *ddp__channel_of(const ddp__local *l, int from, int to) { return &l->channels[(size_t)from * (size_t)l->world_size + (size_t)to]; }
-
 static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_SEQ_CST); ddp__wake_one(&l->line[peer].p2p); }
 
+/* Puts a send into a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
-    ddp__channel *c = ddp__channel_of(l, l->rank, r->call.root);
-    ddp__message *m = NULL;
-    for (int i = 0; i < DDP__MESSAGES && !m; i++)
-        if (ddp__load(&c->message[i].state) == DDP__FREE) m = &c->message[i];
-    if (!m) return;
+    ddp__message *m = r->channel->message, *end = m + DDP__MESSAGES;
+    while (m < end && ddp__load(&m->state) != DDP__FREE) m++;
+    if (m == end) return;
     m->tag = r->call.tag;
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
-    m->pid = (int32_t)getpid();
-    m->address = ddp__address(l, r->call.send, r->size);
+    m->address = r->size <= DDP__INLINE ? 0 : ddp__address(l, r->call.send, r->size);
     m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
     if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
     if (m->how == DDP__HOW_INLINE && r->size) memcpy(m->data, r->call.send, r->size);
@@ -3016,97 +3012,86 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__ring(l, r->call.root);
 }
 
-/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
-static void ddp__send_progress(ddp__local *l, ddp__request *r) {
-    ddp__channel *c = ddp__channel_of(l, l->rank, r->call.root);
-    ddp__message *m = r->message;
-    uint32_t state = ddp__load(&m->state);
-    if (state == DDP__TAKEN) {
-        ddp__store(&m->state, (uint32_t)DDP__FREE);
-        r->done = 1;
-    } else if (state == DDP__CLAIMED && ddp__load(&m->how) == DDP__HOW_STAGED) {
-        while (r->moved < r->size && c->filled - ddp__load(&c->drained) < DDP__STAGES) {
-            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-            memcpy(c->stage[c->filled % DDP__STAGES], (const unsigned char *)r->call.send + r->moved, n);
-            r->moved += n;
-            ddp__store(&c->filled, c->filled + 1);
-            ddp__ring(l, r->call.root);
-        }
+/* Fills, or drains, what chunks it can of a message that is staged. */
+static void ddp__stage_step(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = r->channel;
+    int send = r->call.kind == DDP_CALL_SEND;
+    uint64_t *chunks = send ? &c->filled : &c->drained; /* ours; the peer's counter says how far it may go */
+    while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
+        unsigned char *stage = c->stage[*chunks % DDP__STAGES];
+        size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
+        if (send) memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
+        else memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
+        r->moved += n;
+        ddp__store(chunks, *chunks + 1);
+        ddp__ring(l, r->call.root);
     }
 }
 
-static void ddp__p2p_mismatch(ddp__local *l, const ddp__request *r, const ddp__message *m) {
-    char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu, rank %d ddp_recv %s count=%llu (tag %d)", r->call.root,
-             ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count, l->rank, ddp_dtype_name(r->call.dtype),
-             (unsigned long long)r->call.count, r->call.tag);
-    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
+static void ddp__send_progress(ddp__local *l, ddp__request *r) {
+    uint32_t state = ddp__load(&r->message->state);
+    r->done = state == DDP__TAKEN;
+    if (r->done) ddp__store(&r->message->state, (uint32_t)DDP__FREE);
+    else if (state == DDP__CLAIMED && ddp__load(&r->message->how) == DDP__HOW_STAGED) ddp__stage_step(l, r);
 }
 
 /* One past the newest message that a peer has posted to us. A sender posts in order, so everything older is visible as well. */
-static uint64_t ddp__posted_end(const ddp__local *l, int peer) {
-    ddp__channel *c = ddp__channel_of(l, peer, l->rank);
+static uint64_t ddp__posted_end(const ddp__channel *c) {
     uint64_t end = 0;
-    for (int i = 0; i < DDP__MESSAGES; i++)
-        if (ddp__load(&c->message[i].state) == DDP__POSTED && c->message[i].order >= end) end = c->message[i].order + 1;
+    for (const ddp__message *m = c->message; m < c->message + DDP__MESSAGES; m++)
+        if (ddp__load(&m->state) == DDP__POSTED && m->order >= end) end = m->order + 1;
     return end;
 }
 
 /* Claims the oldest message with the wanted tag. Those from end on came after this pass began: an earlier receive may not have seen
    them, and a scan may see a later one of them and miss an earlier. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
-    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
-    ddp__message *best = NULL;
-    for (int i = 0; i < DDP__MESSAGES; i++) {
-        ddp__message *m = &c->message[i];
+    ddp__message *first = r->channel->message, *best = NULL;
+    char text[DDP__TEXT_MAX];
+    for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
         if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
-    }
     if (!best) return;
-    if (best->count != r->call.count || best->dtype != (uint32_t)r->call.dtype) { ddp__p2p_mismatch(l, r, best); return; }
-    r->message = best;
-    ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
+    if (best->count == r->call.count && best->dtype == (uint32_t)r->call.dtype) {
+        r->message = best;
+        ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
+        return;
+    }
+    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)", r->call.root,
+             ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
+    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
 }
 
 /* The receiver's side of a claimed message. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
-    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
     ddp__message *m = r->message;
-    uint32_t mine = (uint32_t)(m - c->message) + 1;
-    if (m->how == DDP__HOW_INLINE) {
+    int how = m->how, in_place = how == DDP__HOW_DIRECT || how == DDP__HOW_VM;
+    if (how == DDP__HOW_INLINE) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-        ddp__store(&m->state, (uint32_t)DDP__FREE); /* the message is the sender's from here on */
-        ddp__ring(l, r->call.root);
-        return;
-    } else if (m->how == DDP__HOW_DIRECT) {
+    } else if (how == DDP__HOW_DIRECT) {
         if (!ddp__reach_begin(l)) return;
         memcpy(r->call.recv, ddp__resolve(l, m->address), r->size);
         ddp__reach_end(l);
         r->done = 1;
-    } else if (m->how == DDP__HOW_VM) {
-        if (ddp__load(&l->vm_read) >= 0 && ddp__vm_read(m->pid, r->call.recv, m->address, r->size)) {
-            r->done = 1;
-        } else { /* refused here: ask for the staged way, one message of a channel at a time */
+    } else if (how == DDP__HOW_VM) {
+        r->done = ddp__load(&l->vm_read) >= 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size);
+        if (!r->done) { /* refused here: ask for the staged way, one message of a channel at a time */
             ddp__store(&l->vm_read, -1);
-            if (c->active) return;
-            c->active = mine;
+            if (r->channel->active) return;
+            r->channel->active = 1;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
         }
     } else {
-        while (r->moved < r->size && c->drained < ddp__load(&c->filled)) {
-            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-            memcpy((unsigned char *)r->call.recv + r->moved, c->stage[c->drained % DDP__STAGES], n);
-            r->moved += n;
-            ddp__store(&c->drained, c->drained + 1);
-            ddp__ring(l, r->call.root);
-        }
-        if (r->moved == r->size) { c->active = 0; r->done = 1; }
+        ddp__stage_step(l, r);
+        r->done = r->moved == r->size;
+        r->channel->active = !r->done;
     }
-    if (r->done && (m->how == DDP__HOW_DIRECT || m->how == DDP__HOW_VM)) { /* a sender that gave up may have changed its buffer meanwhile */
+    if (r->done && in_place) { /* a sender that gave up may have changed its buffer meanwhile */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         r->done = !ddp__load(&l->control->poison);
     }
-    if (r->done) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
+    if (r->done) ddp__store(&m->state, (uint32_t)(how == DDP__HOW_INLINE ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
     ddp__ring(l, r->call.root);
 }
 
@@ -3116,16 +3101,15 @@ static void ddp__requests_step(ddp__local *l) {
     uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
     if (ddp__load(&l->control->poison)) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
-        int send = r->call.kind == DDP_CALL_SEND;
+        int peer = r->call.root;
+        uint64_t bit = UINT64_C(1) << peer;
         if (r->done) continue;
-        if (send && !r->message) {
-            if (!(blocked >> r->call.root & 1)) ddp__send_post(l, r);
-            if (!r->message) blocked |= UINT64_C(1) << r->call.root;
-        } else if (send) {
-            ddp__send_progress(l, r);
+        if (r->call.kind == DDP_CALL_SEND) {
+            if (r->message) ddp__send_progress(l, r);
+            else if (!(blocked & bit)) ddp__send_post(l, r);
+            if (!r->message) blocked |= bit;
         } else {
-            int peer = r->call.root;
-            if (!r->message && !(looked >> peer & 1)) { end[peer] = ddp__posted_end(l, peer); looked |= UINT64_C(1) << peer; }
+            if (!r->message && !(looked & bit)) { end[peer] = ddp__posted_end(r->channel); looked |= bit; }
             if (!r->message) ddp__recv_match(l, r, end[peer]);
             if (r->message) ddp__recv_progress(l, r);
         }
@@ -3156,41 +3140,30 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
 
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__local *l = (ddp__local *)state;
-    ddp__request *r;
+    int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root, to = send ? call->root : l->rank;
+    ddp__request *r, **end = &l->requests;
     pthread_mutex_lock(&l->p2p_lock);
     r = l->free_requests;
     if (r) l->free_requests = r->next;
+    else r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
+    if (r) {
+        memset(r, 0, sizeof *r);
+        r->call = *call;
+        r->size = call->count * ddp_dtype_size(call->dtype);
+        r->channel = &l->channels[from * l->world_size + to];
+        while (*end) end = &(*end)->next;
+        *end = r;
+    }
     pthread_mutex_unlock(&l->p2p_lock);
-    if (!r) r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
-    if (!r) return DDP_ERR_NO_MEMORY;
-    memset(r, 0, sizeof *r);
-    r->call = *call;
-    r->size = call->count * ddp_dtype_size(call->dtype);
-    pthread_mutex_lock(&l->p2p_lock);
-    *l->requests_end = r;
-    l->requests_end = &r->next;
-    pthread_mutex_unlock(&l->p2p_lock);
-    ddp__local_progress(group, l);
+    if (r) ddp__local_progress(group, l);
     *out = r;
-    return DDP_OK;
-}
-
-static void ddp__request_end(ddp__local *l, ddp__request *r) {
-    pthread_mutex_lock(&l->p2p_lock);
-    for (ddp__request **link = &l->requests; *link; link = &(*link)->next)
-        if (*link == r) {
-            *link = r->next;
-            if (!r->next) l->requests_end = link;
-            break;
-        }
-    r->next = l->free_requests;
-    l->free_requests = r;
-    pthread_mutex_unlock(&l->p2p_lock);
+    return r ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
-    ddp__request *r = (ddp__request *)request;
+    ddp__request *r = (ddp__request *)request, **link = &l->requests;
+    int failed;
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
     if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
@@ -3198,17 +3171,23 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         ddp__requests_look_for_lost(l);
     }
     *done = r->done;
+    failed = !r->done && ddp__load(&l->control->poison);
+    if (r->done || failed) {
+        while (*link != r) link = &(*link)->next;
+        *link = r->next;
+        r->next = l->free_requests;
+        l->free_requests = r;
+    }
     pthread_mutex_unlock(&l->p2p_lock);
-    if (*done) { ddp__request_end(l, r); return DDP_OK; }
-    if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); ddp__reach_await(l); return DDP_ERR_POISONED; }
-    return DDP_OK;
+    if (failed) ddp__reach_await(l);
+    return failed ? DDP_ERR_POISONED : DDP_OK;
 }
 
 static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) {
     ddp__local *l = (ddp__local *)state;
     ddp__sleeper *me = &l->line[l->rank].p2p;
     uint32_t value = ddp__load(&me->word);
-    int idle;
+    int idle = 1;
     if (timeout_ms == 0) {
         if (l->spins > l->yields && !group->polite) ddp__pause();
         else sched_yield();
@@ -3217,7 +3196,6 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
-    idle = 1;
     for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
     pthread_mutex_unlock(&l->p2p_lock);
     if (idle && !ddp__load(&l->control->poison)) ddp__futex_wait(&me->word, value, timeout_ms * 1000);
@@ -3272,7 +3250,6 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->amd = ddp__cpu_is_amd();
     l->staged_chunk = l->amd ? DDP__CHUNK : DDP__CHUNK / 4; /* elsewhere what two rounds touch had better stay in the second-level cache: 5% to 10% */
     ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)l);
-    l->requests_end = &l->requests;
     pthread_mutex_init(&l->p2p_lock, NULL);
     return l;
 }
