@@ -3930,14 +3930,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Says which rank could not join its world. */
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    ddp__fail_v(result, format, args);
-    va_end(args);
-    return ddp_fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
-}
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
    are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
@@ -3975,7 +3968,8 @@ typedef struct ddp__parcel {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
 } ddp__parcel;
 
-static void ddp__parcel_init(ddp__parcel *parcel) {
+static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
+    struct cmsghdr *header;
     memset(parcel, 0, sizeof *parcel);
     parcel->data.iov_base = &parcel->welcome;
     parcel->data.iov_len = sizeof parcel->welcome;
@@ -3983,19 +3977,24 @@ static void ddp__parcel_init(ddp__parcel *parcel) {
     parcel->message.msg_iovlen = 1;
     parcel->message.msg_control = parcel->control;
     parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    header = CMSG_FIRSTHDR(&parcel->message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &fd, sizeof fd);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
 static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 /* Who has come to rank 0, and how the meeting goes. */
+enum { DDP__STRANGERS = 128 }; /* sockets that may be open before their hello has come */
 typedef struct ddp__lobby {
     const ddp__identity *id;
-    int timeout_ms, heap_fd;
+    int listener, heap_fd;
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
-    int fd[DDP_MAX_LOCAL_RANKS];       /* -1 = has not come yet, or has left again */
-    int waiting[128], waiting_count;   /* sockets whose hello is still to come */
+    int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
     ddp_result result;
     char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
 } ddp__lobby;
@@ -4003,16 +4002,10 @@ typedef struct ddp__lobby {
 /* Tells a visitor how the meeting went, and hangs up. */
 static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
     ddp__parcel parcel;
-    struct cmsghdr *header;
-    ddp__parcel_init(&parcel);
+    ddp__parcel_init(&parcel, lobby->heap_fd);
     parcel.welcome.magic = DDP__MAGIC;
     parcel.welcome.result = (int32_t)lobby->result;
     memcpy(parcel.welcome.text, lobby->text, sizeof parcel.welcome.text);
-    header = CMSG_FIRSTHDR(&parcel.message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &lobby->heap_fd, sizeof lobby->heap_fd);
     if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
     sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
     close(fd);
@@ -4031,35 +4024,35 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
 /* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
     int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
+    char *text = lobby->text;
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header",
-                 hello->rank, hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR,
-                 DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
+                 hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
     else if (hello->world_size != lobby->id->world_size)
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid,
-                 hello->world_size, lobby->id->world_size);
+        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size,
+                 lobby->id->world_size);
     else if (!in_range || ddp__is_there(lobby, hello->rank))
-        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
-                 lobby->pid[in_range ? hello->rank : 0], hello->pid);
+        snprintf(text, DDP__TEXT_MAX, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0], hello->pid);
     else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. */
-static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
-    for (int fd; (fd = accept(listener, NULL, NULL)) >= 0;) {
-        if (ddp__peer_of(fd).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = fd;
+static void ddp__lobby_admit(ddp__lobby *lobby) {
+    int *strangers = lobby->fd + DDP_MAX_LOCAL_RANKS, place = 0;
+    for (int fd; (fd = accept(lobby->listener, NULL, NULL)) >= 0;) {
+        while (place < DDP__STRANGERS && strangers[place] >= 0) place++;
+        if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
         else close(fd); /* another user, or a flood */
     }
-    for (int i = 0; i < lobby->waiting_count && lobby->result == DDP_OK; i++) {
+    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
         ddp__hello hello;
-        int fd = lobby->waiting[i];
-        ssize_t size = recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
+        int fd = strangers[i];
+        ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
         ddp_result verdict;
-        if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
+        if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
         verdict = ddp__judge_hello(lobby, &hello, size);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
@@ -4072,11 +4065,12 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
             lobby->result = verdict;
             ddp__send_welcome(lobby, fd);
         }
+        strangers[i] = -1;
     }
 }
 
 /* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
-static int ddp__lobby_missing(ddp__lobby *lobby) {
+static int ddp__lobby_missing(ddp__lobby *lobby, int timeout_ms) {
     int missing = 0, departed = 0, last_departed = 0;
     char list[4 * DDP_MAX_LOCAL_RANKS] = "";
     for (int r = 1; r < lobby->id->world_size; r++) {
@@ -4089,38 +4083,45 @@ static int ddp__lobby_missing(ddp__lobby *lobby) {
     }
     if (lobby->result != DDP_OK || missing == 0) return missing;
     if (departed == missing) {
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed,
-                 lobby->pid[last_departed]);
+        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed, lobby->pid[last_departed]);
         lobby->result = DDP_ERR_PEER_LOST;
     } else if (ddp_now() > lobby->deadline) {
-        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", lobby->timeout_ms, list);
+        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", timeout_ms, list);
         lobby->result = DDP_ERR_TIMEOUT;
     }
     return missing;
 }
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
+static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+    struct sockaddr_un address;
+    socklen_t length = ddp__job_address(&address, id->token);
     ddp__lobby lobby = DDP_ZERO;
+    lobby.listener = ddp__socket();
+    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
+        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
+        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+    } else {
+        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+    }
+    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
     lobby.id = id;
-    lobby.timeout_ms = timeout_ms;
-    lobby.heap_fd = heap->fd;
+    lobby.heap_fd = (*out)->fd;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
     lobby.pid[0] = (int)getpid();
-    for (int r = 0; r < id->world_size; r++) lobby.fd[r] = -1;
-    ddp__lobby_admit(&lobby, listener);
-    while (ddp__lobby_missing(&lobby) && lobby.result == DDP_OK) {
-        usleep(500);
-        ddp__lobby_admit(&lobby, listener);
+    memset(lobby.fd, -1, sizeof lobby.fd);
+    for (ddp__lobby_admit(&lobby); ddp__lobby_missing(&lobby, timeout_ms) && lobby.result == DDP_OK; ddp__lobby_admit(&lobby)) usleep(500);
+    close(lobby.listener);
+    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
+    for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
+        if (lobby.fd[i] < 0) continue;
+        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
+        else close(lobby.fd[i]); /* of no rank */
     }
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
-    for (int r = 1; r < id->world_size; r++)
-        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r]);
-    for (int i = 0; i < lobby.waiting_count; i++) {
-        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i]);
-        else close(lobby.waiting[i]); /* of no rank */
-    }
-    return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
+    if (lobby.result == DDP_OK) return DDP_OK;
+    ddp__heap_release(*out);
+    return DDP__JOIN_FAIL(id, lobby.result, "%s", lobby.text);
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
@@ -4130,17 +4131,17 @@ static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double dea
     struct cmsghdr *header;
     ssize_t n;
     ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel);
+    ddp__parcel_init(&parcel, -1);
     while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
         usleep(300);
     if (n < 0 && errno == EAGAIN)
-        return ddp__join_fail(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
+        return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
     header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
     if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
     if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = ddp__join_fail(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
-    else if (welcome->result != 0) result = ddp__join_fail(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = ddp__join_fail(id, DDP_ERR_SYSTEM, "rank 0 sent no shared memory");
+        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
+    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
     if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
     return result;
 }
@@ -4154,14 +4155,14 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     int fd, heap_fd = -1;
     for (;;) { /* rank 0 may not be up yet */
         fd = ddp__socket();
-        if (fd < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+        if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
         if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
         close(fd);
-        if (ddp_now() > deadline) return ddp__join_fail(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
+        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
     if (ddp__peer_of(fd).uid != geteuid()) {
-        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
         hello.magic = DDP__MAGIC;
         hello.version = DDP__VERSION;
@@ -4176,36 +4177,13 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     close(fd);
     if (result != DDP_OK) return result;
     *out = ddp__heap_wrap(heap_fd, 0);
-    if (*out) return DDP_OK;
-    return ddp__join_fail(id, DDP_ERR_NO_MEMORY, "the job's shared memory could not be mapped");
-}
-
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    int listener = ddp__socket();
-    ddp_result result;
-    if (listener < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 128) == 0) {
-        result = ddp__heap_create(out, id->world_size, 0, 0);
-        if (result == DDP_OK) result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
-        if (result != DDP_OK && *out) ddp__heap_release(*out);
-    } else if (errno == EADDRINUSE) {
-        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
-                                id->token);
-    } else {
-        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-    }
-    close(listener);
-    return result;
+    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
+    if (id->world_size <= DDP_MAX_LOCAL_RANKS) return (id->rank == 0 ? ddp__rendezvous_host : ddp__rendezvous_visit)(id, timeout_ms, out);
+    return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
 }
 
 //== groups ============================================================================================ >>impl-group
