@@ -4414,6 +4414,9 @@ typedef struct ddp__launch {
     ddp__cpus cpus;              /* the caller's */
 } ddp__launch;
 
+#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
+    ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->world_size, __VA_ARGS__)
+
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
 /* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
@@ -4442,15 +4445,13 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-static __attribute__((format(printf, 4, 5))) void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *format, ...) {
-    ddp__job_rank *me = &heap->job->rank[rank];
+/* This rank failed, for the reason in this thread's error line. The first to fail is the one that ddp_launch reports. */
+static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
+    ddp__job *job = launch->heap->job;
     uint32_t nobody = 0;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(me->text, sizeof me->text, format, args);
-    va_end(args);
-    me->result = (int32_t)result;
-    __atomic_compare_exchange_n(&heap->job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
+    job->rank[rank].result = (int32_t)result;
+    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
 /* The life of one rank. */
@@ -4465,9 +4466,8 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
-    if (result != DDP_OK && ddp_last_error()[0]) ddp__note_failure(launch->heap, rank, result, "%s", ddp_last_error());
-    else if (result != DDP_OK)
-        ddp__note_failure(launch->heap, rank, result, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
+    if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
+    if (result != DDP_OK) ddp__note_failure(launch, rank, result);
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
@@ -4490,20 +4490,17 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     _exit(result == DDP_OK ? 0 : 1);
 }
 
-/* Records how a child ended. 1 when that is a failure. */
-static int ddp__record_end(ddp__launch *launch, int rank, int status) {
+/* Records how a child ended. A rank that failed has noted that itself, unless it did not get that far. */
+static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
-    if (ddp__load(&r->state) == DDP__RANK_LEFT && !WIFSIGNALED(status)) return r->result != 0;
-    r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
+    r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (r->signal_number)
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank,
-                          launch->world_size, r->pid, r->signal_number);
-    else
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function "
-                          "returned", rank, launch->world_size, r->pid, r->exit_status);
+    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
+    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
+    ddp__note_failure(launch, rank, DDP_ERR_PEER_LOST);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
-    return 1;
 }
 
 static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
@@ -4511,50 +4508,48 @@ static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
 }
 
 /* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
-static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
-    int alive = 0;
+static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
     double deadline = 0; /* 0 = none: nothing has gone wrong yet */
     const struct timespec slice = {0, 20000000};
-    for (int r = 0; r < launch->world_size; r++) alive += pids[r] > 0;
-    while (alive > 0) {
+    for (int alive = 1; alive;) {
         siginfo_t info;
         int number = sigtimedwait(watched, &info, &slice);
         if (number == SIGINT || number == SIGTERM) {
             launch->interrupted = 1;
             ddp__signal_ranks(pids, launch->world_size, number);
         }
+        alive = 0;
         for (int r = 0; r < launch->world_size; r++) {
             int status = 0;
-            pid_t ended = pids[r] > 0 ? waitpid(pids[r], &status, WNOHANG) : 0;
-            if (ended == 0 || (ended < 0 && errno == EINTR)) continue;
-            failed |= ddp__record_end(launch, r, status);
-            pids[r] = 0;
-            alive--;
+            if (pids[r] > 0 && waitpid(pids[r], &status, WNOHANG) != 0) {
+                ddp__record_end(launch, r, status);
+                pids[r] = 0;
+            }
+            alive |= pids[r] > 0;
         }
-        if ((failed || launch->interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
+        if (deadline == 0 && (launch->interrupted || ddp__load(&launch->heap->job->failed_rank_plus_1)))
+            deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
         if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
     }
 }
 
 static void ddp__launch_processes(ddp__launch *launch) {
-    pid_t pids[DDP_MAX_LOCAL_RANKS];
+    pid_t pids[DDP_MAX_LOCAL_RANKS] = DDP_ZERO;
     sigset_t watched, old;
-    int failed = 0;
     sigemptyset(&watched);
     sigaddset(&watched, SIGINT);
     sigaddset(&watched, SIGTERM);
     sigaddset(&watched, SIGCHLD);
     pthread_sigmask(SIG_BLOCK, &watched, &old);
     fflush(NULL);
-    memset(pids, 0, sizeof pids);
-    for (int r = 0; r < launch->world_size && !failed; r++) {
+    for (int r = 0; r < launch->world_size; r++) {
         pids[r] = ddp__fork_rank(launch, r, &old);
         if (pids[r] >= 0) continue;
-        failed = 1;
-        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
+        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be forked: %s", strerror(errno)));
+        ddp__signal_ranks(pids, r, SIGKILL);
+        break;
     }
-    if (failed) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
-    ddp__watch_ranks(launch, pids, failed, &watched);
+    ddp__watch_ranks(launch, pids, &watched);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
@@ -4578,8 +4573,8 @@ static void ddp__launch_threads(ddp__launch *launch) {
         error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
         threads[r].started = error == 0;
         if (!error) continue;
-        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size,
-                          strerror(error));
+        ddp_fail(DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
+        ddp__note_failure(launch, r, DDP_ERR_SYSTEM);
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
@@ -4590,15 +4585,14 @@ static void ddp__launch_threads(ddp__launch *launch) {
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
     ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
+    const ddp__job *job;
     uint32_t failed;
     if (result != DDP_OK) return result;
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
-    if (failed) {
-        const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
-        result = ddp_fail((ddp_result)r->result, "%s", r->text);
-    }
+    job = launch->heap->job;
+    failed = ddp__load(&job->failed_rank_plus_1);
+    if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
     ddp__heap_release(launch->heap);
     return result;
 }
