@@ -712,6 +712,7 @@ extern "C" {
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
+#define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
 #define DDP__ALIGN 64
 #define DDP__SKEW 69632      /* added between ranks' buffers: powers of two apart, they evict each other (cache way prediction) */
 #define DDP__WORLDS_MAX 64   /* worlds that one job can create, one after the other */
@@ -747,41 +748,34 @@ typedef struct ddp__job {
 
 /* A rank's announcement of its next collective: fingerprint, where its buffers are, and up to 24 bytes of data. One cache line. */
 typedef struct ddp__post {
-    uint64_t seq;        /* stored last: the rest is valid once it is there */
+    DDP__OWN_LINE uint64_t seq; /* stored last: the rest is valid once it is there */
     uint64_t count;
     uint64_t signature;  /* kind, dtype, op, root */
     uint64_t send, recv; /* heap offset + 1, or a pointer when ranks are threads; 0 = private memory */
     unsigned char data[24];
-    unsigned char pad[DDP__LINE - 64];
 } ddp__post;
 
 typedef struct ddp__sleeper {
-    uint32_t word;       /* futex */
+    DDP__OWN_LINE uint32_t word; /* futex */
     uint32_t sleeping;
-    int32_t waits_for;   /* rank, or -1 for any event */
-    unsigned char pad[DDP__LINE - 12];
+    int32_t waits_for;           /* rank, or -1 for any event */
 } ddp__sleeper;
 
 typedef struct ddp__rank_line {
-    uint64_t filled;     /* rounds whose slot this rank has filled */
-    unsigned char pad0[DDP__LINE - 8];
-    uint64_t passed;     /* rounds in which this rank is done with everybody's slots */
-    unsigned char pad1[DDP__LINE - 8];
+    DDP__OWN_LINE uint64_t filled; /* rounds whose slot this rank has filled */
+    DDP__OWN_LINE uint64_t passed; /* rounds in which this rank is done with everybody's slots */
     ddp__sleeper collective, p2p;
-    uint32_t left;       /* 1: destroyed its handle */
-    uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe;      /* an address in this rank's process where peers may try to read */
-    unsigned char pad2[DDP__LINE - 16];
+    DDP__OWN_LINE uint32_t left;   /* 1: destroyed its handle */
+    uint32_t reaching;             /* of its threads, those that are inside other ranks' buffers */
+    uint64_t probe;                /* an address in this rank's process where peers may try to read */
 } ddp__rank_line;
 
 typedef struct ddp__control {
-    uint32_t sleepers;          /* how many ranks sleep in a collective; read after every announcement */
-    unsigned char pad0[DDP__LINE - 4];
-    uint32_t poison;            /* 0 healthy, 1 being written, 2 failed */
+    DDP__OWN_LINE uint32_t sleepers; /* how many ranks sleep in a collective; read after every announcement */
+    DDP__OWN_LINE uint32_t poison;   /* 0 healthy, 1 being written, 2 failed */
     int32_t poison_code;
     char poison_text[DDP__TEXT_MAX];
-    uint32_t closed;            /* handles destroyed; the last one gives the memory back */
-    unsigned char pad1[DDP__LINE - 8];
+    uint32_t closed;                 /* handles destroyed; the last one gives the memory back */
 } ddp__control;
 
 /* --- private to one rank --- */
@@ -1877,8 +1871,7 @@ static uint64_t ddp__process_start_time(int pid) {
     int fd, fields = 2;
     ssize_t n;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
+    if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
     n = read(fd, line, sizeof line - 1);
     close(fd);
     line[n > 0 ? n : 0] = 0;
@@ -2963,21 +2956,17 @@ enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
-    uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
+    DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
     int32_t tag, how;
     uint32_t dtype;
     uint64_t count, order, address;
-    unsigned char pad[DDP__LINE - 40];
-    unsigned char data[DDP__INLINE];
+    DDP__OWN_LINE unsigned char data[DDP__INLINE];
 } ddp__message;
 
 struct ddp__channel {
-    uint32_t active;     /* 1 = a message is being staged; the receiver's */
-    unsigned char pad0[DDP__LINE - 4];
-    uint64_t filled;     /* chunks, ever */
-    unsigned char pad1[DDP__LINE - 8];
-    uint64_t drained;
-    unsigned char pad2[DDP__LINE - 8];
+    DDP__OWN_LINE uint32_t active; /* 1 = a message is being staged; the receiver's */
+    DDP__OWN_LINE uint64_t filled; /* chunks, ever */
+    DDP__OWN_LINE uint64_t drained;
     ddp__message message[DDP__MESSAGES];
     unsigned char stage[DDP__STAGES][DDP__STAGE];
 };
@@ -3411,6 +3400,7 @@ static const ddp_backend *ddp__backend_local(void) {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
+/* A cause and private group memory. The functions on these two serve any backend without shared memory whose state begins with them. */
 typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
@@ -3869,20 +3859,15 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     const char *text = ddp__env_text(name);
     char *end;
     long value;
-    *out = fallback;
-    if (!*text) return DDP_OK;
     errno = 0;
     value = strtol(text, &end, 10);
-    if (*end || errno || value < 0 || value > 1 << 30)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
-                         name, text);
-    *out = (int)value;
-    return DDP_OK;
+    *out = *text ? (int)value : fallback;
+    if (!*text || (!*end && !errno && value >= 0 && value <= 1 << 30)) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    size_t used;
-    int local_rank;
+    int local_rank, n;
     if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
     if (id->rank < 0 || id->world_size < 0)
@@ -3896,9 +3881,8 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
                          *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
-    used = (size_t)snprintf(id->token, sizeof id->token, "%s", from->name);
-    for (int i = 0; i < 4 && from->job[i]; i++)
-        used += (size_t)snprintf(id->token + used, sizeof id->token - used, ":%.100s", ddp__env_text(from->job[i]));
+    n = snprintf(id->token, sizeof id->token, "%s", from->name);
+    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
     return DDP_OK;
 }
@@ -4053,6 +4037,7 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
         ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
         ddp_result verdict;
         if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
+        strangers[i] = -1;
         verdict = ddp__judge_hello(lobby, &hello, size);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
@@ -4065,31 +4050,26 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
             lobby->result = verdict;
             ddp__send_welcome(lobby, fd);
         }
-        strangers[i] = -1;
     }
 }
 
-/* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
-static int ddp__lobby_missing(ddp__lobby *lobby, int timeout_ms) {
-    int missing = 0, departed = 0, last_departed = 0;
+/* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
+static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
+    int missing = 0, to_come = 0, departed = 0;
     char list[4 * DDP_MAX_LOCAL_RANKS] = "";
     for (int r = 1; r < lobby->id->world_size; r++) {
         if (ddp__is_there(lobby, r)) continue;
-        missing++;
         snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
-        if (!lobby->pid[r]) continue;
-        departed++;
-        last_departed = r;
+        missing++;
+        if (lobby->pid[r]) departed = r;
+        else to_come++;
     }
-    if (lobby->result != DDP_OK || missing == 0) return missing;
-    if (departed == missing) {
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed, lobby->pid[last_departed]);
-        lobby->result = DDP_ERR_PEER_LOST;
-    } else if (ddp_now() > lobby->deadline) {
-        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", timeout_ms, list);
-        lobby->result = DDP_ERR_TIMEOUT;
-    }
-    return missing;
+    if (lobby->result != DDP_OK || missing == 0) return 0;
+    if (to_come && ddp_now() <= lobby->deadline) return 1;
+    lobby->result = to_come ? DDP_ERR_TIMEOUT : DDP_ERR_PEER_LOST;
+    if (to_come) snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", timeout_ms, list);
+    else snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    return 0;
 }
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
@@ -4101,7 +4081,8 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
     if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
         if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
+                                           "MASTER_PORT", id->token);
     } else {
         lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
     }
@@ -4111,7 +4092,7 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
     lobby.pid[0] = (int)getpid();
     memset(lobby.fd, -1, sizeof lobby.fd);
-    for (ddp__lobby_admit(&lobby); ddp__lobby_missing(&lobby, timeout_ms) && lobby.result == DDP_OK; ddp__lobby_admit(&lobby)) usleep(500);
+    for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
     close(lobby.listener);
     for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
     for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
@@ -4126,6 +4107,7 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
 static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
+    int host = (int)ddp__peer_of(fd).pid;
     ddp__parcel parcel;
     const ddp__welcome *welcome = &parcel.welcome;
     struct cmsghdr *header;
@@ -4134,12 +4116,10 @@ static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double dea
     ddp__parcel_init(&parcel, -1);
     while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
         usleep(300);
-    if (n < 0 && errno == EAGAIN)
-        return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
+    if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
     header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
     if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
+    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC) result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
     else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
     else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
     if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
@@ -4149,27 +4129,21 @@ static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double dea
 static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello = DDP_ZERO;
+    double deadline = ddp_now() + timeout_ms * 1e-3, left;
+    ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
     ddp_result result;
     int fd, heap_fd = -1;
-    for (;;) { /* rank 0 may not be up yet */
-        fd = ddp__socket();
-        if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-        if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
+    for (fd = ddp__socket(); fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0; fd = ddp__socket()) { /* rank 0 may not be up yet */
         close(fd);
         if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
+    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
-        hello.magic = DDP__MAGIC;
-        hello.version = DDP__VERSION;
-        hello.world_size = id->world_size;
-        hello.rank = id->rank;
-        hello.pid = (int32_t)getpid();
-        hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
+        left = deadline - ddp_now();
+        hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
         memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
         result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
@@ -4614,23 +4588,20 @@ static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, 
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
-    ddp_launch_desc none = DDP_ZERO;
-    ddp__launch launch;
+    const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
+    ddp__launch launch = DDP_ZERO;
     ddp__identity id;
     ddp_result result;
-    int cores;
-    memset(&launch, 0, sizeof launch);
-    launch.desc = desc ? desc : &none;
+    int cores, restarts = 0;
     if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
-    if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
-    if (launch.desc->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
-    if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
-    launch.group = launch.desc->group;
+    if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)d->mode > DDP_LAUNCH_THREADS) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)d->mode);
+    if (d->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", d->max_restarts);
+    if (d->device_count < 0 || (d->device_count > 0 && !d->devices))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", d->device_count);
+    launch.desc = d;
+    launch.group = d->group;
     launch.group.rank = launch.group.world_size = 0;
     result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
@@ -4639,12 +4610,10 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
+    launch.world_size = d->world_size ? d->world_size : cores;
     if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
-        result = ddp__launch_once(&launch);
-        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
-    }
+    do result = ddp__launch_once(&launch);
+    while (result != DDP_OK && !launch.interrupted && d->mode == DDP_LAUNCH_PROCESSES && restarts++ < d->max_restarts);
     return result;
 }
 
