@@ -1756,10 +1756,10 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
-    ddp__mapping **link = &heap->mappings, *m;
+    ddp__mapping **link = &heap->mappings;
     pthread_mutex_lock(&heap->lock);
     while (*link && (*link)->memory != memory) link = &(*link)->next;
-    m = *link;
+    ddp__mapping *m = *link;
     if (m && --m->references == 0) {
         *link = m->next;
         munmap(m->memory, m->size);
@@ -1838,7 +1838,6 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
-    ddp__heap *heap;
     ddp__cpus cpus;
     const char *folder;
     int fd = ddp__heap_file(&folder);
@@ -1851,7 +1850,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
                          (unsigned long long)limit.rlim_cur);
     }
-    heap = ddp__heap_wrap(fd, threads);
+    ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
     heap->job->world_size = (uint32_t)world_size;
@@ -1867,15 +1866,14 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 /* Start time (field 22) of a process; 0 when it is gone, also as a zombie (state Z or X, field 3). */
 static uint64_t ddp__process_start_time(int pid) {
-    char path[32], line[512], *p;
-    int fd, fields = 2;
-    ssize_t n;
+    char path[32], line[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return 0;
-    n = read(fd, line, sizeof line - 1);
+    int fd = open(path, O_RDONLY | O_CLOEXEC), fields = 2;
+    if (fd < 0) return 0;
+    ssize_t n = read(fd, line, sizeof line - 1);
     close(fd);
     line[n > 0 ? n : 0] = 0;
-    p = strrchr(line, ')'); /* the name may hold anything */
+    char *p = strrchr(line, ')'); /* the name may hold anything */
     if (!p || !p[1] || strchr("ZX", p[2])) return 0;
     for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
     return strtoull(p, NULL, 10);
@@ -3106,11 +3104,10 @@ static void ddp__requests_step(ddp__local *l) {
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l) {
-    int refused;
     if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
-    refused = ddp__load(&l->vm_read) < 0;
+    int allowed = ddp__load(&l->vm_read) >= 0;
     ddp__requests_step(l);
-    refused = !refused && ddp__load(&l->vm_read) < 0;
+    int refused = allowed && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
     if (refused) ddp__log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
@@ -3152,7 +3149,6 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request, **link = &l->requests;
-    int failed;
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
     if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
@@ -3160,7 +3156,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         ddp__requests_look_for_lost(l);
     }
     *done = r->done;
-    failed = !r->done && ddp__load(&l->control->poison);
+    int failed = !r->done && ddp__load(&l->control->poison);
     if (r->done || failed) {
         while (*link != r) link = &(*link)->next;
         *link = r->next;
@@ -3218,10 +3214,9 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
 static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
     ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
-    void *memory;
     if (!l) return NULL;
     l->size = ddp__control_layout(l, 0, group->world_size);
-    memory = ddp__heap_map(heap, offset, l->size);
+    void *memory = ddp__heap_map(heap, offset, l->size);
     if (!memory) {
         DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s", l->size, strerror(errno));
         ddp_group_mfree(group, l);
@@ -3294,7 +3289,7 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0, before;
+    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
@@ -3305,7 +3300,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
     if (result == DDP_OK && offset && region) region->base = (unsigned char *)ddp__heap_map(l->heap, offset, total);
     if (region && region->base) {
-        before = (size_t)l->rank * stride;
+        size_t before = (size_t)l->rank * stride;
         region->offset = offset;
         region->stride = stride;
         region->total = total;
@@ -3339,9 +3334,8 @@ static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__local *l = (ddp__local *)state;
     ddp__region **link = ddp__region_link(group, &l->regions, memory), *region = *link;
-    ddp_result result;
     if (!region) return DDP_ERR_INVALID;
-    result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
+    ddp_result result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
     pthread_mutex_lock(&l->heap->lock);
     *link = region->next;
     pthread_mutex_unlock(&l->heap->lock);
@@ -3858,16 +3852,16 @@ static const char *ddp__env_text(const char *name) { const char *text = getenv(n
 static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     const char *text = ddp__env_text(name);
     char *end;
-    long value;
     errno = 0;
-    value = strtol(text, &end, 10);
+    long value = strtol(text, &end, 10);
     *out = *text ? (int)value : fallback;
     if (!*text || (!*end && !errno && value >= 0 && value <= 1 << 30)) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+                     name, text);
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    int local_rank, n;
+    int local_rank;
     if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
     if (id->rank < 0 || id->world_size < 0)
@@ -3881,7 +3875,7 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
                          *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
-    n = snprintf(id->token, sizeof id->token, "%s", from->name);
+    int n = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
     return DDP_OK;
@@ -3903,10 +3897,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
         if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
         if (!id->found) continue;
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
-        if (i == SLURM) {
-            int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
-            if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
-        }
+        int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
+        if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
         return DDP_OK;
     }
     id->rank = 0;
@@ -3953,7 +3945,6 @@ typedef struct ddp__parcel {
 } ddp__parcel;
 
 static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
-    struct cmsghdr *header;
     memset(parcel, 0, sizeof *parcel);
     parcel->data.iov_base = &parcel->welcome;
     parcel->data.iov_len = sizeof parcel->welcome;
@@ -3961,7 +3952,7 @@ static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
     parcel->message.msg_iovlen = 1;
     parcel->message.msg_control = parcel->control;
     parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    header = CMSG_FIRSTHDR(&parcel->message);
+    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
@@ -4012,13 +4003,15 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, s
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank, hello->pid,
-                 hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank,
+                 hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
+                 DDP_VERSION_PATCH);
     else if (hello->world_size != lobby->id->world_size)
         snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size,
                  lobby->id->world_size);
     else if (!in_range || ddp__is_there(lobby, hello->rank))
-        snprintf(text, DDP__TEXT_MAX, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0], hello->pid);
+        snprintf(text, DDP__TEXT_MAX, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0],
+                 hello->pid);
     else return DDP_OK;
     return DDP_ERR_MISMATCH;
 }
@@ -4035,10 +4028,9 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
         ddp__hello hello;
         int fd = strangers[i];
         ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
-        ddp_result verdict;
         if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
         strangers[i] = -1;
-        verdict = ddp__judge_hello(lobby, &hello, size);
+        ddp_result verdict = ddp__judge_hello(lobby, &hello, size);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;
@@ -4110,16 +4102,16 @@ static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double dea
     int host = (int)ddp__peer_of(fd).pid;
     ddp__parcel parcel;
     const ddp__welcome *welcome = &parcel.welcome;
-    struct cmsghdr *header;
     ssize_t n;
     ddp_result result = DDP_OK;
     ddp__parcel_init(&parcel, -1);
     while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
         usleep(300);
     if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
+    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
     if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC) result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
+    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
+        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
     else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
     else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
     if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
@@ -4129,7 +4121,7 @@ static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double dea
 static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + timeout_ms * 1e-3, left;
+    double deadline = ddp_now() + timeout_ms * 1e-3;
     ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
     ddp_result result;
     int fd, heap_fd = -1;
@@ -4142,7 +4134,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
-        left = deadline - ddp_now();
+        double left = deadline - ddp_now();
         hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
         memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
@@ -4156,8 +4148,10 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    if (id->world_size <= DDP_MAX_LOCAL_RANKS) return (id->rank == 0 ? ddp__rendezvous_host : ddp__rendezvous_visit)(id, timeout_ms, out);
-    return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size, DDP_MAX_LOCAL_RANKS);
+    if (id->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4432,12 +4426,11 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp_group *world = NULL;
     ddp__place outside = ddp__here;
-    ddp_result result;
     ddp__error_text[0] = 0;
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
     ddp__here.rank = rank;
-    result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
+    ddp_result result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
     if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
@@ -4541,10 +4534,9 @@ static void ddp__launch_threads(ddp__launch *launch) {
     ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
     int set = ddp__set_thread_variables(launch);
     for (int r = 0; r < launch->world_size; r++) {
-        int error;
         threads[r].launch = launch;
         threads[r].rank = r;
-        error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
+        int error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
         threads[r].started = error == 0;
         if (!error) continue;
         ddp_fail(DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
@@ -4559,13 +4551,11 @@ static void ddp__launch_threads(ddp__launch *launch) {
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
     ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
-    const ddp__job *job;
-    uint32_t failed;
     if (result != DDP_OK) return result;
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    job = launch->heap->job;
-    failed = ddp__load(&job->failed_rank_plus_1);
+    const ddp__job *job = launch->heap->job;
+    uint32_t failed = ddp__load(&job->failed_rank_plus_1);
     if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
     ddp__heap_release(launch->heap);
     return result;
@@ -4591,8 +4581,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
     ddp__launch launch = DDP_ZERO;
     ddp__identity id;
-    ddp_result result;
-    int cores, restarts = 0;
+    int restarts = 0;
     if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
@@ -4603,10 +4592,10 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.desc = d;
     launch.group = d->group;
     launch.group.rank = launch.group.world_size = 0;
-    result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
+    ddp_result result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
     if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
-    cores = ddp__usable_cores(&launch.cpus);
+    int cores = ddp__usable_cores(&launch.cpus);
     if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
@@ -4860,7 +4849,6 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 #define DDP__SCHEMA_OPTIONS 8
 #define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
-#define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp_fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
 
 /* What ranks tell each other at create: how far they got, and what must be equal. */
 typedef struct ddp__schema {
@@ -5078,7 +5066,7 @@ static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers
         if (result != DDP_OK) return result;
         for (int r = 1; r < reducer->world_size; r++)
             if (all[r].hash != all[0].hash)
-                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
                                          buffers ? "buffer" : "parameter", index, all[0].text, all[r].text, r);
         hash = mine.hash;
     }
@@ -5093,7 +5081,6 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
                                                  !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
     const ddp__schema *all = (const ddp__schema *)reducer->host;
     ddp__schema mine;
-    ddp_result result;
     if (reducer->world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
     mine.result = own;
@@ -5102,16 +5089,16 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     for (int kind = 0; kind < 2 && own == DDP_OK; kind++)
         for (int i = 0; i <= (kind ? d->buffer_count : d->param_count); i++)
             mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
-    result = ddp__reducer_gather(reducer, &mine, sizeof mine);
+    ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
     if (result != DDP_OK) return result;
     if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
     for (int r = 0; r < reducer->world_size; r++)
         if (all[r].result != DDP_OK)
-            return DDP__REDUCER_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+            return DDP__RANK_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
     for (int r = 1; r < reducer->world_size; r++)
         for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
             if (all[r].option[i] != all[0].option[i])
-                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
                                          "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
     for (int kind = 0; kind < 2; kind++)
         for (int r = 1; r < reducer->world_size; r++)
@@ -5242,16 +5229,16 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
     if (param_index < 0 || param_index >= reducer->desc.param_count)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
+        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
                                  reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
     if (grad->ready)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
+        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
                                  "ddp_reducer_wait before the next", ddp__param_label(reducer->desc.params, param_index).text,
                                  (unsigned long long)reducer->stats.steps);
     if (!grad->expected)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
+        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
                                  "for every step; leave static_graph 0 and set find_unused",
                                  ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
@@ -5305,7 +5292,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
     result = ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN);
     if (result != DDP_OK || *first == INT64_MAX) return result;
-    return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
+    return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
                              "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
                              (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
 }
@@ -5361,7 +5348,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
     if (reducer->ready_count > 0)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
+        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
                                  "ddp_reducer_wait and the next backward", reducer->ready_count);
     reducer->no_sync = on != 0;
     return DDP_OK;
@@ -5372,7 +5359,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     float length;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
+        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
