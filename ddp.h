@@ -4426,11 +4426,12 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp_group *world = NULL;
     ddp__place outside = ddp__here;
+    ddp_result result;
     ddp__error_text[0] = 0;
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
     ddp__here.rank = rank;
-    ddp_result result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
+    result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
     if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
@@ -4581,7 +4582,6 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
     ddp__launch launch = DDP_ZERO;
     ddp__identity id;
-    int restarts = 0;
     if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
     if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
@@ -4599,10 +4599,12 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = d->world_size ? d->world_size : cores;
+    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
     if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    do result = ddp__launch_once(&launch);
-    while (result != DDP_OK && !launch.interrupted && d->mode == DDP_LAUNCH_PROCESSES && restarts++ < d->max_restarts);
+    for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
+        result = ddp__launch_once(&launch);
+        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+    }
     return result;
 }
 
@@ -4849,6 +4851,7 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 #define DDP__SCHEMA_OPTIONS 8
 #define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
+#define DDP__REDUCER_FAIL DDP__RANK_FAIL
 
 /* What ranks tell each other at create: how far they got, and what must be equal. */
 typedef struct ddp__schema {
@@ -5229,16 +5232,16 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
     if (param_index < 0 || param_index >= reducer->desc.param_count)
-        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
                                  reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
     if (grad->ready)
-        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
                                  "ddp_reducer_wait before the next", ddp__param_label(reducer->desc.params, param_index).text,
                                  (unsigned long long)reducer->stats.steps);
     if (!grad->expected)
-        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
                                  "for every step; leave static_graph 0 and set find_unused",
                                  ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
@@ -5292,7 +5295,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
     result = ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN);
     if (result != DDP_OK || *first == INT64_MAX) return result;
-    return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
+    return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
                              "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
                              (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
 }
@@ -5348,7 +5351,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
     if (reducer->ready_count > 0)
-        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
                                  "ddp_reducer_wait and the next backward", reducer->ready_count);
     reducer->no_sync = on != 0;
     return DDP_OK;
@@ -5359,7 +5362,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     float length;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
-        return DDP__RANK_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
+        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
     ddp_exact_sum_clear(&sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
