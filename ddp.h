@@ -1887,22 +1887,22 @@ static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
-/* 1 when the rank can answer no more, with the reason in words. */
-static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
+/* 1 when the rank can answer no more, with the reason in words, in which its number is `number`. */
+static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
-    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
-    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
+    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", number, r->pid, r->signal_number);
+    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", number, r->pid, r->exit_status);
     else if (state == DDP__RANK_LEFT && r->result)
-        snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
-    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
+        snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid, ddp_result_name((ddp_result)r->result));
+    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads || r->pid == 0 /* of another pid namespace */) return 0;
         if (kill(r->pid, 0) == 0 || errno != ESRCH) {
             uint64_t start = ddp__process_start_time(r->pid);
             if (start ? start == r->start_time : access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
         }
-        snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
+        snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
     return 1;
 }
@@ -2029,19 +2029,10 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
-    char cause[128];
-    if (ddp__rank_gone(l->heap, l->member[rank], cause, sizeof cause)) {
-        const char *who = strstr(cause, " ("); /* the job's rank number is replaced by this group's */
-        if (!who) who = strchr(cause, ':');
-        if (l->member[rank] == rank || !who) snprintf(text, size, "%s", cause);
-        else snprintf(text, size, "rank %d%s", rank, who);
-        return 1;
-    }
-    if (ddp__load(&l->line[rank].left)) {
-        snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
-        return 1;
-    }
-    return 0;
+    if (ddp__rank_gone(l->heap, l->member[rank], rank, text, size)) return 1;
+    if (!ddp__load(&l->line[rank].left)) return 0;
+    snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
+    return 1;
 }
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
@@ -3253,7 +3244,7 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
         ddp__store(&job->world_offset[number], offset);
     }
     while (!(offset = ddp__load(&job->world_offset[number]))) {
-        if (ddp__rank_gone(heap, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
+        if (ddp__rank_gone(heap, 0, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
         if (ddp_now() > deadline)
             return DDP__RANK_FAIL(group, DDP_ERR_TIMEOUT, "ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->desc.timeout_ms);
         usleep(200);
@@ -3394,7 +3385,6 @@ static const ddp_backend *ddp__backend_local(void) {
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
-/* A cause and private group memory. The functions on these two serve any backend without shared memory whose state begins with them. */
 typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
 
 static ddp_result ddp__self_open(ddp_group *group, void **state) {
@@ -3920,11 +3910,16 @@ typedef struct ddp__hello {
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
+/* Goes on with a hash that began as any number (FNV-1a). */
+static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
-    uint64_t hash = UINT64_C(14695981039346656037);
+    uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    for (const char *p = token; *p; p++) hash = (hash ^ (unsigned char)*p) * UINT64_C(1099511628211);
     snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
@@ -3970,8 +3965,7 @@ typedef struct ddp__lobby {
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
     int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
-    ddp_result result;
-    char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
+    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
 /* Tells a visitor how the meeting went, and hangs up. */
@@ -3980,8 +3974,10 @@ static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
     ddp__parcel_init(&parcel, lobby->heap_fd);
     parcel.welcome.magic = DDP__MAGIC;
     parcel.welcome.result = (int32_t)lobby->result;
-    memcpy(parcel.welcome.text, lobby->text, sizeof parcel.welcome.text);
-    if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
+    if (lobby->result != DDP_OK) {
+        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
+        parcel.message.msg_controllen = 0;
+    }
     sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
     close(fd);
 }
@@ -3998,22 +3994,18 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
 
 /* Judges one hello. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size) {
-    int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
-    char *text = lobby->text;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", hello->rank,
-                 hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
-                 DDP_VERSION_PATCH);
-    else if (hello->world_size != lobby->id->world_size)
-        snprintf(text, DDP__TEXT_MAX, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid, hello->world_size,
-                 lobby->id->world_size);
-    else if (!in_range || ddp__is_there(lobby, hello->rank))
-        snprintf(text, DDP__TEXT_MAX, "two processes claim rank %d: pid %d and pid %d", hello->rank, lobby->pid[in_range ? hello->rank : 0],
-                 hello->pid);
-    else return DDP_OK;
-    return DDP_ERR_MISMATCH;
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", rank,
+                        hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
+                        DDP_VERSION_PATCH);
+    if (hello->world_size != lobby->id->world_size)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", rank, hello->pid, hello->world_size,
+                        lobby->id->world_size);
+    if (in_range && !ddp__is_there(lobby, rank)) return DDP_OK;
+    return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: pid %d and pid %d", rank, lobby->pid[in_range ? rank : 0], hello->pid);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. */
@@ -4058,9 +4050,8 @@ static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    lobby->result = to_come ? DDP_ERR_TIMEOUT : DDP_ERR_PEER_LOST;
-    if (to_come) snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", timeout_ms, list);
-    else snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
     return 0;
 }
 
@@ -4094,7 +4085,7 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     }
     if (lobby.result == DDP_OK) return DDP_OK;
     ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, lobby.result, "%s", lobby.text);
+    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
@@ -4873,11 +4864,6 @@ static ddp__label ddp__param_label(const ddp_param *params, int index) {
     if (params[index].name) snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
     else snprintf(label.text, sizeof label.text, "parameter %d", index);
     return label;
-}
-
-static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a, from 0 */
-    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
-    return hash;
 }
 
 /* A tensor's dtype and shape in words; returns hash with the shape joined to it. */
