@@ -949,21 +949,15 @@ static void ddp__free_default(void *memory, void *user) { (void)user; free(memor
 
 /* The allocator's pointer lies just below the aligned one. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
-    unsigned char *raw, *aligned;
     size_t extra = DDP__ALIGN + sizeof(void *);
-    if (size_bytes > SIZE_MAX - extra) return NULL;
-    raw = (unsigned char *)alloc_fn(size_bytes + extra, user);
-    if (!raw) return NULL;
-    aligned = (unsigned char *)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
-    memcpy(aligned - sizeof raw, &raw, sizeof raw);
-    return aligned;
+    void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
+    void **aligned = (void **)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
+    if (raw) aligned[-1] = raw;
+    return raw ? aligned : NULL;
 }
 
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
-    unsigned char *raw;
-    if (!memory) return;
-    memcpy(&raw, (unsigned char *)memory - sizeof raw, sizeof raw);
-    free_fn(raw, user);
+    if (memory) free_fn(((void **)memory)[-1], user);
 }
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
@@ -981,15 +975,11 @@ static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
     return memory;
 }
 
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
-    static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
-    return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
-}
-
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
-    static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
-    return (unsigned)dtype < sizeof names / sizeof names[0] ? names[dtype] : "unknown dtype";
-}
+static const struct { const char *name; size_t size; } ddp__dtypes[] = {
+    {"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1}, {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size; }
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name; }
+static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == DDP_BF16; }
 
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
