@@ -989,21 +989,15 @@ static void ddp__free_default(void *memory, void *user) { (void)user; free(memor
 
 /* The allocator's pointer lies just below the aligned one. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
-    unsigned char *raw, *aligned;
     size_t extra = DDP__ALIGN + sizeof(void *);
-    if (size_bytes > SIZE_MAX - extra) return NULL;
-    raw = (unsigned char *)alloc_fn(size_bytes + extra, user);
-    if (!raw) return NULL;
-    aligned = (unsigned char *)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
-    memcpy(aligned - sizeof raw, &raw, sizeof raw);
-    return aligned;
+    void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
+    void **aligned = (void **)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
+    if (raw) aligned[-1] = raw;
+    return raw ? aligned : NULL;
 }
 
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
-    unsigned char *raw;
-    if (!memory) return;
-    memcpy(&raw, (unsigned char *)memory - sizeof raw, sizeof raw);
-    free_fn(raw, user);
+    if (memory) free_fn(((void **)memory)[-1], user);
 }
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
@@ -1021,15 +1015,11 @@ static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
     return memory;
 }
 
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
-    static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
-    return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
-}
-
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
-    static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
-    return (unsigned)dtype < sizeof names / sizeof names[0] ? names[dtype] : "unknown dtype";
-}
+static const struct { const char *name; size_t size; } ddp__dtypes[] = { /* by ddp_dtype; the last is any other value */
+    {"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1}, {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size; }
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name; }
+static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == DDP_BF16; }
 
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
@@ -1049,11 +1039,9 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 
 //== reduction kernels ============================================================================ >>impl-reduce
 
-/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits
-   depend on the number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and
-   then adds, so a fused multiply-add cannot appear either.
-   Loops are written for compilers that vectorise only fixed trip counts at -O2: an inner loop of DDP__LANES elements, then the tail. */
-#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
+/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits depend on the
+   number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and then adds, so a
+   fused multiply-add cannot appear either. */
 #define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
@@ -1067,35 +1055,22 @@ enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop full of sanitizer checks may stay scalar */
 #define DDP__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define DDP__INDEPENDENT _Pragma("GCC ivdep")
 #else
-#define DDP__INDEPENDENT
+#define DDP__INDEPENDENT _Pragma("GCC ivdep")
 #endif
-
-/* User memory of any declared type and any alignment. */
-#if defined(__GNUC__)
-#define DDP__ANY __attribute__((may_alias, aligned(1)))
 #define DDP__ALIGNED64 __attribute__((aligned(64)))
 #define DDP__FORCED_INLINE static inline __attribute__((always_inline))
-#define DDP__NO_MEMCPY __asm__ __volatile__("" : : : "memory") /* keeps a loop of copies a loop */
-#else
-#define DDP__NO_MEMCPY (void)0
-#define DDP__ANY
-#define DDP__ALIGNED64
-#define DDP__FORCED_INLINE static inline
-#endif
-typedef float DDP__ANY ddp__any_f32;
-typedef double DDP__ANY ddp__any_f64;
-typedef int8_t DDP__ANY ddp__any_i8;
-typedef uint8_t DDP__ANY ddp__any_u8;
-typedef uint16_t DDP__ANY ddp__any_u16;
-typedef int32_t DDP__ANY ddp__any_i32;
-typedef uint32_t DDP__ANY ddp__any_u32;
-typedef int64_t DDP__ANY ddp__any_i64;
-typedef uint64_t DDP__ANY ddp__any_u64;
+#define DDP__MEMORY_BARRIER __asm__ __volatile__("" : : : "memory") /* for the compiler alone */
 
-/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn. Several runs: count is a multiple of DDP__LANES. */
+/* User memory of any declared type and any alignment. */
+#define DDP__ANY(type, suffix) typedef type __attribute__((may_alias, aligned(1))) ddp__any_##suffix;
+DDP__ANY(float, f32) DDP__ANY(double, f64) DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16) DDP__ANY(int32_t, i32)
+DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
+#undef DDP__ANY
+
+/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn: compilers that vectorise only fixed trip counts at -O2 see those. Several
+   runs: count is a multiple of DDP__LANES. */
+#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
 #define DDP__FOR_EACH_RUN(count, runs, statement)                                              \
     do {                                                                                       \
         size_t at_ = 0;                                                                        \
@@ -1158,31 +1133,17 @@ static float ddp__f64_to_f32_odd(double value) {
     return ddp__f32_from_bits(bits | 1);
 }
 
-static void ddp__load_f16(float *DDP__RESTRICT out, const void *data, size_t count) {
-    const ddp__any_u16 *in = (const ddp__any_u16 *)data;
-#if defined(DDP__HAVE_F16C)
-    for (; count >= 8; count -= 8, in += 8, out += 8)
-        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)in)));
-#endif
-    DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(in[i]));
-}
-
-static void ddp__store_f16(void *data, const float *DDP__RESTRICT in, size_t count) {
-    ddp__any_u16 *out = (ddp__any_u16 *)data;
-#if defined(DDP__HAVE_F16C)
-    for (; count >= 8; count -= 8, in += 8, out += 8)
-        _mm_storeu_si128((__m128i *)(void *)out, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    DDP__FOR_EACH(count, out[i] = ddp__f32_to_f16(in[i]));
-}
-
 #define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
 
 /* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
-    if (dtype == DDP_F16) ddp__load_f16(out, data, count);
+#if defined(DDP__HAVE_F16C)
+    for (; dtype == DDP_F16 && count >= 8; count -= 8, half += 8, out += 8)
+        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)half)));
+#endif
+    if (dtype == DDP_F16) DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(half[i]));
     else if (dtype == DDP_BF16) DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(half[i]));
     else if (dtype == DDP_F32) memcpy(out, data, count * sizeof *out);
     else if (odd) for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
@@ -1192,7 +1153,11 @@ static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype 
 static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
     ddp__any_u16 *half = (ddp__any_u16 *)data;
     ddp__any_f64 *wide = (ddp__any_f64 *)data;
-    if (dtype == DDP_F16) ddp__store_f16(data, in, count);
+#if defined(DDP__HAVE_F16C)
+    for (; dtype == DDP_F16 && count >= 8; count -= 8, in += 8, half += 8)
+        _mm_storeu_si128((__m128i *)(void *)half, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    if (dtype == DDP_F16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_f16(in[i]));
     else if (dtype == DDP_BF16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
     else if (dtype == DDP_F32) memcpy(data, in, count * sizeof *in);
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
@@ -1202,14 +1167,12 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
    types of equal size. */
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype), n;
+    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    if (dst_dtype == src_dtype) {
-        if (count && dst != src) memcpy(dst, src, count * dst_size);
-        return;
-    }
-    for (; count; in += n * src_size, out += n * dst_size, count -= n) {
+    if (dst_dtype == src_dtype && count && dst != src) memcpy(dst, src, count * dst_size);
+    if (dst_dtype == src_dtype) return;
+    for (size_t n; count; in += n * src_size, out += n * dst_size, count -= n) {
         n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
         ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
         ddp__store_f32(out, dst_dtype, block, n);
@@ -1218,15 +1181,34 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
 
 //== division ===================================================================================== >>impl-divide
 
-/* x / divisor rounded once. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
-#define DDP__DIVIDE_FN(type, suffix)                                                              \
-    static void ddp__divide_##suffix(ddp__any_##suffix *data, size_t count, uint64_t divisor) {   \
-        type d = (type)divisor, r = (type)1 / d;                                                  \
-        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);                 \
-        else DDP__FOR_EACH(count, data[i] = data[i] * r);                                         \
+/* x / divisor * factor, rounded once: one of the two is 1. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
+#define DDP__SCALE_FN(type, suffix)                                                                          \
+    static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) {     \
+        type d = (type)divisor, r = factor / d;                                                              \
+        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, x[i] = x[i] / d);                                  \
+        else DDP__FOR_EACH(count, x[i] = x[i] * r);                                                          \
     }
-DDP__DIVIDE_FN(float, f32) DDP__DIVIDE_FN(double, f64)
-#undef DDP__DIVIDE_FN
+DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
+#undef DDP__SCALE_FN
+
+/* 0 for integers, which stay as they are. f16 and bf16 go by way of f32. */
+static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
+    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
+    unsigned char *at = (unsigned char *)data;
+    if (dtype == DDP_F32) ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
+    else if (dtype == DDP_F64) ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
+    else if (!ddp__is_half(dtype)) return 0;
+    else
+        for (size_t n; count; at += 2 * n, count -= n) {
+            n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
+            ddp__load_f32(block, at, dtype, n, 0);
+            ddp__scale_f32(block, n, divisor, factor);
+            ddp__store_f32(at, dtype, block, n);
+        }
+    return 1;
+}
+
+static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) { ddp__scale_floats(data, count, dtype, 1, factor); }
 
 /* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
@@ -1235,47 +1217,17 @@ DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
-/* Divides elements of one of the types that add (not f16, bf16). */
-static void ddp__divide_block(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    if (dtype == DDP_F32) ddp__divide_f32((ddp__any_f32 *)data, count, divisor);
-    else if (dtype == DDP_F64) ddp__divide_f64((ddp__any_f64 *)data, count, divisor);
-    else
-        for (size_t i = 0; i < count; i++) {
-            if (dtype == DDP_I8) ((int8_t *)data)[i] = (int8_t)ddp__divide_signed(((int8_t *)data)[i], divisor);
-            else if (dtype == DDP_U8) ((uint8_t *)data)[i] = (uint8_t)(((uint8_t *)data)[i] / divisor);
-            else if (dtype == DDP_I32) ((ddp__any_i32 *)data)[i] = (int32_t)ddp__divide_signed(((ddp__any_i32 *)data)[i], divisor);
-            else if (dtype == DDP_I64) ((ddp__any_i64 *)data)[i] = ddp__divide_signed(((ddp__any_i64 *)data)[i], divisor);
-            else ((ddp__any_u64 *)data)[i] /= divisor;
-        }
-}
-
-/* x / divisor * factor of f16 or bf16, by way of f32. One of the two is 1, which changes no bit. */
-static void ddp__scale_half(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
-    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    unsigned char *at = (unsigned char *)data;
-    for (size_t n; count; at += 2 * n, count -= n) {
-        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
-        ddp__load_f32(block, at, dtype, n, 0);
-        ddp__divide_f32(block, n, divisor);
-        DDP__FOR_EACH(n, block[i] *= factor);
-        ddp__store_f32(at, dtype, block, n);
-    }
-}
-
 /* In place, as AVG does after its last addition. A divisor of 0 counts as 1. */
 static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    if (divisor <= 1) return;
-    if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, divisor, 1.0f);
-    else ddp__divide_block(data, count, dtype, divisor);
-}
-
-/* Floats in place; integers stay as they are. */
-static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    ddp__any_f32 *f32 = (ddp__any_f32 *)data;
-    ddp__any_f64 *f64 = (ddp__any_f64 *)data;
-    if (dtype == DDP_F32) DDP__FOR_EACH(count, f32[i] *= factor);
-    else if (dtype == DDP_F64) DDP__FOR_EACH(count, f64[i] *= (double)factor);
-    else if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, 1, factor);
+    if (divisor <= 1 || ddp__scale_floats(data, count, dtype, divisor, 1.0f)) return;
+#define DDP__DIVIDE(type, x) (x)[i] = (type)ddp__divide_signed((int64_t)(x)[i], divisor)
+    for (size_t i = 0; i < count; i++)
+        if (dtype == DDP_I8) DDP__DIVIDE(int8_t, (int8_t *)data);
+        else if (dtype == DDP_U8) DDP__DIVIDE(uint8_t, (uint8_t *)data);
+        else if (dtype == DDP_I32) DDP__DIVIDE(int32_t, (ddp__any_i32 *)data);
+        else if (dtype == DDP_I64) DDP__DIVIDE(int64_t, (ddp__any_i64 *)data);
+        else ((ddp__any_u64 *)data)[i] /= divisor;
+#undef DDP__DIVIDE
 }
 
 //== reducing ======================================================================================= >>impl-tree
@@ -1415,9 +1367,9 @@ static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 128 * 64;
     for (size_t at = 0; at < half; at += 64) {
         memcpy(out + at, in + at, 64);
-        DDP__NO_MEMCPY;
+        DDP__MEMORY_BARRIER; /* a loop, not one memcpy */
         memcpy(out + half + at, in + half + at, 64);
-        DDP__NO_MEMCPY;
+        DDP__MEMORY_BARRIER;
     }
     memcpy(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
 }
@@ -1506,7 +1458,7 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
             if (head && head % size == 0 && head / size < n) n = head / size;
         }
         ddp__reduce_block(level, src, src_count, first, n, dtype, &merge);
-        if (divisor > 1) ddp__divide_block(level[0], n, half ? DDP_F32 : dtype, divisor);
+        ddp__divide(level[0], n, half ? DDP_F32 : dtype, divisor);
         if (half) ddp__store_f32(level[1], dtype, (const float *)(const void *)level[0], n);
         for (int k = 0; k < dst_count; k++) {
             unsigned char *out = (unsigned char *)dst[k] + first * size;
@@ -1666,9 +1618,7 @@ static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) 
 static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
     double DDP__ALIGNED64 square[2 * DDP__EXACT_LANES];
     for (int e = 0; e < 2 * DDP__EXACT_LANES; e++) square[e] = x[e] * x[e];
-#if defined(__GNUC__)
     __asm__ __volatile__("" : : "r"(square) : "memory");
-#endif
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
@@ -1685,7 +1635,7 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
         size_t n = count < step ? count : step;
         const void *x = at;
         if (n < step) memset(&block, 0, sizeof block);
-        if (dtype == DDP_F16 || dtype == DDP_BF16) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
+        if (ddp__is_half(dtype)) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
         else if (n < step) { memcpy(&block, at, n * size); x = &block; }
         if (dtype == DDP_F64) ddp__squares_f64(lane, (const ddp__any_f64 *)x);
         else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
