@@ -37,7 +37,7 @@ static struct {
     program_fn run;
     ddp_cuda_desc desc;
     ddp_order order;
-    int timeout_ms, may_fail, patient, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int timeout_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
 } job;
@@ -88,6 +88,16 @@ static ddp_result look_back(rank_state *s) {
     return DDP_OK;
 }
 
+/* A communicator and a communication stream of the user's, which outlive the group. */
+static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
+    ncclUniqueId id;
+    if (s->rank == 0) ncclGetUniqueId(&id);
+    RANKS_OK(s->cpu, ddp_broadcast(s->cpu, &id, sizeof id, DDP_U8, 0, NULL));
+    RANKS_CHECK(s->cpu, ncclCommInitRank(&desc->comm, s->size, id, s->rank) == ncclSuccess, "no communicator");
+    RANKS_CHECK(s->cpu, fake_stream_create(&desc->comm_stream, 1) == cudaSuccess, "no stream");
+    return DDP_OK;
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     rank_state *s = (rank_state *)calloc(1, sizeof *s);
     ddp_cuda_desc desc = job.desc;
@@ -108,12 +118,17 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     desc.stream = s->stream;
     desc.order = job.order;
     if (job.fault && s->rank == 1) fake_fail(NULL, 1, job.fault, 0, job.sticky);
+    if (job.own_comm && make_own(s, &desc) != DDP_OK) return DDP_ERR_ENGINE;
     result = ddp_cuda_group_create(&s->group, world, &desc);
     if (result == DDP_OK) result = job.run(s);
     job.result[s->rank] = result;
     snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
     ddp_group_destroy(s->group);
     if (job.fault && s->rank == 1) fake_fault_fired(1);
+    if (job.own_comm) {
+        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator has gone with the group");
+        fake_stream_destroy(desc.comm_stream);
+    }
     fake_free(s->in);
     fake_free(s->out);
     fake_free(s->keep);
@@ -138,6 +153,7 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     memset(job.result, 0, sizeof job.result);
     result = ddp_launch(&launch, rank_main, NULL);
     fake_host_fence();
+    if (job.mismatch) check(fake_expect("mismatch: collective") > 0, "W=%d: the calls did not differ", size);
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
     check(fake_failures() == 0, "W=%d: the fake has something to say%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
     left = fake_left();
@@ -404,6 +420,27 @@ static ddp_result captured_step(rank_state *s) {
     return look_back(s);
 }
 
+/* A group goes while its work is still on the stream. */
+static ddp_result not_waited_for(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    fill(s, s->in, N, 1);
+    return ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
+}
+
+/* The calling thread may have another device current. */
+static ddp_result from_elsewhere(rank_state *s) {
+    for (int kind = 0; kind < 3; kind++) {
+        fake_set_device(s->rank);
+        fill(s, s->in, N, kind);
+        fake_set_device((s->rank + 1) % s->size);
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, kind == 2 ? DDP_OP_MAX : DDP_OP_SUM, NULL));
+        fake_set_device(s->rank);
+        float *expected = keep(s, s->out, N);
+        for (int i = 0; i < N; i++) expected[i] = kind == 2 ? value(s->size - 1, kind, i) : summed(s->size, kind, i);
+    }
+    return look_back(s);
+}
+
 /* ---- gradients ---- */
 
 #define PARAMS 5
@@ -557,17 +594,28 @@ static ddp_result one_leaves(rank_state *s) {
     return fails(s, line, sizeof line);
 }
 
+/* The last rank counts otherwise: everybody is told both calls. */
+static ddp_result different_calls(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    ddp_all_reduce(s->group, s->in, s->out, s->rank == s->size - 1 ? N - 4 : N, DDP_F32, DDP_OP_SUM, NULL);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "count=600") && strstr(line, "count=596") && ddp_group_status(s->group) == DDP_ERR_MISMATCH, "the line is: %s", line);
+    return DDP_OK;
+}
+
 static void watchdogs(void) {
-    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves};
-    for (int k = 0; k < 4; k++)
+    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves, different_calls};
+    for (int k = 0; k < 5; k++)
         for (int size = 2; size <= MAX_RANKS; size++)
             for (int seed = 0; seed < 4; seed++) {
                 settled = 0;
                 job.timeout_ms = 300 * DDP_TEST_SLOWDOWN;
                 job.patient = 1;
+                job.mismatch = k == 4;
                 run_on(size, (uint64_t)seed, programs[k]);
             }
-    job.timeout_ms = job.patient = 0;
+    job.timeout_ms = job.patient = job.mismatch = 0;
 }
 
 /* A bit of everything. Objects that were made are unmade whatever happens. */
@@ -867,6 +915,11 @@ int main(int argc, char **argv) {
     CASE(run_seeds(splits, 8));
     CASE(run_seeds(group_memory, 8));
     CASE(both_orders(captured_step, 8));
+    CASE(run_seeds(not_waited_for, 12));
+    CASE(both_orders(from_elsewhere, 4));
+    job.own_comm = 1;
+    CASE(both_orders(collectives, 4));
+    job.own_comm = 0;
     CASE(reducers());
     CASE(watchdogs());
     CASE(errors_everywhere());
