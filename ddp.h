@@ -3531,11 +3531,15 @@ static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn t
 /* Makes this thread's device functions go where the caller's own work goes. */
 static ddp_result ddp__compute(ddp_group *group) { return group->device->enter ? group->device->enter(group, DDP_LANE_COMPUTE) : DDP_OK; }
 
-/* What this thread's device functions have come to. A failure takes the group down, since others count on the data. */
-static ddp_result ddp__device_check(ddp_group *group) {
-    ddp_result result = group->device->check ? group->device->check(group) : DDP_OK;
+/* A failure of a device on one rank takes the group down, since others count on its data. */
+static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
+}
+
+/* What this thread's device functions have come to. */
+static ddp_result ddp__device_check(ddp_group *group) {
+    return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK);
 }
 
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
@@ -3546,7 +3550,7 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     if (!op->event) result = device->event_create(group, &op->event);
     if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
     op->ordered = result == DDP_OK;
-    return result;
+    return ddp__device_result(group, result);
 }
 
 static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
@@ -3559,7 +3563,7 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
     device->enter(group, DDP_LANE_COMPUTE);
     if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
-    return result;
+    return ddp__device_result(group, result);
 }
 
 /* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
@@ -3567,7 +3571,8 @@ static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
     ddp_result result;
     if (!op->ordered) return DDP_OK;
     result = group->backend->status(group, group->state);
-    return result == DDP_OK ? group->device->event_wait(group, DDP_LANE_COMPUTE, op->event) : ddp__call_failed(group, &op->call, result);
+    if (result != DDP_OK) return ddp__call_failed(group, &op->call, result);
+    return ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
@@ -5398,7 +5403,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: %s", group->rank, group->world_size, ddp_last_error());
     }
     result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
     result = ddp__reducer_compare(reducer, result);

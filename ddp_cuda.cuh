@@ -1476,6 +1476,8 @@ typedef struct ddp__cuda_lanes {
     int device;
     cudaStream_t stream[2]; /* by ddp_lane */
     int owns_comm;
+    ddp_result failed;      /* not DDP_OK: opening did, for the reason in text. The backend, which opens next, lets all ranks know */
+    char text[160];
 } ddp__cuda_lanes;
 
 static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
@@ -1492,20 +1494,31 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
     const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
+    const char *call = "cudaSetDevice";
     cudaError_t error = cudaSuccess;
-    if (!lanes) return DDP_ERR_NO_MEMORY;
+    if (!lanes) {
+        if (seed) ddp_group_abort(seed->control); /* the others are about to wait for this rank */
+        return DDP_ERR_NO_MEMORY;
+    }
     memset(lanes, 0, sizeof *lanes);
     lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
     if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
     if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
     else error = cuda->get_device(&lanes->device);
     lanes->owns_comm = !lanes->stream[DDP_LANE_COMM];
-    if (error == cudaSuccess && lanes->owns_comm) error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    if (error == cudaSuccess && lanes->owns_comm) {
+        call = "cudaStreamCreateWithPriority";
+        error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    }
     *state = lanes;
     if (error == cudaSuccess) return DDP_OK;
+    lanes->owns_comm = 0;
+    lanes->failed = ddp__cuda_fail(error, "making the group", call);
+    snprintf(lanes->text, sizeof lanes->text, "%.159s", ddp_last_error());
+    if (from || seed) return DDP_OK;
     ddp_group_mfree(group, lanes);
     *state = NULL;
-    return ddp__cuda_group_fail(group, error, "making the communication stream with cudaStreamCreateWithPriority");
+    return ddp_fail(DDP_ERR_ENGINE, "rank %d/%d group=%s: %s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_last_error());
 }
 
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
@@ -1527,10 +1540,10 @@ static ddp_result ddp__cuda_device_check(ddp_group *group) {
 
 static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
-    cudaError_t error = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device);
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
+    cudaError_t placed = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), error = placed;
+    if (placed == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
     *event = made;
-    return ddp__cuda_group_fail(group, error, "cudaEventCreateWithFlags");
+    return ddp__cuda_group_fail(group, error, placed == cudaSuccess ? "cudaEventCreateWithFlags" : "cudaSetDevice");
 }
 
 static void ddp__cuda_event_unmake(ddp_group *group, void *event) {
@@ -1664,6 +1677,9 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 #if !defined(DDP__NCCL_TICK_MS)
 #define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
 #endif
+#if !defined(DDP__NCCL_PATIENCE_MS)
+#define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
+#endif
 
 /* A call as ranks compare it; seq 0 = none. */
 typedef struct ddp__nccl_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__nccl_mark;
@@ -1697,6 +1713,7 @@ typedef struct ddp__nccl {
     int watching, stopping;
     int busy;                    /* the caller is inside NCCL */
     int gone;                    /* 1 + a rank that has left the group */
+    int aborted;                 /* the communicator is no more */
     ddp_result cause;            /* the first */
     char text[DDP__CUDA_TEXT];
     ddp__nccl_word mine;
@@ -1762,7 +1779,8 @@ static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t e
     for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
         ncclResult_t now = ncclSuccess;
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
-        if (ncclCommGetAsyncError(comm, &now) != ncclSuccess && now == ncclSuccess) now = ncclInternalError;
+        error = ncclCommGetAsyncError(comm, &now);
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
         error = now;
         if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
     }
@@ -2246,6 +2264,19 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
+    pthread_mutex_lock(&n->lock);
+    n->aborted = 1;
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
+static void ddp__nccl_await_abort(ddp__nccl *n) {
+    for (int gone = 0; !gone;) {
+        pthread_mutex_lock(&n->lock);
+        gone = n->aborted;
+        pthread_mutex_unlock(&n->lock);
+        if (!gone) ddp__cuda_nap(200);
+    }
 }
 
 /* Until the next look, or until something happens. */
@@ -2330,6 +2361,9 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
     if (data) memcpy(own->data, data, sizeof own->data);
     result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
+    for (size_t r = 0; r < world_size && result == DDP_OK; r++) /* those that left because of another one come last */
+        if (votes[r].result != DDP_OK && votes[r].result != DDP_ERR_POISONED)
+            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
     for (size_t r = 0; r < world_size && result == DDP_OK; r++)
         if (votes[r].result != DDP_OK)
             result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
@@ -2357,6 +2391,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
     ddp__nccl *n = (ddp__nccl *)ddp_group_malloc(group, sizeof *n + words);
+    const char *call = "cudaSetDevice";
     pthread_condattr_t clock;
     cudaError_t error;
     *result = DDP_ERR_NO_MEMORY;
@@ -2371,28 +2406,33 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&n->changed, &clock);
     pthread_condattr_destroy(&clock);
+    *result = n->lanes->failed == DDP_OK ? DDP_OK : ddp_fail(n->lanes->failed, "%s", n->lanes->text);
+    if (*result != DDP_OK) return n;
     error = cuda->set_device(n->lanes->device);
+    if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
     for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
     if (error == cudaSuccess) error = cuda->event_create(&n->idle);
-    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST);
+    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST); }
     if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
-    if (error == cudaSuccess) error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]);
-    *result = ddp__cuda_group_fail(group, error, "making the events of a group");
+    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]); }
+    *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
     return n;
 }
 
-/* Polls until NCCL has made the communicator, or timeout_ms has passed. */
-static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
-    double deadline = ddp_now() + ddp_group_timeout_ms(n->group) * 1e-3;
+/* Polls until NCCL has made or ended a communicator, or timeout_ms has passed, or the group has failed. */
+static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call, int timeout_ms) {
+    double deadline = ddp_now() + timeout_ms * 1e-3;
     while (error == ncclInProgress && ddp_now() < deadline) {
         ncclResult_t now = ncclSuccess;
         ddp__cuda_nap(200);
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        if (!n->watching && ddp_group_status(n->watch) != DDP_OK) return ddp_fail(DDP_ERR_POISONED, "%s was left because it failed elsewhere", call);
         error = comm ? ncclCommGetAsyncError(comm, &now) : ncclInternalError;
-        if (error == ncclSuccess) error = now;
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
+        error = now;
     }
     if (error == ncclInProgress)
-        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call,
-                        ddp_group_timeout_ms(n->group));
+        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call, timeout_ms);
     return ddp__nccl_error(comm, error, call);
 }
 
@@ -2420,29 +2460,27 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
                     rank, count, device, n->rank, n->world_size, n->lanes->device);
 }
 
-static ddp_result ddp__nccl_init(ddp__nccl *n, ddp_group *control, ddp_result result) {
+static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclUniqueId id;
+    char text[DDP__CUDA_TEXT];
     ncclResult_t error;
-    memset(&id, 0, sizeof id);
-    if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
-    result = ddp__cuda_vote_on(control, result, "ddp_cuda_group_create", (unsigned char *)id.internal);
-    if (result != DDP_OK) return result;
+    ddp_result result;
     config.blocking = 0;
     n->owns_comm = 1;
-    error = ncclCommInitRankConfig(&n->comm, n->world_size, id, n->rank, &config);
-    return ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig");
+    error = ncclCommInitRankConfig(&n->comm, n->world_size, *id, n->rank, &config);
+    result = ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig", ddp_group_timeout_ms(n->group));
+    if (result == DDP_OK || result == DDP_ERR_POISONED) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_group_abort(n->watch); /* the others need not wait any longer */
+    return ddp_fail(result, "%s", text);
 }
 
-/* The last step of making a group: the watchdog, and whether all is well everywhere. On failure nothing is left. */
-static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_group *control, ddp_result result, const char *who, void **state) {
+/* The last step of making a group, with what all ranks know to be the result: on failure nothing is left. */
+static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
     char text[DDP__CUDA_TEXT];
-    if (result == DDP_OK) result = ddp__nccl_start(n);
-    result = ddp__cuda_vote_on(control, result, who, NULL);
-    *state = n;
+    *state = result == DDP_OK ? n : NULL;
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    *state = NULL;
     if (n->watching) {
         ddp__nccl_poison(n->group, n, result, text);
         __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
@@ -2453,48 +2491,74 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_group *control, ddp_result 
     return ddp_fail(result, "%s", text);
 }
 
+/* Ranks vote before each step that needs all of them, so that they leave together. */
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const char *who = "ddp_cuda_group_create";
+    ncclUniqueId id;
     ddp_result result;
     ddp__nccl *n;
     *state = NULL;
+    memset(&id, 0, sizeof id);
     if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
     n = ddp__nccl_new(group, &result);
-    if (!n) return ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL);
-    if (seed->comm && result == DDP_OK) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
-    result = seed->comm ? ddp__cuda_vote_on(seed->control, result, "ddp_cuda_group_create", NULL) : ddp__nccl_init(n, seed->control, result);
+    if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    else if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
+    result = ddp__cuda_vote_on(seed->control, result, who, (unsigned char *)id.internal);
+    if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
-    return ddp__nccl_finish(n, seed->control, result, "ddp_cuda_group_create", state);
+    if (result == DDP_OK && !seed->comm) result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
+    if (result == DDP_OK) result = ddp__cuda_vote_on(seed->control, ddp__nccl_start(n), who, NULL);
+    return ddp__nccl_finish(n, result, state);
+}
+
+/* The child's communicator; *made is NULL in ranks that are in none. NCCL writes it from a thread of its own once the parent says that it is done:
+   when it does not, the parent has to be gone before *made can be. */
+static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    int timeout_ms = ddp_group_timeout_ms(p->group);
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    ddp_result result = ddp__nccl_begin(p);
+    if (result != DDP_OK) return result;
+    config.blocking = 0;
+    error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
+    result = ddp__nccl_made(p, p->comm, error, "ncclCommSplit", timeout_ms);
+    if (result == DDP_OK && *made) result = ddp__nccl_made(p, *made, ncclInProgress, "ncclCommSplit", timeout_ms);
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp__nccl_end(p);
+    if (result == DDP_OK) return DDP_OK;
+    ddp__nccl_poison(p->group, p, result, text);
+    ddp__nccl_await_abort(p);
+    if (*made) ncclCommAbort(*made);
+    *made = NULL;
+    return ddp_fail(result, "%s", text);
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
 static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    int color = member_count > 0 ? members[0] : -1;
+    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    const char *who = "ddp_group_split";
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
+    (void)parent;
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
-    if (result == DDP_OK) result = ddp__nccl_begin(p);
-    if (result == DDP_OK) {
-        config.blocking = 0;
-        result = ddp__nccl_made(p, p->comm, ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, child ? ddp_rank(child) : 0, &made, &config), "ncclCommSplit");
-        if (result == DDP_OK && made) result = ddp__nccl_made(p, made, ncclInProgress, "ncclCommSplit");
-        ddp__nccl_end(p);
-    }
-    if (n) { n->comm = made; n->owns_comm = 1; }
-    if (result == DDP_OK) result = ddp_group_split(p->control, color, child ? ddp_rank(child) : 0, &control);
-    if (n) n->control = control;
-    if (n && result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
-    (void)parent;
-    if (!n) return ddp__cuda_vote_on(p->control, result, "ddp_group_split", NULL);
+    result = ddp__cuda_vote_on(p->control, result, who, NULL);
+    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_split_comm(p, color, key, &made), who, NULL);
+    if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
+    if (!n) return result == DDP_OK ? ddp__cuda_vote_on(p->control, result, who, NULL) : result;
+    n->comm = made;
+    n->owns_comm = 1;
+    n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
-    return ddp__nccl_finish(n, p->control, result, "ddp_group_split", child_state);
+    if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
+    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_start(n), who, NULL);
+    return ddp__nccl_finish(n, result, child_state);
 }
 
 /* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
@@ -2516,8 +2580,9 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
 #if NCCL_VERSION_CODE >= 22700
-    if (region->is_window && n->comm) ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle);
+    if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
 #endif
 #if NCCL_VERSION_CODE >= 21900
     if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
@@ -2536,17 +2601,18 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
     cudaError_t error = cudaSuccess;
     if (region) {
+        const char *call = "cudaSetDevice";
         memset(region, 0, sizeof *region);
         error = cuda->set_device(n->lanes->device);
 #if NCCL_VERSION_CODE >= 21900
         if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
         if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
 #else
-        if (error == cudaSuccess) error = cuda->malloc(&region->memory, size);
+        if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
 #endif
-        if (error == cudaSuccess && result == DDP_OK) error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]);
-        if (error == cudaSuccess && result == DDP_OK) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
-        if (result == DDP_OK) result = ddp__cuda_group_fail(group, error, "allocating group memory");
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]); }
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+        if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
     result = ddp__cuda_vote_on(n->control, result, "ddp_group_alloc", NULL);
     if (result == DDP_OK) result = ddp__nccl_begin(n);
@@ -2601,7 +2667,8 @@ static void ddp__nccl_close(ddp_group *group, void *state) {
         ddp__nccl_release(n, region);
     }
     if (n->comm && n->owns_comm) {
-        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize") == DDP_OK) ncclCommDestroy(n->comm);
+        /* Peers that destroy their groups much later are not waited for. */
+        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize", DDP__NCCL_PATIENCE_MS) == DDP_OK) ncclCommDestroy(n->comm);
         else ncclCommAbort(n->comm);
     }
     ddp__nccl_delete(n);

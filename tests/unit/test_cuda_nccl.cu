@@ -8,6 +8,7 @@ struct ddp__cuda_runtime;
 static const struct ddp__cuda_runtime *fake_runtime(void);
 #define DDP__CUDA_RUNTIME fake_runtime()
 #define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__NCCL_PATIENCE_MS 50
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
 #include "../support/ranks.h"
