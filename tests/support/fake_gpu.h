@@ -554,7 +554,10 @@ static cudaError_t fake_free_async(void *memory, cudaStream_t stream) {
     FAKE_CALL(0, "cudaFreeAsync(%s, %s)", fake_name(memory).c_str(), fake_name(stream).c_str());
     fake_block *block = fake_block_of(memory);
     cudaError_t error;
-    if (!block || block->at != memory || !block->live) { fake_failed("%s: this is no live allocation", fake_where(call.line).c_str()); return cudaErrorInvalidValue; }
+    if (!block || block->at != memory || !block->live) {
+        fake_failed("%s: this is no live allocation", fake_where(call.line).c_str());
+        return cudaErrorInvalidValue;
+    }
     error = fake_enqueue_work(stream, call.line, {{memory, block->bytes, 1}}, [block] { fake_release(block); });
     return call.fault ? call.error() : error;
 }
@@ -667,7 +670,10 @@ static cudaError_t fake_event_record(cudaEvent_t event, cudaStream_t stream) {
     FAKE_CALL(0, "cudaEventRecord(%s, %s)", fake_name(event).c_str(), fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (call.fault || !s || !fake_event_of(event, call.line)) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
-    if (event->device != s->device) { fake_failed("event and stream are of different devices: %s", fake_where(call.line).c_str()); return cudaErrorInvalidResourceHandle; }
+    if (event->device != s->device) {
+        fake_failed("event and stream are of different devices: %s", fake_where(call.line).c_str());
+        return cudaErrorInvalidResourceHandle;
+    }
     event->version = std::make_shared<fake_version>();
     event->version->stream = s;
     event->version->graph = s->graph;
@@ -741,7 +747,8 @@ static inline void fake_seen(void *at, size_t bytes) { if (fake_collecting) fake
 /* Sorted, with neighbours of one kind joined. */
 static void fake_merge_ranges(std::vector<fake_range> &ranges) {
     size_t kept = 0;
-    std::sort(ranges.begin(), ranges.end(), [](const fake_range &a, const fake_range &b) { return a.write != b.write ? a.write < b.write : (uintptr_t)a.at < (uintptr_t)b.at; });
+    std::sort(ranges.begin(), ranges.end(),
+              [](const fake_range &a, const fake_range &b) { return a.write != b.write ? a.write < b.write : (uintptr_t)a.at < (uintptr_t)b.at; });
     for (const fake_range &range : ranges) {
         fake_range *last = kept ? &ranges[kept - 1] : NULL;
         const char *end = last ? (const char *)last->at + last->bytes : NULL;
@@ -963,9 +970,10 @@ static inline int fake_failures(void) {
 /* Takes away the failures that hold the text; how many there were. */
 static inline int fake_expect(const char *text) {
     pthread_mutex_lock(&fake.lock);
-    size_t before = fake.failures.size();
-    fake.failures.erase(std::remove_if(fake.failures.begin(), fake.failures.end(), [text](const std::string &f) { return f.find(text) != std::string::npos; }), fake.failures.end());
-    int count = (int)(before - fake.failures.size());
+    std::vector<std::string> others;
+    for (const std::string &f : fake.failures) if (f.find(text) == std::string::npos) others.push_back(f);
+    int count = (int)(fake.failures.size() - others.size());
+    fake.failures.swap(others);
     pthread_mutex_unlock(&fake.lock);
     return count;
 }

@@ -67,7 +67,8 @@ static float value(int rank, int round, int i) { return (float)((rank + 1) * (ro
 /* Kernels of the compute stream. */
 static void fill(rank_state *s, float *p, int count, int round) {
     int rank = s->rank;
-    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
+    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count;
+        i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
 }
 static void spoil(rank_state *s, float *p, int count) {
     fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f; });
@@ -76,7 +77,8 @@ static void spoil(rank_state *s, float *p, int count) {
 static float *keep(rank_state *s, const float *p, int count) {
     float *to = s->keep + s->kept * N, *expected = s->expected + s->kept * N;
     s->counts[s->kept++] = count;
-    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to), fake_view(p), (size_t)count * 4); });
+    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to),
+        fake_view(p), (size_t)count * 4); });
     return expected;
 }
 
@@ -85,7 +87,8 @@ static ddp_result look_back(rank_state *s) {
     RANKS_CHECK(s->cpu, fake_memcpy(host, s->keep, (size_t)s->kept * N * 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
     for (int k = 0; k < s->kept; k++)
         for (int i = k * N; i < k * N + s->counts[k]; i++)
-            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N, (double)host[i], (double)s->expected[i]);
+            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N,
+                (double)host[i], (double)s->expected[i]);
     return DDP_OK;
 }
 
@@ -903,7 +906,7 @@ static const char *only; /* a part of a case's name */
 int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);
-    watchdog_start(100);
+    watchdog_start(150);
     CASE(run_on(2, 0, sequences));
     CASE(both_orders(collectives, 12));
     CASE(run_seeds(several, 16));
