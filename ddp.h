@@ -633,7 +633,7 @@ struct ddp_device {
     void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
     void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, row by row, exactly. sum is this device's memory too. */
+    /* Adds the sums of squares of rows rows of row_count elements to *sum, which is this device's memory too: exactly row by row, 4096 elements at a time. */
     void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
     /* What follows is NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the lane that the calling
        thread has entered, and copy is done on return when either side is host memory. */
@@ -663,6 +663,11 @@ DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce"
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
+
+/* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
@@ -1564,6 +1569,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
+#define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
 /* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
@@ -1690,20 +1696,22 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements, row by row exactly: however the rows are shared out among ranks, merging
-   gives the same sum. data is of a float type. */
+/* Adds the sum of squares of each row of row_count elements, exactly row by row, and piece by piece of longer rows, which leaves a GPU something to
+   share out: however the rows lie on ranks, merging gives the same sum. data is of a float type. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
-    size_t row_bytes = row_count * ddp_dtype_size(dtype);
+    size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
     if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
-        for (size_t n; rows; at += n * row_bytes, rows -= n) {
+        for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
-    else if (row_count)
-        for (; rows; at += row_bytes, rows--) ddp_exact_sum_add(sum, ddp__row_squares(at, row_count, dtype));
+    else
+        for (size_t n; rows; rows--)
+            for (size_t left = row_count; left; at += n * size, left -= n)
+                ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
 //== the CPU as a device ============================================================================== >>impl-device
@@ -3528,13 +3536,15 @@ static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn t
     return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
 }
 
-/* Makes this thread's device functions go where the caller's own work goes. */
-static ddp_result ddp__compute(ddp_group *group) { return group->device->enter ? group->device->enter(group, DDP_LANE_COMPUTE) : DDP_OK; }
-
 /* A failure of a device on one rank takes the group down, since others count on its data. */
 static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
+}
+
+/* Makes this thread's device functions go where the caller's own work goes. */
+static ddp_result ddp__compute(ddp_group *group) {
+    return group->device->enter ? ddp__device_result(group, group->device->enter(group, DDP_LANE_COMPUTE)) : DDP_OK;
 }
 
 /* What this thread's device functions have come to. */
@@ -3818,6 +3828,8 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 }
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
+
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) { ddp_call copy = *call; return ddp__submit(group, &copy, work); }
 
 /* A blocking call on host memory, whatever the device. */
 static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag) {
@@ -4531,6 +4543,8 @@ DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.tim
 DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
 DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -6339,35 +6353,27 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
-
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
     return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
@@ -6446,7 +6452,6 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
 }
-
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
 }

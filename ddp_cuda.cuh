@@ -1,39 +1,51 @@
-/*  ddp_cuda.cuh - GPUs for ddp.h: choosing a device, device memory as a ddp_device, and the kernels of a training step.
+/*  ddp_cuda.cuh - GPUs for ddp.h: groups over device memory through NCCL, device memory as a ddp_device, and the kernels of a training step.
 
-    The first part of the CUDA backend. It needs the CUDA runtime alone, and every kernel gives the bits that the CPU gives.
+    Collectives, messages, the reducer and everything else of ddp.h with device pointers, ordered by events instead of blocking the host; kernels that give
+    the bits that the CPU gives.
 
 USAGE
     #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
     #include "ddp_cuda.cuh"
     DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
+    Link with -lnccl -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_cuda.cuh"
     #include <stdio.h>
 
+    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank, each on the GPU of its local rank
+        ddp_group *gpus;
+        void *gradient;
+        ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
+        if (result != DDP_OK) return result;
+        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any device memory will do
+        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess) result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
+        ddp_group_destroy(gpus);
+        return result;
+    }
+
     int main(void) {
-        ddp_cuda_pick_desc desc = DDP_ZERO;                      // zero means default: the device with the number of the local rank
-        const void *gradients[2];
-        void *memory[2], *sum;
-        int device;
-        if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-        for (int i = 0; i < 2; i++) {
-            if (cudaMalloc(&memory[i], 4000) != cudaSuccess || cudaMemset(memory[i], 0, 4000) != cudaSuccess) return 1;
-            gradients[i] = memory[i];
-        }
-        sum = memory[0];                                         // a destination may be a source
-        ddp_result result = ddp_cuda_reduce_tree(&sum, 1, gradients, 2, 1000, DDP_F32, DDP_OP_AVG, 2, 0);
-        if (result != DDP_OK) fprintf(stderr, "%s\n", ddp_last_error());
-        return result != DDP_OK || cudaDeviceSynchronize() != cudaSuccess;
+        ddp_cuda_desc desc = DDP_ZERO;                           // zero means default, field by field
+        ddp_launch_desc launch = DDP_ZERO;
+        launch.world_size = 2;
+        if (ddp_launch(&launch, train, &desc) == DDP_OK) return 0;
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
     }
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
     >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-lanes  >>impl-device
-    >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-group  >>impl-public
+    >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged  >>impl-group
+    >>impl-public
 
 CONCEPTS
+    Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
+               its own, behind what the user's stream holds; ddp_wait makes the user's stream wait, not the host.
+    Watchdog   a thread per group that asks CUDA and NCCL how they are, and the watchdogs of the other ranks, over the control group, where
+               theirs have come. What goes wrong anywhere ends the communication everywhere, with one cause.
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
                take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
     Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
@@ -46,6 +58,8 @@ ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
     with the failing call and CUDA's own text, such as
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
+      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
+      group world is not done on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
     A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
     their thread's first failure for ddp_cuda_check.
 
@@ -53,15 +67,16 @@ CONFIG MACROS (define before including)
     DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
-    DDP_NO_NCCL              build without NCCL; no effect yet, as nothing here uses it
+    DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
     Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
     defines nothing by which this header could refuse them.
 
 NOT DONE HERE
-    The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
-    backend, which reads memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
-    Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
-    dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+    Ranks that share a device go through host memory, for development: slow. Do not give ddp_device_cuda() to a group of the local backend, which
+    reads memory with the CPU. Messages of all_to_all_v whose counts disagree are found by the timeout alone on NCCL.
+    Nothing in this header has run on a GPU, or with NCCL itself. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
+    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h, fake_nccl.h) that runs streams in many
+    orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
 #define DDP_CUDA_CUH
@@ -1129,9 +1144,11 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
 
 //== sums of squares by rows ========================================================================= >>impl-rows
 
-/* A row's sum in the order of ddp_device_cpu(): lane e of 32 adds the squares of elements e and e + 32 of every 64, and the lanes add up
-   in halves. That order is why a row is one warp's, with 4 bytes per lane and load. The rows' sums add exactly (Kulisch's long accumulator,
-   see >>impl-exact in ddp.h, whose cells these are). */
+/* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
+   lanes add up in halves. So a piece is one warp's, and its lanes' additions are a chain that nobody can cut; pieces add exactly (Kulisch's
+   long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. A load is 4 bytes wide (16-bit floats: 2), as the order
+   gives lanes neighbouring elements: whole lines of memory, eight of them on their way at a time. */
+#define DDP__CUDA_PIECE ((size_t)4096)
 enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
 
 /* Adds a value that is not negative. The bound is counted by the caller. */
@@ -1159,7 +1176,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef double value;
     enum { CELLS = DDP_EXACT_CELLS + 1 };
     void *data;
-    size_t rows, row_count;
+    size_t row_count, pieces; /* of a row */
     math factor;
     int64_t *total; /* CELLS of them */
 
@@ -1177,15 +1194,16 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    DDP__HD double partial(size_t row, int lane, int64_t *cells) const {
-        size_t first = row * row_count, at = (size_t)lane;
+    DDP__HD double partial(size_t number, int lane, int64_t *cells) const {
+        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane;
         double sum = 0;
         DDP__UNROLL_4
-        for (; at + 32 < row_count; at += 64) {
+        for (; at + 32 < count; at += 64) {
             double low = square(first + at, cells), high = square(first + at + 32, cells);
             sum = ddp__cuda_add(sum, ddp__cuda_add(low, high));
         }
-        return at < row_count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
+        return at < count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
     }
     static DDP__HD double join(double a, double b) { return ddp__cuda_add(a, b); }
     DDP__HD void finish(size_t, double value, int lane, int64_t *cells) const {
@@ -1203,11 +1221,11 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
                                                                             cudaStream_t stream, const char *function) {
     ddp__cuda_squares<D, UNSCALE> f = {};
     f.data = data;
-    f.rows = rows;
     f.row_count = row_count;
+    f.pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     f.factor = (typename ddp__cuda_type<D>::math)factor;
     f.total = (int64_t *)total;
-    return row_count ? ddp__cuda_rows(f, rows, stream, function) : DDP_OK;
+    return row_count ? ddp__cuda_rows(f, rows * f.pieces, stream, function) : DDP_OK;
 }
 
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
@@ -1585,10 +1603,11 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
+    snprintf(call, sizeof call, "cudaMemsetAsync");
     error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
-    if (error == cudaSuccess) error = cuda->synchronize(stream);
+    if (error == cudaSuccess) { snprintf(call, sizeof call, "cudaStreamSynchronize"); error = cuda->synchronize(stream); }
     if (error == cudaSuccess) return DDP_OK;
-    ddp__cuda_fail(error, "ddp_device_cuda alloc", "clearing with cudaMemsetAsync");
+    ddp__cuda_fail(error, "ddp_device_cuda alloc", call);
     cuda->free(*out);
     *out = NULL;
     return DDP_ERR_ENGINE;
@@ -2264,6 +2283,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
+    ddp_group_abort(n->control); /* a caller may wait there */
     pthread_mutex_lock(&n->lock);
     n->aborted = 1;
     pthread_mutex_unlock(&n->lock);
@@ -2370,6 +2390,13 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
     ddp_group_mfree(control, votes);
     return result;
+}
+
+/* Of a group that is there: when it fails meanwhile, that is the reason. */
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
+    ddp_result result = ddp__cuda_vote_on(n->control, mine, who, NULL), status;
+    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
+    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
 }
 
 static void ddp__nccl_delete(ddp__nccl *n) {
@@ -2548,16 +2575,16 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
-    result = ddp__cuda_vote_on(p->control, result, who, NULL);
-    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_split_comm(p, color, key, &made), who, NULL);
+    result = ddp__nccl_vote(p, result, who);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
-    if (!n) return result == DDP_OK ? ddp__cuda_vote_on(p->control, result, who, NULL) : result;
+    if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
     n->comm = made;
     n->owns_comm = 1;
     n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
-    if (result == DDP_OK) result = ddp__cuda_vote_on(p->control, ddp__nccl_start(n), who, NULL);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
     return ddp__nccl_finish(n, result, child_state);
 }
 
@@ -2614,7 +2641,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
         if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
-    result = ddp__cuda_vote_on(n->control, result, "ddp_group_alloc", NULL);
+    result = ddp__nccl_vote(n, result, "ddp_group_alloc");
     if (result == DDP_OK) result = ddp__nccl_begin(n);
     if (result == DDP_OK) {
         ddp__nccl_register(n, region, size);
@@ -2682,11 +2709,627 @@ static const ddp_backend *ddp__cuda_nccl_backend(void) {
 
 #endif /* !DDP_NO_NCCL */
 
-//== groups of GPUs ================================================================================= >>impl-group
+//== host-staged groups ============================================================================== >>impl-staged
 
-#if !defined(DDP__CUDA_HAVE_STAGED)
-static const ddp_backend *ddp__cuda_staged_backend(void) { return NULL; }
+/* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, whose bits and failures these
+   are. A call is cut into rounds; while the CPU group works on one, the next is on its way:
+       copy stream    down 0   down 1            up 0   down 2   up 1   ...
+       CPU group                       round 0          round 1         ...
+   A call ends when its results lie in place, so every stream sees them. Pointers to host memory work too. */
+
+#if !defined(DDP__CUDA_STAGE)
+#define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
 #endif
+
+/* What each rank says of a call before anything moves: why it cannot take part, or which call it makes, as text that is compared. */
+typedef struct ddp__cuda_word {
+    int32_t result;
+    char text[252];
+} ddp__cuda_word;
+
+typedef struct ddp__cuda_region {
+    void *memory;
+    uint64_t number; /* of the allocation, the same on all ranks */
+    struct ddp__cuda_region *next;
+} ddp__cuda_region;
+
+/* A send or receive. Its memory and event stay with it when it is done, for the next one that fits. */
+typedef struct ddp__cuda_message {
+    struct ddp__cuda_message *next;  /* in the list of free ones, or of those that come down */
+    struct ddp__cuda_message *older; /* of all */
+    void *memory;                    /* pinned */
+    size_t capacity;
+    cudaEvent_t event;
+    int stage;                       /* DOWN, WIRE, UP in turn */
+    ddp_call call;
+    ddp_work work;
+    ddp_result result;               /* of what happened while another one was polled */
+} ddp__cuda_message;
+enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP };
+
+typedef struct ddp__cuda_staged {
+    ddp_group *control, *messages; /* splits of the user's CPU group: sends and receives run beside collectives */
+    ddp_group *owner;
+    int device, rank, world_size;
+    cudaStream_t stream, message_stream;
+    cudaEvent_t ready, down[2];
+    unsigned char *memory;         /* in 0, in 1, out 0, out 1; pinned, from the first call on */
+    ddp__cuda_word *words;         /* of all ranks */
+    ddp__cuda_region *regions;
+    uint64_t region_count;
+    pthread_mutex_t lock;          /* of all that follows */
+    ddp__cuda_message *coming, **coming_end, *free_messages, *all_messages;
+} ddp__cuda_staged;
+
+/* Calls run on threads of their own, too: the device is that of a thread. */
+static int ddp__cuda_staged_enter(int device) {
+    int before = device;
+    if (DDP__CUDA_RUNTIME->get_device(&before) != cudaSuccess) before = device;
+    if (before != device) DDP__CUDA_RUNTIME->set_device(device);
+    return before;
+}
+static void ddp__cuda_staged_leave(int before, int device) { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+
+static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "staging through the host", call);
+}
+
+/* The cause of either group. Its line is the bare cause. */
+static ddp_result ddp__cuda_staged_status(const ddp_group *group, void *state) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp_result result = ddp_group_cause(s->control);
+    (void)group;
+    return result == DDP_OK ? ddp_group_cause(s->messages) : result;
+}
+
+static void ddp__cuda_staged_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    (void)group;
+    ddp_group_poison(s->control, cause, text);
+    ddp_group_poison(s->messages, cause, text);
+}
+
+/* A failure is everybody's, in both groups; the first cause stays the cause. alone: only this rank knows of it. */
+static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
+    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
+    ddp_result first;
+    if (alone) snprintf(text, sizeof text, "rank %d: %.480s", s->rank, ddp_last_error());
+    else snprintf(text, sizeof text, "%s", ddp_last_error());
+    first = ddp__cuda_staged_status(NULL, s);
+    snprintf(cause, sizeof cause, "%s", first == DDP_OK ? text : ddp_last_error());
+    ddp__cuda_staged_poison(NULL, s, first == DDP_OK ? result : first, cause);
+    return ddp_fail(result, "%s", cause);
+}
+
+/* Waits until the GPU has passed an event, or the group fails. */
+static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event, const char *what) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    int timeout_ms = ddp_group_timeout_ms(s->owner);
+    double deadline = ddp_now() + timeout_ms * 1e-3;
+    cudaError_t error;
+    for (int tries = 0; (error = cuda->event_query(event)) == cudaErrorNotReady; tries++) {
+        if (tries < 2000) { sched_yield(); continue; }
+        usleep(50);
+        if (ddp__cuda_staged_status(NULL, s) != DDP_OK) { cuda->clear_error(); return DDP_ERR_POISONED; }
+        if (ddp_now() <= deadline) continue;
+        cuda->clear_error();
+        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s", timeout_ms, s->rank, what);
+    }
+    cuda->clear_error(); /* not ready is kept as an error */
+    return ddp__cuda_staged_error(error, "cudaEventQuery");
+}
+
+/* --- agreeing --- */
+
+static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
+    void *memory = NULL;
+    ddp_result result;
+    if (s->memory) return DDP_OK;
+    result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
+    if (result == DDP_OK) s->memory = (unsigned char *)memory;
+    return result;
+}
+
+/* Ranks tell each other the same text, or why one cannot take part (mine): the same result and line on every rank. */
+static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
+    ddp__cuda_word word;
+    ddp_result result;
+    memset(&word, 0, sizeof word);
+    word.result = mine;
+    snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
+    result = ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL);
+    if (result != DDP_OK) return result;
+    for (int r = 0; r < s->world_size; r++)
+        if (s->words[r].result != DDP_OK) return ddp_fail((ddp_result)s->words[r].result, "rank %d: %s", r, s->words[r].text);
+    for (int r = 1; r < s->world_size; r++)
+        if (strcmp(s->words[r].text, s->words[0].text) != 0)
+            return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank 0 %s, rank %d %s", s->words[0].text, r, s->words[r].text);
+    return DDP_OK;
+}
+
+static void ddp__cuda_describe(char *out, size_t size, const ddp_call *call) {
+    static const char *const ops[] = {"sum", "avg", "min", "max", "prod"};
+    int at = snprintf(out, size, "%s", ddp_call_name(call->kind));
+    if (call->kind == DDP_CALL_BARRIER) return;
+    at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name(call->dtype));
+    if (call->kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)call->count);
+    if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_REDUCE_SCATTER)
+        at += snprintf(out + at, size - (size_t)at, " %s", ops[call->op]);
+    if (call->root >= 0) snprintf(out + at, size - (size_t)at, " root=%d", call->root);
+}
+
+/* --- rounds --- */
+
+/* One side of a call: count blocks of payload, block j of counts[j] elements (NULL = each) at offsets[j] (NULL = j * each). */
+typedef struct ddp__cuda_side {
+    unsigned char *data;
+    int count;
+    size_t each;
+    const size_t *counts, *offsets;
+} ddp__cuda_side;
+
+typedef struct ddp__cuda_rounds {
+    const ddp_call *call;
+    ddp__cuda_side in, out;
+    size_t element, most, step; /* elements of the largest block anywhere, and of a block in a round */
+    int one;                    /* what goes in comes out in the same place: one block a rank */
+} ddp__cuda_rounds;
+
+/* Elements of a block of count elements that round k moves. */
+static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) {
+    size_t at = k * p->step;
+    return at >= count ? 0 : count - at < p->step ? count - at : p->step;
+}
+
+static void ddp__cuda_plan(const ddp__cuda_staged *s, const ddp_call *call, ddp__cuda_rounds *p) {
+    int w = s->world_size, is_root = call->root == s->rank, kind = call->kind;
+    int all_in = kind == DDP_CALL_REDUCE_SCATTER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_TO_ALL_V;
+    int all_out = kind == DDP_CALL_ALL_GATHER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_GATHER_V || kind == DDP_CALL_ALL_TO_ALL_V;
+    memset(p, 0, sizeof *p);
+    p->call = call;
+    p->element = ddp_dtype_size(call->dtype);
+    p->one = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST;
+    p->step = DDP__CUDA_STAGE / p->element / (p->one ? 1 : (size_t)w);
+    p->most = p->in.each = p->out.each = call->count;
+    p->in.data = (unsigned char *)(kind == DDP_CALL_BROADCAST ? call->recv : (void *)call->send);
+    p->out.data = (unsigned char *)call->recv;
+    p->in.count = all_in ? w : kind == DDP_CALL_SCATTER ? (is_root ? w : 0) : kind == DDP_CALL_BROADCAST ? is_root : 1;
+    p->out.count = all_out ? w : kind == DDP_CALL_GATHER ? (is_root ? w : 0) : kind == DDP_CALL_REDUCE ? is_root : kind == DDP_CALL_BROADCAST ? !is_root : 1;
+    if (kind == DDP_CALL_BARRIER) p->in.count = p->out.count = 0, p->most = 0;
+    if (call->recv_counts) { p->out.counts = call->recv_counts; p->out.offsets = call->recv_offsets; }
+    if (call->send_counts) { p->in.counts = call->send_counts; p->in.offsets = call->send_offsets; }
+    else if (call->recv_counts) p->in.each = call->recv_counts[s->rank];
+}
+
+/* Round k of one side, down to the stage or up from it. Blocks lie there as the CPU group's call wants them: side by side, or step apart in _v calls. */
+static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, const ddp__cuda_side *side, unsigned char *stage, size_t k, int up) {
+    size_t uniform = ddp__cuda_part(p, side->each, k), element = p->element;
+    int blocks = side->count;
+    if (!side->counts && uniform == side->each) { uniform *= (size_t)blocks; blocks = blocks != 0; } /* they touch on both sides */
+    for (int j = 0; j < blocks; j++) {
+        size_t n = side->counts ? ddp__cuda_part(p, side->counts[j], k) : uniform;
+        unsigned char *there = side->data + ((side->offsets ? side->offsets[j] : (size_t)j * side->each) + k * p->step) * element;
+        unsigned char *here = stage + (size_t)j * (side->counts ? p->step : uniform) * element;
+        cudaError_t error = n ? DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n * element, cudaMemcpyDefault, s->stream) : cudaSuccess;
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+static ddp_result ddp__cuda_round_down(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
+    cudaError_t error = ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
+}
+
+/* The CPU group's part of round k. */
+static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k, unsigned char *in, unsigned char *out) {
+    size_t send_counts[DDP_MAX_LOCAL_RANKS], recv_counts[DDP_MAX_LOCAL_RANKS], offsets[DDP_MAX_LOCAL_RANKS];
+    ddp_call call = *p->call;
+    call.send = call.kind == DDP_CALL_BROADCAST ? NULL : in;
+    call.recv = out;
+    call.count = ddp__cuda_part(p, p->most, k);
+    if (call.recv_counts) {
+        call.count = 0;
+        for (int j = 0; j < s->world_size; j++) {
+            recv_counts[j] = ddp__cuda_part(p, call.recv_counts[j], k);
+            send_counts[j] = call.send_counts ? ddp__cuda_part(p, call.send_counts[j], k) : 0;
+            offsets[j] = (size_t)j * p->step;
+            if (call.kind == DDP_CALL_ALL_GATHER_V) call.count += recv_counts[j];
+        }
+        call.recv_counts = recv_counts;
+        call.recv_offsets = offsets;
+        if (call.send_counts) { call.send_counts = send_counts; call.send_offsets = offsets; }
+    }
+    return ddp_group_call(s->control, &call, NULL);
+}
+
+static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_rounds *p) {
+    size_t rounds = p->most / p->step + (p->most % p->step != 0);
+    ddp_result result = rounds ? ddp__cuda_round_down(s, p, 0) : DDP_OK;
+    for (size_t k = 0; k < rounds && result == DDP_OK; k++) {
+        unsigned char *in = s->memory + (k & 1) * DDP__CUDA_STAGE, *out = p->one ? in : in + 2 * DDP__CUDA_STAGE;
+        if (k + 1 < rounds) result = ddp__cuda_round_down(s, p, k + 1);
+        if (result == DDP_OK) result = ddp__cuda_staged_await(s, s->down[k & 1], "the work before this call");
+        if (result == DDP_OK) result = ddp__cuda_round_call(s, p, k, in, out);
+        if (result == DDP_OK) result = ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->out, out, k, 1), "cudaMemcpyAsync");
+    }
+    return result;
+}
+
+/* The counts of all ranks, which say how many rounds there are; who disagrees is named, the same on every rank. */
+static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
+    const ddp_call *call = p->call;
+    size_t w = (size_t)s->world_size;
+    uint64_t *mine = (uint64_t *)(void *)s->memory, *all = mine + 2 * w;
+    ddp_result result;
+    for (size_t j = 0; j < w; j++) { mine[j] = call->send_counts ? call->send_counts[j] : 0; mine[w + j] = call->recv_counts[j]; }
+    result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
+    p->most = 0;
+    for (size_t from = 0; from < w && result == DDP_OK; from++)
+        for (size_t to = 0; to < w; to++) {
+            uint64_t given = call->send_counts ? all[2 * w * from + to] : all[w + from], wanted = all[2 * w * to + w + from];
+            if (given > p->most) p->most = (size_t)given;
+            if (given == wanted) continue;
+            if (call->send_counts)
+                return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)from,
+                                (unsigned long long)given, (int)to, (unsigned long long)wanted);
+            return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts[%d] is %llu on rank 0 and %llu on rank %d", (int)from, (unsigned long long)given,
+                            (unsigned long long)wanted, (int)to);
+        }
+    return result;
+}
+
+/* The copies of this call follow what is on this thread's stream. */
+static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t compute = ddp__cuda_mine.stream;
+    int capturing = 0;
+    cudaError_t error = cuda->stream_capturing(compute, &capturing);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamIsCapturing");
+    if (capturing) return ddp_fail(DDP_ERR_UNSUPPORTED, "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
+    error = cuda->event_record(event, compute);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaEventRecord");
+    return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
+}
+
+static ddp_result ddp__cuda_staged_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_rounds p;
+    char text[200];
+    int before, agreed;
+    ddp_result result, idle;
+    (void)group;
+    if (call->tag) { /* on host memory */
+        result = ddp_group_call(s->control, call, NULL);
+        return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
+    }
+    before = ddp__cuda_staged_enter(s->device);
+    result = ddp__cuda_staged_memory(s);
+    ddp__cuda_plan(s, call, &p);
+    ddp__cuda_describe(text, sizeof text, call);
+    if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
+    result = ddp__cuda_staged_agree(s, result, text);
+    if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
+    agreed = result == DDP_OK;
+    if (agreed) result = ddp__cuda_rounds_run(s, &p);
+    if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
+    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->ready, s->stream), "cudaEventRecord");
+    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, s->ready, "copying the result");
+    if (result == DDP_OK && idle != DDP_OK) result = ddp__cuda_staged_failed(s, idle, 1);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+/* --- sends and receives --- */
+
+/* A free message with room for size bytes, or a new one. With the lock held. */
+static ddp__cuda_message *ddp__cuda_message_take(ddp__cuda_staged *s, size_t size) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__cuda_message **best = NULL, *m;
+    size_t capacity = 4096;
+    ddp_result result;
+    for (ddp__cuda_message **link = &s->free_messages; *link; link = &(*link)->next)
+        if ((*link)->capacity >= size && (!best || (*link)->capacity < (*best)->capacity)) best = link;
+    if (best) { m = *best; *best = m->next; return m; }
+    m = (ddp__cuda_message *)ddp_group_malloc(s->owner, sizeof *m);
+    if (!m) return NULL;
+    memset(m, 0, sizeof *m);
+    while (capacity < size) capacity *= 2;
+    m->capacity = capacity;
+    result = ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate");
+    if (result != DDP_OK) { ddp_group_mfree(s->owner, m); return NULL; }
+    result = ddp__cuda_staged_error(cuda->host_alloc(&m->memory, capacity), "cudaHostAlloc");
+    if (result != DDP_OK) { cuda->event_destroy(m->event); ddp_group_mfree(s->owner, m); return NULL; }
+    m->older = s->all_messages;
+    s->all_messages = m;
+    return m;
+}
+
+static void ddp__cuda_message_give(ddp__cuda_staged *s, ddp__cuda_message *m) {
+    for (ddp__cuda_message **link = &s->coming; *link; link = &(*link)->next)
+        if (*link == m) {
+            *link = m->next;
+            if (!*link) s->coming_end = link;
+            break;
+        }
+    m->next = s->free_messages;
+    s->free_messages = m;
+}
+
+static ddp_result ddp__cuda_message_copy(ddp__cuda_staged *s, ddp__cuda_message *m, void *dst, const void *src) {
+    size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
+    cudaError_t error = size ? DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream) : cudaSuccess;
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, s->message_stream), "cudaEventRecord");
+}
+
+static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message *m) {
+    const ddp_call *call = &m->call;
+    ddp_result result;
+    if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
+        result = ddp__cuda_staged_fence(0, m->event);
+        m->stage = DDP__CUDA_WIRE;
+        return result == DDP_OK ? ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work) : result;
+    }
+    result = ddp__cuda_staged_fence(s->message_stream, m->event);
+    if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->memory, call->send);
+    if (result != DDP_OK) return result;
+    m->stage = DDP__CUDA_DOWN;
+    m->next = NULL;
+    *s->coming_end = m;
+    s->coming_end = &m->next;
+    return DDP_OK;
+}
+
+static ddp_result ddp__cuda_staged_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **request) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result = DDP_ERR_NO_MEMORY;
+    ddp__cuda_message *m;
+    (void)group;
+    pthread_mutex_lock(&s->lock);
+    m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype));
+    if (m) {
+        m->call = *call;
+        m->result = DDP_OK;
+        result = ddp__cuda_message_start(s, m);
+        if (result != DDP_OK) ddp__cuda_message_give(s, m);
+    }
+    pthread_mutex_unlock(&s->lock);
+    *request = m;
+    ddp__cuda_staged_leave(before, s->device);
+    return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
+}
+
+/* Hands what has come down to the CPU group, in the order of the sends, whichever is polled. */
+static void ddp__cuda_messages_send(ddp__cuda_staged *s) {
+    ddp__cuda_message *m;
+    while ((m = s->coming) != NULL) {
+        cudaError_t error = DDP__CUDA_RUNTIME->event_query(m->event);
+        if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return; }
+        s->coming = m->next;
+        if (!s->coming) s->coming_end = &s->coming;
+        m->stage = DDP__CUDA_WIRE;
+        m->result = ddp__cuda_staged_error(error, "cudaEventQuery");
+        if (m->result == DDP_OK) m->result = ddp_send(s->messages, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag, &m->work);
+    }
+}
+
+static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message *m, int *done) {
+    ddp_result result = m->result;
+    cudaError_t error;
+    int over = 0;
+    if (result != DDP_OK || m->stage == DDP__CUDA_DOWN) return result;
+    if (m->stage == DDP__CUDA_WIRE) {
+        result = ddp_test(s->messages, &m->work, &over);
+        if (result == DDP_OK && over) result = ddp_wait(s->messages, &m->work);
+        if (result != DDP_OK || !over) return result;
+        if (m->call.kind == DDP_CALL_SEND) { *done = 1; return DDP_OK; }
+        m->stage = DDP__CUDA_UP;
+        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent");
+        if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->call.recv, m->memory);
+        if (result != DDP_OK) return result;
+    }
+    error = DDP__CUDA_RUNTIME->event_query(m->event);
+    if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return DDP_OK; }
+    *done = error == cudaSuccess;
+    return ddp__cuda_staged_error(error, "cudaEventQuery");
+}
+
+static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_message *m = (ddp__cuda_message *)request;
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result;
+    (void)group;
+    *done = 0;
+    pthread_mutex_lock(&s->lock);
+    ddp__cuda_messages_send(s);
+    result = ddp__cuda_message_poll(s, m, done);
+    if (result == DDP_OK && !*done) result = ddp__cuda_staged_status(NULL, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+    if (result != DDP_OK) {
+        result = ddp__cuda_staged_failed(s, result, 1);
+        if (m->work.op) { ddp_wait(s->messages, &m->work); ddp__cuda_staged_status(NULL, s); } /* the group has failed: it does not block */
+    }
+    if (result != DDP_OK || *done) ddp__cuda_message_give(s, m);
+    pthread_mutex_unlock(&s->lock);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+/* --- memory, making and closing --- */
+
+typedef struct ddp__cuda_staged_task {
+    ddp__cuda_staged *s;
+    size_t size_bytes;
+    ddp__cuda_region **link; /* where the region hangs that is given back */
+    void *memory;
+} ddp__cuda_staged_task;
+
+/* Both run in issue order with the collectives, as they use the same CPU group. */
+static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) {
+    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
+    ddp__cuda_staged *s = task->s;
+    ddp__cuda_region *region = (ddp__cuda_region *)ddp_group_malloc(group, sizeof *region);
+    char text[64];
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result = region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
+    snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
+    result = ddp__cuda_staged_agree(s, result, text);
+    if (result != DDP_OK) {
+        char line[DDP__CUDA_TEXT];
+        if (result != DDP_ERR_NO_MEMORY) result = ddp__cuda_staged_failed(s, result, 0);
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        if (task->memory) DDP__CUDA_RUNTIME->free(task->memory);
+        task->memory = NULL;
+        ddp_group_mfree(group, region);
+        result = ddp_fail(result, "rank %d/%d ddp_group_alloc: %s", s->rank, s->world_size, line);
+    } else {
+        region->memory = task->memory;
+        region->number = ++s->region_count;
+        region->next = s->regions;
+        s->regions = region;
+    }
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp__cuda_staged_task task = {(ddp__cuda_staged *)state, size_bytes, NULL, NULL};
+    ddp_result result = ddp_group_enqueue(group, ddp__cuda_staged_alloc_task, &task, NULL);
+    *out = task.memory;
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
+    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
+    ddp__cuda_staged *s = task->s;
+    ddp__cuda_region *region = *task->link;
+    char text[64];
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result;
+    snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
+    result = ddp__cuda_staged_agree(s, DDP_OK, text);
+    if (result != DDP_OK) {
+        char line[DDP__CUDA_TEXT];
+        result = ddp__cuda_staged_failed(s, result, 0);
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        result = ddp_fail(result, "rank %d/%d ddp_group_free: %s", s->rank, s->world_size, line);
+    }
+    *task->link = region->next;
+    ddp__cuda_device_free(group, region->memory);
+    ddp_group_mfree(group, region);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *memory) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_staged_task task = {s, 0, &s->regions, memory};
+    while (*task.link && (*task.link)->memory != memory) task.link = &(*task.link)->next;
+    if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_free_task, &task, NULL);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: %p did not come from ddp_group_alloc of this group", memory);
+}
+
+static void ddp__cuda_staged_close(ddp_group *group, void *state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    int device = s->device, before = ddp__cuda_staged_enter(device);
+    ddp_group_destroy(s->messages);
+    ddp_group_destroy(s->control);
+    if (s->message_stream) cuda->synchronize(s->message_stream);
+    while (s->all_messages) {
+        ddp__cuda_message *m = s->all_messages;
+        s->all_messages = m->older;
+        cuda->event_destroy(m->event);
+        cuda->host_free(m->memory);
+        ddp_group_mfree(group, m);
+    }
+    while (s->regions) {
+        ddp__cuda_region *region = s->regions;
+        s->regions = region->next;
+        cuda->free(region->memory);
+        ddp_group_mfree(group, region);
+    }
+    if (s->memory) cuda->host_free(s->memory);
+    for (int i = 0; i < 2; i++) if (s->down[i]) cuda->event_destroy(s->down[i]);
+    if (s->ready) cuda->event_destroy(s->ready);
+    if (s->stream) cuda->stream_destroy(s->stream);
+    if (s->message_stream) cuda->stream_destroy(s->message_stream);
+    pthread_mutex_destroy(&s->lock);
+    ddp_group_mfree(group, s->words);
+    ddp_group_mfree(group, s);
+    ddp__cuda_staged_leave(before, device);
+}
+
+static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaError_t error = cuda->stream_create(&s->stream, 1);
+    if (error == cudaSuccess) error = cuda->stream_create(&s->message_stream, 1);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamCreateWithPriority");
+    error = cuda->event_create(&s->ready);
+    for (int i = 0; i < 2 && error == cudaSuccess; i++) error = cuda->event_create(&s->down[i]);
+    return ddp__cuda_staged_error(error, "cudaEventCreateWithFlags");
+}
+
+/* Makes the state of group, whose ranks are those of control with one color; a negative color only helps. group is still without state. */
+static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
+    ddp__cuda_staged *s = NULL;
+    ddp_group *split[2] = {NULL, NULL};
+    ddp_result result = DDP_OK;
+    int before;
+    *state = NULL;
+    if (color >= 0) s = (ddp__cuda_staged *)ddp_group_malloc(group, sizeof *s);
+    if (s) {
+        memset(s, 0, sizeof *s);
+        s->words = (ddp__cuda_word *)ddp_group_malloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
+        if (!s->words) { ddp_group_mfree(group, s); s = NULL; }
+    }
+    for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, s ? color : -1, group ? ddp_rank(group) : 0, &split[i]);
+    if (color < 0) return result;
+    if (!s) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a group staged through the host");
+    s->control = split[0];
+    s->messages = split[1];
+    s->owner = group;
+    s->device = device;
+    s->rank = ddp_rank(group);
+    s->world_size = ddp_world_size(group);
+    s->coming_end = &s->coming;
+    pthread_mutex_init(&s->lock, NULL);
+    before = ddp__cuda_staged_enter(device);
+    if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
+    else if (result == DDP_OK) result = ddp__cuda_staged_agree(s, ddp__cuda_staged_resources(s), "making a group staged through the host");
+    ddp__cuda_staged_leave(before, device);
+    if (result == DDP_OK) *state = s;
+    else {
+        char line[DDP__CUDA_TEXT];
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        ddp__cuda_staged_close(group, s);
+        ddp_fail(result, "%s", line);
+    }
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
+    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
+}
+
+static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    (void)parent; (void)member_count;
+    return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
+}
+
+static const ddp_backend *ddp__cuda_staged_backend(void) {
+    static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
+                                       ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
+                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL};
+    return &staged;
+}
+
+//== groups of GPUs ================================================================================= >>impl-group
 
 /* Which way the bytes travel, the same on every rank. shared: some device has several ranks. */
 static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend, const char **notice) {
@@ -2705,7 +3348,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
         *notice = "ranks share a device: collectives go through host memory, which is slow and meant for development";
 #endif
     (void)shared;
-    return *backend ? DDP_OK : ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build cannot stage collectives through host memory");
+    return DDP_OK;
 }
 
 static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
