@@ -184,9 +184,11 @@ struct fake_call {
         if (!fake.strict) fake_join(fake_me.clock, fake.device[fake_me.device].host);
         fake_tick(fake_me.clock, fake_me.timeline);
     }
+    /* quiet: 1 = not in the record, 2 = nor counted among calls of any name, as threads beside the caller make them when they like. */
     void begin(int quiet, const std::string &text) {
         line = (int)fake.lines.size();
         fake.lines.push_back({fake_me.device, quiet, text});
+        if (!fake.fault.function && quiet == 2) return;
         if (fake.fault.nth == 0 || (fake.fault.device >= 0 && fake.fault.device != fake_me.device)) return;
         if (fake.fault.function && text.substr(0, text.find('(')) != fake.fault.function) return;
         if (++fake.fault.seen != fake.fault.nth && !(fake.fault.sticky && fake.fault.fired)) return;
@@ -486,7 +488,7 @@ static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[
 }
 
 static cudaError_t fake_set_device(int device) {
-    FAKE_CALL(1, "cudaSetDevice(%d)", device);
+    FAKE_CALL(2, "cudaSetDevice(%d)", device);
     if (call.fault || device < 0 || device >= fake.device_count) return call.fault ? call.error() : cudaErrorInvalidDevice;
     fake_me.device = device;
     return cudaSuccess;
@@ -697,7 +699,7 @@ static cudaError_t fake_stream_wait_event(cudaStream_t stream, cudaEvent_t event
 }
 
 static cudaError_t fake_stream_query(cudaStream_t stream) {
-    FAKE_CALL(1, "cudaStreamQuery(%s)", fake_name(stream).c_str());
+    FAKE_CALL(2, "cudaStreamQuery(%s)", fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
     if (fake_spoils(s, call.line)) return cudaErrorStreamCaptureUnsupported;
@@ -715,7 +717,7 @@ static cudaError_t fake_stream_capturing(cudaStream_t stream, int *yes) {
 }
 
 static cudaError_t fake_relax_capture(void) {
-    FAKE_CALL(1, "cudaThreadExchangeStreamCaptureMode(relaxed)");
+    FAKE_CALL(2, "cudaThreadExchangeStreamCaptureMode(relaxed)");
     if (!call.fault) fake_me.relaxed = 1;
     return call.error();
 }
@@ -732,7 +734,7 @@ static cudaError_t fake_event_ask(cudaEvent_t event, fake_call &call, int wait) 
     return cudaSuccess;
 }
 static cudaError_t fake_event_query(cudaEvent_t event) {
-    FAKE_CALL(1, "cudaEventQuery(%s)", fake_name(event).c_str());
+    FAKE_CALL(2, "cudaEventQuery(%s)", fake_name(event).c_str());
     return fake_event_ask(event, call, 0);
 }
 static cudaError_t fake_event_synchronize(cudaEvent_t event) {
@@ -901,7 +903,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any), made on device (-1 any), with code (0: some error
+/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any but polling), made on device (-1 any), with code (0: some error
    of its library). sticky: those after it as well. What frees, frees all the same. */
 static inline void fake_fail(const char *function, int device, int nth, int code, int sticky) {
     pthread_mutex_lock(&fake.lock);

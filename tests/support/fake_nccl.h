@@ -477,7 +477,7 @@ ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *out, nc
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
-    FAKE_CALL(1, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
+    FAKE_CALL(2, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
     if (call.fault || !fake_comm_check(c, call, 1)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
     if (c->ready) fake_chance();
     *state = ncclInProgress;
