@@ -1057,8 +1057,7 @@ typedef uint32_t DDP__ANY ddp__any_u32;
 typedef int64_t DDP__ANY ddp__any_i64;
 typedef uint64_t DDP__ANY ddp__any_u64;
 
-/* for i in 0..count: statement, in runs of DDP__LANES. */
-/* Runs of count elements, one behind the other, walked side by side; more than one: count is a multiple of DDP__LANES. */
+/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn. Several runs: count is a multiple of DDP__LANES. */
 #define DDP__FOR_EACH_RUN(count, runs, statement)                                              \
     do {                                                                                       \
         size_t at_ = 0;                                                                        \
@@ -2413,7 +2412,8 @@ static int ddp__fetch(ddp__local *l, const ddp_call *call, int peer, void *dst, 
     if (post->send) { memcpy(dst, ddp__resolve(l, post->send) + at, size); return 1; }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, ddp__proposal_of(l, peer, call).send + at, size)) return 1;
     error = errno;
-    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500)) /* how it ended may take a moment to be known */
+    /* how it ended may take a moment to be known */
+    for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
         if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
     if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", peer, ddp__pid_of(l, peer));
     else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));

@@ -21,7 +21,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     for (int i = 0; i < COUNT; i++) data[i] = (float)(i % 1000 + rank);
     result = ddp_all_reduce(world, data, data, COUNT, DDP_F32, DDP_OP_SUM, NULL);
     for (int i = 0; i < COUNT && result == DDP_OK; i++)
-        if (data[i] != (float)(size * (i % 1000) + size * (size - 1) / 2)) result = ddp_fail(DDP_ERR_CORRUPT, "rank %d: element %d is %g", rank, i, (double)data[i]);
+        if (data[i] != (float)(size * (i % 1000) + size * (size - 1) / 2))
+            result = ddp_fail(DDP_ERR_CORRUPT, "rank %d: element %d is %g", rank, i, (double)data[i]);
     free(data);
     return result;
 }
