@@ -219,6 +219,13 @@ def check_header(name, text, licence):
     return sorted(findings)
 
 
+def nccl_flag():
+    """Links NCCL where its header is installed, otherwise builds without it."""
+    found = subprocess.run([os.environ["NVCC"], "-x", "cu", "-E", "-"], input="#include <nccl.h>\n", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           text=True)
+    return "-DDDP_NO_NCCL" if found.returncode else "-lnccl"
+
+
 def compile_program(root, work, stem, source, run):
     """Error text, or None when the program compiles (and, if run, ends with status 0)."""
     cuda = stem.endswith("cuh")
@@ -229,7 +236,7 @@ def compile_program(root, work, stem, source, run):
     if cuda:
         if not os.environ.get("NVCC"):
             return None
-        command = [os.environ["NVCC"], "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, "-lpthread", "-lm"]
+        command = [os.environ["NVCC"], "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, nccl_flag(), "-lpthread", "-lm"]
     else:
         command = [os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-I", root, path, "-o", program, "-lpthread", "-lm"]
     built = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
