@@ -32,7 +32,6 @@ typedef struct device_rank {
 } device_rank;
 
 /* Every test makes its groups here: staged, or over NCCL where $DDP_TEST_ENGINE says nccl. In tree order. */
-static ddp_cuda_engine device_engine = DDP_CUDA_ENGINE_STAGED;
 static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
 
 #if defined(DDP_TEST_ON_CPU)
@@ -76,7 +75,6 @@ static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world
     ddp_cuda_pick_desc pick = DDP_ZERO;
     void *memory = NULL;
     memset(d, 0, sizeof *d);
-    device_engine = getenv("DDP_TEST_ENGINE") && strcmp(getenv("DDP_TEST_ENGINE"), "nccl") == 0 ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;
     device_machine(1);
     pick.allow_shared = 1;
     d->cpu = world;
@@ -125,10 +123,11 @@ static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const voi
 }
 
 static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
+    const char *engine = getenv("DDP_TEST_ENGINE");
     ddp_cuda_desc desc = DDP_ZERO;
     desc.name = "gpu";
     desc.allow_shared = 1;
-    desc.engine = device_engine;
+    desc.engine = engine && strcmp(engine, "nccl") == 0 ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;
     desc.order = DDP_ORDER_TREE;
     desc.stream = stream;
     return ddp_cuda_group_create(out, world, &desc);
