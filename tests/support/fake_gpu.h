@@ -184,9 +184,11 @@ struct fake_call {
         if (!fake.strict) fake_join(fake_me.clock, fake.device[fake_me.device].host);
         fake_tick(fake_me.clock, fake_me.timeline);
     }
+    /* quiet: 1 = not in the record, 2 = nor counted among calls of any name, as threads beside the caller make them when they like. */
     void begin(int quiet, const std::string &text) {
         line = (int)fake.lines.size();
         fake.lines.push_back({fake_me.device, quiet, text});
+        if (!fake.fault.function && quiet == 2) return;
         if (fake.fault.nth == 0 || (fake.fault.device >= 0 && fake.fault.device != fake_me.device)) return;
         if (fake.fault.function && text.substr(0, text.find('(')) != fake.fault.function) return;
         if (++fake.fault.seen != fake.fault.nth && !(fake.fault.sticky && fake.fault.fired)) return;
@@ -486,7 +488,7 @@ static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[
 }
 
 static cudaError_t fake_set_device(int device) {
-    FAKE_CALL(1, "cudaSetDevice(%d)", device);
+    FAKE_CALL(2, "cudaSetDevice(%d)", device);
     if (call.fault || device < 0 || device >= fake.device_count) return call.fault ? call.error() : cudaErrorInvalidDevice;
     fake_me.device = device;
     return cudaSuccess;
@@ -554,7 +556,10 @@ static cudaError_t fake_free_async(void *memory, cudaStream_t stream) {
     FAKE_CALL(0, "cudaFreeAsync(%s, %s)", fake_name(memory).c_str(), fake_name(stream).c_str());
     fake_block *block = fake_block_of(memory);
     cudaError_t error;
-    if (!block || block->at != memory || !block->live) { fake_failed("%s: this is no live allocation", fake_where(call.line).c_str()); return cudaErrorInvalidValue; }
+    if (!block || block->at != memory || !block->live) {
+        fake_failed("%s: this is no live allocation", fake_where(call.line).c_str());
+        return cudaErrorInvalidValue;
+    }
     error = fake_enqueue_work(stream, call.line, {{memory, block->bytes, 1}}, [block] { fake_release(block); });
     return call.fault ? call.error() : error;
 }
@@ -667,7 +672,10 @@ static cudaError_t fake_event_record(cudaEvent_t event, cudaStream_t stream) {
     FAKE_CALL(0, "cudaEventRecord(%s, %s)", fake_name(event).c_str(), fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (call.fault || !s || !fake_event_of(event, call.line)) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
-    if (event->device != s->device) { fake_failed("event and stream are of different devices: %s", fake_where(call.line).c_str()); return cudaErrorInvalidResourceHandle; }
+    if (event->device != s->device) {
+        fake_failed("event and stream are of different devices: %s", fake_where(call.line).c_str());
+        return cudaErrorInvalidResourceHandle;
+    }
     event->version = std::make_shared<fake_version>();
     event->version->stream = s;
     event->version->graph = s->graph;
@@ -691,7 +699,7 @@ static cudaError_t fake_stream_wait_event(cudaStream_t stream, cudaEvent_t event
 }
 
 static cudaError_t fake_stream_query(cudaStream_t stream) {
-    FAKE_CALL(1, "cudaStreamQuery(%s)", fake_name(stream).c_str());
+    FAKE_CALL(2, "cudaStreamQuery(%s)", fake_name(stream).c_str());
     cudaStream_t s = fake_stream_of(stream, call.line);
     if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
     if (fake_spoils(s, call.line)) return cudaErrorStreamCaptureUnsupported;
@@ -709,7 +717,7 @@ static cudaError_t fake_stream_capturing(cudaStream_t stream, int *yes) {
 }
 
 static cudaError_t fake_relax_capture(void) {
-    FAKE_CALL(1, "cudaThreadExchangeStreamCaptureMode(relaxed)");
+    FAKE_CALL(2, "cudaThreadExchangeStreamCaptureMode(relaxed)");
     if (!call.fault) fake_me.relaxed = 1;
     return call.error();
 }
@@ -726,7 +734,7 @@ static cudaError_t fake_event_ask(cudaEvent_t event, fake_call &call, int wait) 
     return cudaSuccess;
 }
 static cudaError_t fake_event_query(cudaEvent_t event) {
-    FAKE_CALL(1, "cudaEventQuery(%s)", fake_name(event).c_str());
+    FAKE_CALL(2, "cudaEventQuery(%s)", fake_name(event).c_str());
     return fake_event_ask(event, call, 0);
 }
 static cudaError_t fake_event_synchronize(cudaEvent_t event) {
@@ -741,7 +749,8 @@ static inline void fake_seen(void *at, size_t bytes) { if (fake_collecting) fake
 /* Sorted, with neighbours of one kind joined. */
 static void fake_merge_ranges(std::vector<fake_range> &ranges) {
     size_t kept = 0;
-    std::sort(ranges.begin(), ranges.end(), [](const fake_range &a, const fake_range &b) { return a.write != b.write ? a.write < b.write : (uintptr_t)a.at < (uintptr_t)b.at; });
+    std::sort(ranges.begin(), ranges.end(),
+              [](const fake_range &a, const fake_range &b) { return a.write != b.write ? a.write < b.write : (uintptr_t)a.at < (uintptr_t)b.at; });
     for (const fake_range &range : ranges) {
         fake_range *last = kept ? &ranges[kept - 1] : NULL;
         const char *end = last ? (const char *)last->at + last->bytes : NULL;
@@ -894,7 +903,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any), made on device (-1 any), with code (0: some error
+/* The nth call from now on fails: of function ("cudaMalloc", "ncclGroupEnd"; NULL any but polling), made on device (-1 any), with code (0: some error
    of its library). sticky: those after it as well. What frees, frees all the same. */
 static inline void fake_fail(const char *function, int device, int nth, int code, int sticky) {
     pthread_mutex_lock(&fake.lock);
@@ -963,9 +972,10 @@ static inline int fake_failures(void) {
 /* Takes away the failures that hold the text; how many there were. */
 static inline int fake_expect(const char *text) {
     pthread_mutex_lock(&fake.lock);
-    size_t before = fake.failures.size();
-    fake.failures.erase(std::remove_if(fake.failures.begin(), fake.failures.end(), [text](const std::string &f) { return f.find(text) != std::string::npos; }), fake.failures.end());
-    int count = (int)(before - fake.failures.size());
+    std::vector<std::string> others;
+    for (const std::string &f : fake.failures) if (f.find(text) == std::string::npos) others.push_back(f);
+    int count = (int)(fake.failures.size() - others.size());
+    fake.failures.swap(others);
     pthread_mutex_unlock(&fake.lock);
     return count;
 }

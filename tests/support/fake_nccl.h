@@ -7,7 +7,8 @@
               fit are a failure naming both. A rank that never comes leaves the others' streams standing until ncclCommAbort.
     Rounding  Sums are added from rank 1 on, rank 0 last: not in any order that somebody could rely on.
     Waiting   A communicator made with blocking = 0 answers ncclInProgress some times, to its making, splitting and ending and to its first
-              calls, which are put on their stream only after ncclCommGetAsyncError has said ncclSuccess. */
+              calls, which are put on their stream only after ncclCommGetAsyncError has said ncclSuccess.
+    Not here  Windows are registered by each rank for itself. One stream per communicator in a group. No limits of what runs side by side. */
 #ifndef DDP_TEST_FAKE_NCCL_H
 #define DDP_TEST_FAKE_NCCL_H
 
@@ -57,7 +58,13 @@ struct ncclComm {
     std::map<void *, fake_block *> registered;
 };
 
-static struct { int generation, ids; std::deque<ncclComm> comms; std::deque<fake_world> worlds; std::map<std::string, fake_world *> by_id; char handle; } fake_nccl;
+static struct {
+    int generation, ids;
+    std::deque<ncclComm> comms;
+    std::deque<fake_world> worlds;
+    std::map<std::string, fake_world *> by_id;
+    char handle;
+} fake_nccl;
 static thread_local struct { int depth; std::vector<std::pair<fake_task, cudaStream_t> > tasks; } fake_group;
 
 /* What a test remembers of an earlier machine is forgotten. */
@@ -124,7 +131,8 @@ struct fake_f16 { typedef float wide; static float get(const char *p, size_t i) 
                   static void put(char *p, size_t i, float x) { fake_store(p, i, __float2half(x)); } };
 struct fake_bf16 { typedef float wide; static float get(const char *p, size_t i) { return __bfloat162float(fake_load<__nv_bfloat16>(p, i)); }
                    static void put(char *p, size_t i, float x) { fake_store(p, i, __float2bfloat16(x)); } };
-template <class T> struct fake_plain { typedef T wide; static T get(const char *p, size_t i) { return fake_load<T>(p, i); } static void put(char *p, size_t i, T x) { fake_store<T>(p, i, x); } };
+template <class T> struct fake_plain { typedef T wide; static T get(const char *p, size_t i) { return fake_load<T>(p, i); }
+                                       static void put(char *p, size_t i, T x) { fake_store<T>(p, i, x); } };
 
 template <class T> static T fake_sum(T a, T b) { return std::is_integral<T>::value ? (T)((uint64_t)a + (uint64_t)b) : (T)(a + b); }
 template <class T> static T fake_product(T a, T b) { return std::is_integral<T>::value ? (T)((uint64_t)a * (uint64_t)b) : (T)(a * b); }
@@ -232,7 +240,8 @@ static void fake_progress(fake_world *world) {
             fake_task &send = sends.front().task(), &recv = recvs.front().task();
             if (!a->started || !b->started || a->aborted || b->aborted) break;
             if (send.count * fake_size(send.dtype) != recv.count * fake_size(recv.dtype))
-                fake_failed("mismatch: [%s] sends %zu elements to [%s] of %zu", fake_where(send.line).c_str(), send.count, fake_where(recv.line).c_str(), recv.count);
+                fake_failed("mismatch: [%s] sends %zu elements to [%s] of %zu", fake_where(send.line).c_str(), send.count,
+                    fake_where(recv.line).c_str(), recv.count);
             memcpy(fake_real(recv.recv), fake_real(send.send), std::min(send.count * fake_size(send.dtype), recv.count * fake_size(recv.dtype)));
             send.done = recv.done = 1;
             sends.pop_front();
@@ -258,7 +267,8 @@ static void fake_nccl_enqueued(fake_kernel_ref kernel, cudaStream_t stream) {
             fake_task &other = slots.begin()->second.task();
             if (strcmp(t.function, other.function) || t.count != other.count || t.dtype != other.dtype || t.root != other.root ||
                 std::min(t.op, (int)ncclNumOps) != std::min(other.op, (int)ncclNumOps))
-                fake_failed("mismatch: collective %llu of a communicator is [%s] and [%s]", (unsigned long long)c->collectives, fake_where(other.line).c_str(), fake_where(t.line).c_str());
+                fake_failed("mismatch: collective %llu of a communicator is [%s] and [%s]", (unsigned long long)c->collectives,
+                    fake_where(other.line).c_str(), fake_where(t.line).c_str());
         }
         slots[c->rank] = slot;
     }
@@ -351,7 +361,8 @@ static ncclResult_t fake_group_end(fake_call &call) {
         cudaStream_t stream = NULL;
         for (std::pair<fake_task, cudaStream_t> &t : tasks) {
             if (t.first.comm != c) continue;
-            if (!mine.empty() && t.second != stream) fake_failed("several streams for one communicator in a group are not modelled: %s", fake_where(t.first.line).c_str());
+            if (!mine.empty() && t.second != stream)
+                fake_failed("several streams for one communicator in a group are not modelled: %s", fake_where(t.first.line).c_str());
             stream = t.second;
             mine.push_back(t.first);
         }
@@ -361,8 +372,10 @@ static ncclResult_t fake_group_end(fake_call &call) {
     return result;
 }
 
-static ncclResult_t fake_transfer(const char *function, const void *send, void *recv, size_t count, ncclDataType_t dtype, int op, int root, ncclComm_t c, cudaStream_t stream) {
-    static const char *const dtypes[] = {"i8", "u8", "i32", "u32", "i64", "u64", "f16", "f32", "f64", "bf16"}, *const ops[] = {"sum", "prod", "max", "min", "avg", "premul"};
+static ncclResult_t fake_transfer(const char *function, const void *send, void *recv, size_t count, ncclDataType_t dtype, int op, int root,
+                                  ncclComm_t c, cudaStream_t stream) {
+    static const char *const dtypes[] = {"i8", "u8", "i32", "u32", "i64", "u64", "f16", "f32", "f64", "bf16"};
+    static const char *const ops[] = {"sum", "prod", "max", "min", "avg", "premul"};
     fake_call call;
     std::string text = function;
     if ((int)dtype < 0 || dtype > ncclBfloat16) { fake_failed("%s: datatype %d", function, (int)dtype); return ncclInvalidArgument; }
@@ -419,13 +432,15 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
     ncclComm_t c = fake_comm_new(fake_me.device, rank, blocking);
     c->world = world;
     c->thread = &fake_me;
-    if (world->size != size || world->members.count(rank)) fake_failed("mismatch: size or rank differs from those of others: %s", fake_where(call.line).c_str());
+    if (world->size != size || world->members.count(rank))
+        fake_failed("mismatch: size or rank differs from those of others: %s", fake_where(call.line).c_str());
     for (std::pair<const int, ncclComm_t> &other : world->members) world->duplicate |= other.second->device == fake_me.device;
     world->members[rank] = c;
     pthread_cond_broadcast(&fake.changed);
     *out = c;
     fake.lines[(size_t)call.line].text += " = " + fake_name(c);
-    return fake_under_way(c, call, [c] { return (int)c->world->members.size() == c->world->size; }, [c] { if (c->world->duplicate) c->error = ncclInvalidUsage; });
+    return fake_under_way(c, call, [c] { return (int)c->world->members.size() == c->world->size; },
+        [c] { if (c->world->duplicate) c->error = ncclInvalidUsage; });
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t *out, int size, ncclUniqueId id, int rank) { return ncclCommInitRankConfig(out, size, id, rank, NULL); }
@@ -462,7 +477,7 @@ ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *out, nc
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
-    FAKE_CALL(1, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
+    FAKE_CALL(2, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
     if (call.fault || !fake_comm_check(c, call, 1)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
     if (c->ready) fake_chance();
     *state = ncclInProgress;
@@ -493,7 +508,8 @@ ncclResult_t ncclCommFinalize(ncclComm_t c) {
 /* An abort takes all with it. */
 static void fake_comm_end(ncclComm_t c, fake_call &call, int aborts) {
     for (size_t i = 0; i < c->factors.size(); i++)
-        if (!aborts && c->factors[i] == c->factors[i]) fake_failed("a reduction operation is left on a communicator that ends: %s", fake_where(call.line).c_str());
+        if (!aborts && c->factors[i] == c->factors[i])
+            fake_failed("a reduction operation is left on a communicator that ends: %s", fake_where(call.line).c_str());
     for (std::pair<void *const, fake_block *> &r : c->registered) {
         if (!aborts) fake_failed("%s is left registered on a communicator that ends: %s", r.second->name.c_str(), fake_where(call.line).c_str());
         r.second->registered--;
@@ -647,7 +663,10 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataTyp
     FAKE_CALL(0, "ncclRedOpCreatePreMulSum(%s)", fake_name(c).c_str());
     const char *p = (const char *)scalar;
     if (call.fault || !fake_comm_check(c, call, 0)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
-    if (residence != ncclScalarHostImmediate || fake_in_arena(scalar)) { fake_failed("only scalars read at once are modelled: %s", fake_where(call.line).c_str()); return ncclInvalidArgument; }
+    if (residence != ncclScalarHostImmediate || fake_in_arena(scalar)) {
+        fake_failed("only scalars read at once are modelled: %s", fake_where(call.line).c_str());
+        return ncclInvalidArgument;
+    }
     c->factors.push_back(dtype == ncclFloat32 ? fake_load<float>(p, 0) : dtype == ncclFloat64 ? (float)fake_load<double>(p, 0)
                          : dtype == ncclFloat16 ? fake_f16::get(p, 0) : dtype == ncclBfloat16 ? fake_bf16::get(p, 0) : (float)fake_load<int8_t>(p, 0));
     *op = (ncclRedOp_t)(ncclNumOps + (int)c->factors.size() - 1);
@@ -658,7 +677,10 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) {
     FAKE_CALL(0, "ncclRedOpDestroy(%s)", fake_name(c).c_str());
     size_t i = (size_t)((int)op - ncclNumOps);
     if (!fake_comm_check(c, call, 0)) return ncclInvalidArgument;
-    if (i >= c->factors.size() || c->factors[i] != c->factors[i]) { fake_failed("no such operation: %s", fake_where(call.line).c_str()); return ncclInvalidArgument; }
+    if (i >= c->factors.size() || c->factors[i] != c->factors[i]) {
+        fake_failed("no such operation: %s", fake_where(call.line).c_str());
+        return ncclInvalidArgument;
+    }
     c->factors[i] = NAN;
     return (ncclResult_t)call.fault;
 }
@@ -674,7 +696,8 @@ static inline void fake_async_error(int device, ncclResult_t error) {
 
 static std::string fake_nccl_left(void) {
     std::string left;
-    for (ncclComm &c : fake_nccl.comms) if (c.live && fake_nccl.generation == fake.generation) left += fake_format("device %d: communicator c%d\n", c.device, c.number);
+    for (ncclComm &c : fake_nccl.comms)
+        if (c.live && fake_nccl.generation == fake.generation) left += fake_format("device %d: communicator c%d\n", c.device, c.number);
     return left;
 }
 

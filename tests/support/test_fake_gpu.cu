@@ -626,7 +626,8 @@ static void collectives_rank(int rank, int size) {
     ncclRedOp_t op;
     float half = 0.5f;
     int n = 0;
-    CHECK(ncclCommCount(c, &n) == ncclSuccess && n == size && ncclCommUserRank(c, &n) == ncclSuccess && n == rank && ncclCommCuDevice(c, &n) == ncclSuccess && n == rank);
+    CHECK(ncclCommCount(c, &n) == ncclSuccess && n == size && ncclCommUserRank(c, &n) == ncclSuccess && n == rank && ncclCommCuDevice(c,
+        &n) == ncclSuccess && n == rank);
     CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, ncclSum, c, s)) == ncclSuccess);
     fake_synchronize(s);
     CHECK(at(b, 0) == 6 && at(b, N - 1) == 6);
@@ -636,11 +637,13 @@ static void collectives_rank(int rank, int size) {
     CHECK(ncclRedOpCreatePreMulSum(&op, &half, ncclFloat32, ncclScalarHostImmediate, c) == ncclSuccess);
     CHECK(settle(c, ncclAllReduce(a, b, N, ncclFloat32, op, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
     CHECK(ncclRedOpDestroy(op, c) == ncclSuccess);
-    CHECK(settle(c, ncclReduce(a, b, N, ncclFloat32, ncclMin, 1, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == (rank == 1 ? 1 : 3));
+    CHECK(settle(c, ncclReduce(a, b, N, ncclFloat32, ncclMin, 1, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b,
+        5) == (rank == 1 ? 1 : 3));
     CHECK(settle(c, ncclBroadcast(a, b, N, ncclFloat32, 2, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess && at(b, 5) == 3);
     CHECK(settle(c, ncclAllGather(a, b, part, ncclFloat32, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess);
     for (int r = 0; r < size; r++) CHECK(at(b, r * N / 4) == (float)(r + 1));
-    CHECK(settle(c, ncclReduceScatter(b, b + (size_t)rank * part, part, ncclFloat32, ncclSum, c, s)) == ncclSuccess && fake_synchronize(s) == cudaSuccess); /* in place */
+    CHECK(settle(c, ncclReduceScatter(b, b + (size_t)rank * part, part, ncclFloat32, ncclSum, c, s)) == ncclSuccess &&
+        fake_synchronize(s) == cudaSuccess); /* in place */
     CHECK(at(b, rank * N / 4) == (float)(3 * (rank + 1)));
     CHECK(settle(c, ncclGroupStart()) == ncclSuccess); /* an exchange of everybody with everybody */
     for (int r = 0; r < size; r++) {
@@ -691,7 +694,8 @@ static void dtypes(void) {
 
 /* Different calls under one number; the kernels would do anything. */
 static void mismatch_rank(int rank, int) {
-    ncclAllReduce(in[rank], out[rank], rank == 1 && fake.seed % 3 == 0 ? N - 1 : N, ncclFloat32, rank == 1 && fake.seed % 3 == 1 ? ncclMax : ncclSum, comms[rank], streams[rank]);
+    ncclAllReduce(in[rank], out[rank], rank == 1 && fake.seed % 3 == 0 ? N - 1 : N, ncclFloat32, rank == 1 && fake.seed % 3 == 1 ? ncclMax
+        : ncclSum, comms[rank], streams[rank]);
     if (rank == 1 && fake.seed % 3 == 2) ncclBroadcast(in[rank], out[rank], 8, ncclFloat32, 0, comms[rank], streams[rank]);
     if (rank == 0 && fake.seed % 3 == 2) ncclAllGather(in[rank], out[rank], 8, ncclFloat32, comms[rank], streams[rank]);
     fake_synchronize(streams[rank]);
@@ -903,7 +907,8 @@ static void captured(void) {
 #define CASE(name) {#name, name}
 int main(void) {
     static const struct { const char *name; void (*run)(void); } cases[] = {
-        CASE(memory_is_checked), CASE(cpu_may_not_touch), CASE(copies_with_the_host), CASE(pinned_memory), CASE(freeing), CASE(without_a_wait), CASE(event_orders), CASE(in_a_process),
+        CASE(memory_is_checked), CASE(cpu_may_not_touch), CASE(copies_with_the_host), CASE(pinned_memory), CASE(freeing), CASE(without_a_wait),
+            CASE(event_orders), CASE(in_a_process),
         CASE(event_never_recorded), CASE(event_recorded_again), CASE(host_orders), CASE(event_is_not_its_stream), CASE(legacy_stream), CASE(no_race),
         CASE(threads_by_themselves), CASE(devices), CASE(loops), CASE(capture), CASE(capture_gone_wrong), CASE(faults), CASE(the_record), CASE(collectives),
         CASE(dtypes), CASE(mismatch), CASE(missing), CASE(ring), CASE(crossed), CASE(buffers), CASE(in_progress), CASE(split), CASE(same_device),

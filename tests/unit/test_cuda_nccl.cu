@@ -38,7 +38,8 @@ static struct {
     program_fn run;
     ddp_cuda_desc desc;
     ddp_order order;
-    int timeout_ms, may_fail, patient, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int timeout_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
 } job;
@@ -67,7 +68,8 @@ static float value(int rank, int round, int i) { return (float)((rank + 1) * (ro
 /* Kernels of the compute stream. */
 static void fill(rank_state *s, float *p, int count, int round) {
     int rank = s->rank;
-    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
+    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count;
+        i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
 }
 static void spoil(rank_state *s, float *p, int count) {
     fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f; });
@@ -76,7 +78,8 @@ static void spoil(rank_state *s, float *p, int count) {
 static float *keep(rank_state *s, const float *p, int count) {
     float *to = s->keep + s->kept * N, *expected = s->expected + s->kept * N;
     s->counts[s->kept++] = count;
-    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to), fake_view(p), (size_t)count * 4); });
+    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to),
+        fake_view(p), (size_t)count * 4); });
     return expected;
 }
 
@@ -85,7 +88,18 @@ static ddp_result look_back(rank_state *s) {
     RANKS_CHECK(s->cpu, fake_memcpy(host, s->keep, (size_t)s->kept * N * 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
     for (int k = 0; k < s->kept; k++)
         for (int i = k * N; i < k * N + s->counts[k]; i++)
-            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N, (double)host[i], (double)s->expected[i]);
+            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N,
+                (double)host[i], (double)s->expected[i]);
+    return DDP_OK;
+}
+
+/* A communicator and a communication stream of the user's, which outlive the group. */
+static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
+    ncclUniqueId id;
+    if (s->rank == 0) ncclGetUniqueId(&id);
+    RANKS_OK(s->cpu, ddp_broadcast(s->cpu, &id, sizeof id, DDP_U8, 0, NULL));
+    RANKS_CHECK(s->cpu, ncclCommInitRank(&desc->comm, s->size, id, s->rank) == ncclSuccess, "no communicator");
+    RANKS_CHECK(s->cpu, fake_stream_create(&desc->comm_stream, 1) == cudaSuccess, "no stream");
     return DDP_OK;
 }
 
@@ -108,13 +122,18 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     fake_record_from_here();
     desc.stream = s->stream;
     desc.order = job.order;
-    if (job.fault && s->rank == 1) fake_fail(NULL, 1, job.fault, 0, job.sticky);
+    if (job.fault && s->rank == 1) fake_fail(job.function, 1, job.fault, 0, job.sticky);
+    if (job.own_comm && make_own(s, &desc) != DDP_OK) return DDP_ERR_ENGINE;
     result = ddp_cuda_group_create(&s->group, world, &desc);
     if (result == DDP_OK) result = job.run(s);
     job.result[s->rank] = result;
     snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
     ddp_group_destroy(s->group);
     if (job.fault && s->rank == 1) fake_fault_fired(1);
+    if (job.own_comm) {
+        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator has gone with the group");
+        fake_stream_destroy(desc.comm_stream);
+    }
     fake_free(s->in);
     fake_free(s->out);
     fake_free(s->keep);
@@ -139,6 +158,7 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     memset(job.result, 0, sizeof job.result);
     result = ddp_launch(&launch, rank_main, NULL);
     fake_host_fence();
+    if (job.mismatch) check(fake_expect("mismatch: collective") > 0, "W=%d: the calls did not differ", size);
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
     check(fake_failures() == 0, "W=%d: the fake has something to say%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
     left = fake_left();
@@ -405,6 +425,27 @@ static ddp_result captured_step(rank_state *s) {
     return look_back(s);
 }
 
+/* A group goes while its work is still on the stream. */
+static ddp_result not_waited_for(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    fill(s, s->in, N, 1);
+    return ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
+}
+
+/* The calling thread may have another device current. */
+static ddp_result from_elsewhere(rank_state *s) {
+    for (int kind = 0; kind < 3; kind++) {
+        fake_set_device(s->rank);
+        fill(s, s->in, N, kind);
+        fake_set_device((s->rank + 1) % s->size);
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, kind == 2 ? DDP_OP_MAX : DDP_OP_SUM, NULL));
+        fake_set_device(s->rank);
+        float *expected = keep(s, s->out, N);
+        for (int i = 0; i < N; i++) expected[i] = kind == 2 ? value(s->size - 1, kind, i) : summed(s->size, kind, i);
+    }
+    return look_back(s);
+}
+
 /* ---- gradients ---- */
 
 #define PARAMS 5
@@ -558,17 +599,28 @@ static ddp_result one_leaves(rank_state *s) {
     return fails(s, line, sizeof line);
 }
 
+/* The last rank counts otherwise: everybody is told both calls. */
+static ddp_result different_calls(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    ddp_all_reduce(s->group, s->in, s->out, s->rank == s->size - 1 ? N - 4 : N, DDP_F32, DDP_OP_SUM, NULL);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "count=600") && strstr(line, "count=596") && ddp_group_status(s->group) == DDP_ERR_MISMATCH, "the line is: %s", line);
+    return DDP_OK;
+}
+
 static void watchdogs(void) {
-    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves};
-    for (int k = 0; k < 4; k++)
+    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves, different_calls};
+    for (int k = 0; k < 5; k++)
         for (int size = 2; size <= MAX_RANKS; size++)
             for (int seed = 0; seed < 4; seed++) {
                 settled = 0;
                 job.timeout_ms = 300 * DDP_TEST_SLOWDOWN;
                 job.patient = 1;
+                job.mismatch = k == 4;
                 run_on(size, (uint64_t)seed, programs[k]);
             }
-    job.timeout_ms = job.patient = 0;
+    job.timeout_ms = job.patient = job.mismatch = 0;
 }
 
 /* A bit of everything. Objects that were made are unmade whatever happens. */
@@ -629,36 +681,44 @@ static ddp_result everything(rank_state *s) {
     return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
 }
 
-/* An error at every single call, once or for good: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
-static void errors_everywhere(void) {
-    int told = 0, silent = 0;
-    std::vector<std::string> seen, slow; /* each call is complained about once */
-    for (int sticky = 0; sticky < 2; sticky++)
-        for (int n = 1, fired = 1; fired && failures < 40; n += DDP_TEST_SLOWDOWN > 1 ? 7 : 1) {
-            job.timeout_ms = 400 * DDP_TEST_SLOWDOWN;
-            job.patient = job.may_fail = 1;
-            job.fault = n;
-            job.sticky = sticky;
-            run_on(2, (uint64_t)n, everything);
-            fired = fake_fault_fired(1);
-            std::string name = fake.fault.text.substr(0, fake.fault.text.find('('));
-            if (!fired) continue;
-            if (job.result[1] == DDP_OK) { silent++; continue; }
-            told++;
-            if (!sticky && !strstr(job.line[1], name.c_str()) && std::find(seen.begin(), seen.end(), name) == seen.end()) {
-                seen.push_back(name);
-                check(0, "call %d, %s, fails, and the line is: %s", n, fake.fault.text.c_str(), job.line[1]);
-            }
-            if (!sticky && strstr(job.line[0], "timed out") && std::find(slow.begin(), slow.end(), name) == slow.end()) {
-                slow.push_back(name);
-                check(0, "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, fake.fault.text.c_str(), job.line[0]);
-            }
-            int poll = name == "cudaEventQuery" || name == "ncclCommGetAsyncError"; /* of the watchdog: rank 0 may have come to the end before */
-            check(poll || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, fake.fault.text.c_str());
-        }
+/* The nth call of function (NULL: of any that does not poll) fails on rank 1, once or for good. 0: there is no such call. */
+static int told, silent;
+static int error_at(const char *function, int n, int sticky) {
+    static std::vector<std::string> seen; /* each call is complained about once */
+    std::string name;
+    const char *call, *line = job.line[1];
+    job.timeout_ms = 400 * DDP_TEST_SLOWDOWN;
+    job.patient = job.may_fail = 1;
+    job.fault = n;
+    job.function = function;
+    job.sticky = sticky;
+    run_on(2, (uint64_t)n, everything);
     job.timeout_ms = job.patient = job.may_fail = job.fault = job.sticky = 0;
+    job.function = NULL;
+    if (!fake_fault_fired(1)) return 0;
+    if (job.result[1] == DDP_OK) { silent++; return 1; }
+    told++;
+    call = fake.fault.text.c_str();
+    name = fake.fault.text.substr(0, fake.fault.text.find('('));
+    if (sticky || std::find(seen.begin(), seen.end(), name) != seen.end()) return 1;
+    if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
+    check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
+    check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
+    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call); /* polls: it may be through */
+    return 1;
+}
+
+/* An error at every single call: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
+static void errors_everywhere(void) {
+    static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
+    int stride = DDP_TEST_SLOWDOWN > 1 ? 7 : 1;
+    for (int sticky = 0; sticky < 2; sticky++) {
+        for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {}
+        for (int k = 0; k < 5; k++)
+            for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {}
+    }
     printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
-    check(told > (DDP_TEST_SLOWDOWN > 1 ? 20 : 100), "%d errors were told", told);
+    check(told > (stride > 1 ? 20 : 100), "%d errors were told", told);
 }
 
 /* ---- the exact calls ---- */
@@ -855,7 +915,7 @@ static const char *only; /* a part of a case's name */
 int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);
-    watchdog_start(100);
+    watchdog_start(150);
     CASE(run_on(2, 0, sequences));
     CASE(both_orders(collectives, 12));
     CASE(run_seeds(several, 16));
@@ -868,6 +928,11 @@ int main(int argc, char **argv) {
     CASE(run_seeds(splits, 8));
     CASE(run_seeds(group_memory, 8));
     CASE(both_orders(captured_step, 8));
+    CASE(run_seeds(not_waited_for, 12));
+    CASE(both_orders(from_elsewhere, 4));
+    job.own_comm = 1;
+    CASE(both_orders(collectives, 4));
+    job.own_comm = 0;
     CASE(reducers());
     CASE(watchdogs());
     CASE(errors_everywhere());
