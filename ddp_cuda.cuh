@@ -2392,11 +2392,15 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     return result;
 }
 
-/* Of a group that is there: when it fails meanwhile, that is the reason. */
-static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
-    ddp_result result = ddp__cuda_vote_on(n->control, mine, who, NULL), status;
+/* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
+static ddp_result ddp__nccl_over_control(ddp__nccl *n, ddp_result result, const char *who) {
+    ddp_result status;
     if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
     return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
+}
+
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
+    return ddp__nccl_over_control(n, ddp__cuda_vote_on(n->control, mine, who, NULL), who);
 }
 
 static void ddp__nccl_delete(ddp__nccl *n) {
@@ -2577,7 +2581,7 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
     result = ddp__nccl_vote(p, result, who);
     if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
-    if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
+    if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
     if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
     n->comm = made;
     n->owns_comm = 1;
