@@ -177,6 +177,7 @@ typedef struct ddp_group_desc {
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
     const ddp_device *device;   /* NULL = the CPU */
+    void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
@@ -236,7 +237,7 @@ typedef struct ddp_reducer_stats {
     size_t bytes_reduced;   /* in the last step, as sent (comm_dtype) */
     size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
     size_t largest_bucket_bytes;
-    double comm_seconds;    /* last step: carrying out the buckets */
+    double comm_seconds;    /* last step: carrying out the buckets; 0, as is overlap, on a backend that enqueues: no host waits for it */
     double wait_seconds;    /* last step: inside ddp_reducer_wait, what compute did not hide */
     double total_comm_seconds, total_wait_seconds;
     double overlap;         /* last step: share of comm_seconds that compute hid, 0 to 1; one rank hides nothing: 0 */
@@ -572,7 +573,7 @@ typedef struct ddp_call {
     ddp_dtype dtype;
     ddp_op op;
     int root;          /* SEND, RECV: the peer; -1 where there is none */
-    int tag;
+    int tag;           /* of a collective: not 0 = the buffers are host memory whatever the device is; blocking */
     const void *send;
     void *recv;
     size_t count;      /* the count argument of the public call */
@@ -582,7 +583,9 @@ typedef struct ddp_call {
 } ddp_call;
 
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
-   Calls of one group come one at a time, except that p2p functions may run beside run. */
+   Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
+   A backend that enqueues only puts work on the device's communication lane. Its calls, messages too, run on the caller, behind what the compute lane
+   holds, and ddp_wait makes that lane wait, not the host. What fails or takes too long later is the backend's to notice: it poisons the group. */
 struct ddp_backend {
     const char *name;
     /* Collective over the world; rank and size are known to the group. */
@@ -602,6 +605,9 @@ struct ddp_backend {
     ddp_result (*status)(const ddp_group *group, void *state);  /* DDP_OK or the first cause; the error line is the bare cause */
     void (*poison)(ddp_group *group, void *state, ddp_result cause, const char *text); /* records the first cause and wakes everybody */
     void (*close)(ddp_group *group, void *state);
+    int enqueues;            /* 1 = run returns once the work is on the communication lane */
+    ddp_order default_order; /* 0 = tree */
+    ddp_result (*batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
 };
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -612,6 +618,9 @@ DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
 DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
+
+/* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
+typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
 
 /* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
 struct ddp_device {
@@ -624,13 +633,41 @@ struct ddp_device {
     void (*add)(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype); /* dst may equal either */
     void (*scale)(void *data, size_t count, ddp_dtype dtype, float factor);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
-    /* Adds the sum of squares of each of rows rows (row_count elements) to *sum, row by row, exactly. */
+    /* Adds the sums of squares of rows rows of row_count elements to *sum, which is this device's memory too: exactly row by row, 4096 elements at a time. */
     void (*sum_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
+    /* What follows is NULL where calls are done when they return, as on the CPU. Elsewhere the functions above go to the lane that the calling
+       thread has entered, and copy is done on return when either side is host memory. */
+    ddp_result (*open)(ddp_group *group, ddp_group *parent, void **state); /* what the device keeps per group; parent: of a split, or NULL */
+    void (*close)(ddp_group *group, void *state);
+    ddp_result (*enter)(ddp_group *group, ddp_lane lane); /* until the thread enters another one; ddp.h returns to the compute lane */
+    ddp_result (*check)(ddp_group *group); /* the first failure of this thread's calls of the functions that return nothing, or DDP_OK */
+    ddp_result (*event_create)(ddp_group *group, void **event);
+    void (*event_destroy)(ddp_group *group, void *event);
+    ddp_result (*event_record)(ddp_group *group, ddp_lane lane, void *event); /* marks what the lane holds now; marks anew */
+    ddp_result (*event_wait)(ddp_group *group, ddp_lane lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
+    ddp_result (*event_test)(ddp_group *group, void *event, int *done);
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group);
+DDPDEF void *ddp_group_device_state(const ddp_group *group); /* from open; NULL without one */
+DDPDEF int ddp_group_device_index(const ddp_group *group);   /* what ddp_launch_desc.devices gives this rank; -1 = nothing */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
+DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
+DDPDEF const char *ddp_group_name(const ddp_group *group);
+DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
+DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
+
+/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, backend_user, device, order, name,
+   timeout_ms; 0 = as control (order: the backend's). The rest is control's. Collective. set_local: which ranks share a machine, after a split. */
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
+DDPDEF void *ddp_group_backend_user(const ddp_group *group);
+DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
+
+/* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
@@ -643,8 +680,8 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes);
 DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
 
-/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread: blocking calls made inside run in
-   place. How the reducer, and layers like it, put a sequence of calls behind compute. */
+/* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread and lane: blocking calls made inside run in
+   place. How the reducer, and layers like it, put a sequence of calls behind compute. A backend that enqueues runs fn on the caller, at once. */
 typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
 
@@ -712,6 +749,7 @@ extern "C" {
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
 #define DDP__LINE 128        /* two cache lines: neighbours are prefetched in pairs */
+#define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
 #define DDP__ALIGN 64
 #define DDP__SKEW 69632      /* added between ranks' buffers: powers of two apart, they evict each other (cache way prediction) */
 #define DDP__WORLDS_MAX 64   /* worlds that one job can create, one after the other */
@@ -748,42 +786,34 @@ typedef struct ddp__job {
 
 /* A rank's announcement of its next collective: fingerprint, where its buffers are, and up to 24 bytes of data. One cache line. */
 typedef struct ddp__post {
-    uint64_t seq;        /* stored last: the rest is valid once it is there */
+    DDP__OWN_LINE uint64_t seq; /* stored last: the rest is valid once it is there */
     uint64_t count;
     uint64_t signature;  /* kind, dtype, op, root */
     uint64_t send, recv; /* heap offset + 1, or a pointer when ranks are threads; 0 = private memory */
     unsigned char data[24];
-    unsigned char pad[DDP__LINE - 64];
 } ddp__post;
 
 typedef struct ddp__sleeper {
-    uint32_t word;       /* futex */
+    DDP__OWN_LINE uint32_t word; /* futex */
     uint32_t sleeping;
-    int32_t waits_for;   /* rank, or -1 for any event */
-    unsigned char pad[DDP__LINE - 12];
+    int32_t waits_for;           /* rank, or -1 for any event */
 } ddp__sleeper;
 
 typedef struct ddp__rank_line {
-    uint64_t filled;     /* rounds whose slot this rank has filled */
-    unsigned char pad0[DDP__LINE - 8];
-    uint64_t passed;     /* rounds in which this rank is done with everybody's slots */
-    unsigned char pad1[DDP__LINE - 8];
+    DDP__OWN_LINE uint64_t filled; /* rounds whose slot this rank has filled */
+    DDP__OWN_LINE uint64_t passed; /* rounds in which this rank is done with everybody's slots */
     ddp__sleeper collective, p2p;
-    uint32_t left;       /* 1: destroyed its handle */
-    uint32_t reaching;   /* of its threads, those that are inside other ranks' buffers */
-    uint64_t probe;      /* where in this rank's process peers may try to read, and what is there: the pid may be another process to them */
-    uint64_t probe_word;
-    unsigned char pad2[DDP__LINE - 24];
+    DDP__OWN_LINE uint32_t left;   /* 1: destroyed its handle */
+    uint32_t reaching;             /* of its threads, those that are inside other ranks' buffers */
+    uint64_t probe, probe_word;    /* where in this rank's process peers may try to read, and what is there: the pid may be another process to them */
 } ddp__rank_line;
 
 typedef struct ddp__control {
-    uint32_t sleepers;          /* how many ranks sleep in a collective; read after every announcement */
-    unsigned char pad0[DDP__LINE - 4];
-    uint32_t poison;            /* 0 healthy, 1 being written, 2 failed */
+    DDP__OWN_LINE uint32_t sleepers; /* how many ranks sleep in a collective; read after every announcement */
+    DDP__OWN_LINE uint32_t poison;   /* 0 healthy, 1 being written, 2 failed */
     int32_t poison_code;
     char poison_text[DDP__TEXT_MAX];
-    uint32_t closed;            /* handles destroyed; the last one gives the memory back */
-    unsigned char pad1[DDP__LINE - 8];
+    uint32_t closed;                 /* handles destroyed; the last one gives the memory back */
 } ddp__control;
 
 /* --- private to one rank --- */
@@ -822,11 +852,13 @@ typedef struct ddp__op {
     void *request;               /* of a send or receive, once started */
     int polling;                 /* a thread is inside the backend's p2p_poll */
     int done;
+    int ordered;                 /* event marks, first, what was before it on the compute lane, then its end on the communication lane */
     ddp_result result;
     uint64_t ticket;
     struct ddp__op *next;
     /* what follows outlives a reuse of the handle */
     struct ddp__op *older;       /* of all handles of the group */
+    void *event;                 /* the device's, where it has lanes */
     char text[DDP__TEXT_MAX];    /* its error line */
     size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
@@ -837,7 +869,8 @@ struct ddp_group {
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
     const ddp_device *device;
-    void *state;                 /* the backend's */
+    void *state, *device_state;  /* the backend's; the device's */
+    int device_index;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
     int in_batch;
@@ -846,6 +879,7 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, stopping, running;
+    int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops;
     ddp__op *p2p;                /* asynchronous sends and receives not yet done */
@@ -873,6 +907,10 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
+/* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
+#define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
+#define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
+
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
 #define DDP_X(name, value, text) case name: return #name;
@@ -882,7 +920,7 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-static const char *ddp__call_name(ddp_call_kind kind) {
+DDPDEF const char *ddp_call_name(ddp_call_kind kind) {
     static const char *const names[] = {"ddp_all_reduce", "ddp_reduce", "ddp_broadcast", "ddp_all_gather", "ddp_reduce_scatter",
                                         "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
                                         "ddp_barrier", "ddp_send", "ddp_recv"};
@@ -906,11 +944,11 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER /* by its own name */ };
 
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free"};
-    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_FREE ? names[call->tag - 1] : ddp__call_name(call->kind);
+    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue"};
+    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_TASK ? names[call->tag - 1] : ddp_call_name(call->kind);
 }
 
 /* "ddp_all_reduce f32 count=10 sum": what ranks compare of a collective, in words. */
@@ -922,22 +960,22 @@ static void ddp__describe(char *out, size_t size, const ddp_call *call) {
     if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
     if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
     else if (call->tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
-    else if (call->tag || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
+    else if (call->tag == DDP__FOR_SPLIT || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
     else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call->dtype), count, op, root);
 }
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
 static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, ddp_result result, const char *cause) {
     char dtype[80] = "";
-    if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp__call_name(call->kind))
+    if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
     return ddp_fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
                      (unsigned long long)call->seq, dtype, cause);
 }
 
-/* A notice for the user's log: nothing failed, but something is not as fast as it could be. */
-static void ddp__log(const ddp_group *group, const char *text) {
+/* Nothing failed, but something is not as fast as it could be. */
+DDPDEF void ddp_group_log(const ddp_group *group, const char *text) {
     char line[DDP__TEXT_MAX];
     if (!group->desc.log_fn) return;
     snprintf(line, sizeof line, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, text);
@@ -951,21 +989,15 @@ static void ddp__free_default(void *memory, void *user) { (void)user; free(memor
 
 /* The allocator's pointer lies just below the aligned one. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
-    unsigned char *raw, *aligned;
     size_t extra = DDP__ALIGN + sizeof(void *);
-    if (size_bytes > SIZE_MAX - extra) return NULL;
-    raw = (unsigned char *)alloc_fn(size_bytes + extra, user);
-    if (!raw) return NULL;
-    aligned = (unsigned char *)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
-    memcpy(aligned - sizeof raw, &raw, sizeof raw);
-    return aligned;
+    void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
+    void **aligned = (void **)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
+    if (raw) aligned[-1] = raw;
+    return raw ? aligned : NULL;
 }
 
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
-    unsigned char *raw;
-    if (!memory) return;
-    memcpy(&raw, (unsigned char *)memory - sizeof raw, sizeof raw);
-    free_fn(raw, user);
+    if (memory) free_fn(((void **)memory)[-1], user);
 }
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
@@ -983,15 +1015,11 @@ static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
     return memory;
 }
 
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) {
-    static const unsigned char sizes[] = {0, 4, 8, 2, 2, 1, 1, 4, 8, 8};
-    return (unsigned)dtype < sizeof sizes ? sizes[dtype] : 0;
-}
-
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) {
-    static const char *const names[] = {"default", "f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "u64"};
-    return (unsigned)dtype < sizeof names / sizeof names[0] ? names[dtype] : "unknown dtype";
-}
+static const struct { const char *name; size_t size; } ddp__dtypes[] = { /* by ddp_dtype; the last is any other value */
+    {"default", 0}, {"f32", 4}, {"f64", 8}, {"f16", 2}, {"bf16", 2}, {"i8", 1}, {"u8", 1}, {"i32", 4}, {"i64", 8}, {"u64", 8}, {"unknown dtype", 0}};
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].size; }
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype) { return ddp__dtypes[(unsigned)dtype <= DDP_U64 ? dtype : DDP_U64 + 1].name; }
+static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == DDP_BF16; }
 
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
@@ -1011,11 +1039,9 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 
 //== reduction kernels ============================================================================ >>impl-reduce
 
-/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits
-   depend on the number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and
-   then adds, so a fused multiply-add cannot appear either.
-   Loops are written for compilers that vectorise only fixed trip counts at -O2: an inner loop of DDP__LANES elements, then the tail. */
-#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
+/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits depend on the
+   number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and then adds, so a
+   fused multiply-add cannot appear either. */
 #define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
@@ -1029,35 +1055,22 @@ enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop full of sanitizer checks may stay scalar */
 #define DDP__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define DDP__INDEPENDENT _Pragma("GCC ivdep")
 #else
-#define DDP__INDEPENDENT
+#define DDP__INDEPENDENT _Pragma("GCC ivdep")
 #endif
-
-/* User memory of any declared type and any alignment. */
-#if defined(__GNUC__)
-#define DDP__ANY __attribute__((may_alias, aligned(1)))
 #define DDP__ALIGNED64 __attribute__((aligned(64)))
 #define DDP__FORCED_INLINE static inline __attribute__((always_inline))
-#define DDP__NO_MEMCPY __asm__ __volatile__("" : : : "memory") /* keeps a loop of copies a loop */
-#else
-#define DDP__NO_MEMCPY (void)0
-#define DDP__ANY
-#define DDP__ALIGNED64
-#define DDP__FORCED_INLINE static inline
-#endif
-typedef float DDP__ANY ddp__any_f32;
-typedef double DDP__ANY ddp__any_f64;
-typedef int8_t DDP__ANY ddp__any_i8;
-typedef uint8_t DDP__ANY ddp__any_u8;
-typedef uint16_t DDP__ANY ddp__any_u16;
-typedef int32_t DDP__ANY ddp__any_i32;
-typedef uint32_t DDP__ANY ddp__any_u32;
-typedef int64_t DDP__ANY ddp__any_i64;
-typedef uint64_t DDP__ANY ddp__any_u64;
+#define DDP__MEMORY_BARRIER __asm__ __volatile__("" : : : "memory") /* for the compiler alone */
 
-/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn. Several runs: count is a multiple of DDP__LANES. */
+/* User memory of any declared type and any alignment. */
+#define DDP__ANY(type, suffix) typedef type __attribute__((may_alias, aligned(1))) ddp__any_##suffix;
+DDP__ANY(float, f32) DDP__ANY(double, f64) DDP__ANY(int8_t, i8) DDP__ANY(uint8_t, u8) DDP__ANY(uint16_t, u16) DDP__ANY(int32_t, i32)
+DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
+#undef DDP__ANY
+
+/* for i in 0..count * runs: statement, DDP__LANES at a time, of each run in turn: compilers that vectorise only fixed trip counts at -O2 see those. Several
+   runs: count is a multiple of DDP__LANES. */
+#define DDP__LANES 64 /* gcc -O3 unrolls trips up to 16 before it vectorises, and forgets that they are independent */
 #define DDP__FOR_EACH_RUN(count, runs, statement)                                              \
     do {                                                                                       \
         size_t at_ = 0;                                                                        \
@@ -1120,31 +1133,17 @@ static float ddp__f64_to_f32_odd(double value) {
     return ddp__f32_from_bits(bits | 1);
 }
 
-static void ddp__load_f16(float *DDP__RESTRICT out, const void *data, size_t count) {
-    const ddp__any_u16 *in = (const ddp__any_u16 *)data;
-#if defined(DDP__HAVE_F16C)
-    for (; count >= 8; count -= 8, in += 8, out += 8)
-        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)in)));
-#endif
-    DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(in[i]));
-}
-
-static void ddp__store_f16(void *data, const float *DDP__RESTRICT in, size_t count) {
-    ddp__any_u16 *out = (ddp__any_u16 *)data;
-#if defined(DDP__HAVE_F16C)
-    for (; count >= 8; count -= 8, in += 8, out += 8)
-        _mm_storeu_si128((__m128i *)(void *)out, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    DDP__FOR_EACH(count, out[i] = ddp__f32_to_f16(in[i]));
-}
-
 #define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
 
 /* Converts up to a block between any float type and f32. odd: an f64 is rounded to odd, for a second rounding to 16 bits. */
 static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype dtype, size_t count, int odd) {
     const ddp__any_u16 *half = (const ddp__any_u16 *)data;
     const ddp__any_f64 *wide = (const ddp__any_f64 *)data;
-    if (dtype == DDP_F16) ddp__load_f16(out, data, count);
+#if defined(DDP__HAVE_F16C)
+    for (; dtype == DDP_F16 && count >= 8; count -= 8, half += 8, out += 8)
+        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)half)));
+#endif
+    if (dtype == DDP_F16) DDP__FOR_EACH(count, out[i] = ddp__f16_to_f32(half[i]));
     else if (dtype == DDP_BF16) DDP__FOR_EACH(count, out[i] = ddp__bf16_to_f32(half[i]));
     else if (dtype == DDP_F32) memcpy(out, data, count * sizeof *out);
     else if (odd) for (size_t i = 0; i < count; i++) out[i] = ddp__f64_to_f32_odd(wide[i]);
@@ -1154,7 +1153,11 @@ static void ddp__load_f32(float *DDP__RESTRICT out, const void *data, ddp_dtype 
 static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRICT in, size_t count) {
     ddp__any_u16 *half = (ddp__any_u16 *)data;
     ddp__any_f64 *wide = (ddp__any_f64 *)data;
-    if (dtype == DDP_F16) ddp__store_f16(data, in, count);
+#if defined(DDP__HAVE_F16C)
+    for (; dtype == DDP_F16 && count >= 8; count -= 8, in += 8, half += 8)
+        _mm_storeu_si128((__m128i *)(void *)half, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    if (dtype == DDP_F16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_f16(in[i]));
     else if (dtype == DDP_BF16) DDP__FOR_EACH(count, half[i] = ddp__f32_to_bf16(in[i]));
     else if (dtype == DDP_F32) memcpy(data, in, count * sizeof *in);
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
@@ -1164,14 +1167,12 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
    types of equal size. */
 static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype), n;
+    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    if (dst_dtype == src_dtype) {
-        if (count && dst != src) memcpy(dst, src, count * dst_size);
-        return;
-    }
-    for (; count; in += n * src_size, out += n * dst_size, count -= n) {
+    if (dst_dtype == src_dtype && count && dst != src) memcpy(dst, src, count * dst_size);
+    if (dst_dtype == src_dtype) return;
+    for (size_t n; count; in += n * src_size, out += n * dst_size, count -= n) {
         n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
         ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
         ddp__store_f32(out, dst_dtype, block, n);
@@ -1180,15 +1181,34 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
 
 //== division ===================================================================================== >>impl-divide
 
-/* x / divisor rounded once. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
-#define DDP__DIVIDE_FN(type, suffix)                                                              \
-    static void ddp__divide_##suffix(ddp__any_##suffix *data, size_t count, uint64_t divisor) {   \
-        type d = (type)divisor, r = (type)1 / d;                                                  \
-        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, data[i] = data[i] / d);                 \
-        else DDP__FOR_EACH(count, data[i] = data[i] * r);                                         \
+/* x / divisor * factor, rounded once: one of the two is 1. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
+#define DDP__SCALE_FN(type, suffix)                                                                          \
+    static void ddp__scale_##suffix(ddp__any_##suffix *x, size_t count, uint64_t divisor, type factor) {     \
+        type d = (type)divisor, r = factor / d;                                                              \
+        if (divisor & (divisor - 1)) DDP__FOR_EACH(count, x[i] = x[i] / d);                                  \
+        else DDP__FOR_EACH(count, x[i] = x[i] * r);                                                          \
     }
-DDP__DIVIDE_FN(float, f32) DDP__DIVIDE_FN(double, f64)
-#undef DDP__DIVIDE_FN
+DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
+#undef DDP__SCALE_FN
+
+/* 0 for integers, which stay as they are. f16 and bf16 go by way of f32. */
+static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
+    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
+    unsigned char *at = (unsigned char *)data;
+    if (dtype == DDP_F32) ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
+    else if (dtype == DDP_F64) ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
+    else if (!ddp__is_half(dtype)) return 0;
+    else
+        for (size_t n; count; at += 2 * n, count -= n) {
+            n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
+            ddp__load_f32(block, at, dtype, n, 0);
+            ddp__scale_f32(block, n, divisor, factor);
+            ddp__store_f32(at, dtype, block, n);
+        }
+    return 1;
+}
+
+static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) { ddp__scale_floats(data, count, dtype, 1, factor); }
 
 /* Truncates towards zero; right for any divisor, also one that the signed type cannot hold. */
 DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
@@ -1197,47 +1217,17 @@ DDP__FORCED_INLINE int64_t ddp__divide_signed(int64_t value, uint64_t divisor) {
     return (int64_t)(value < 0 ? UINT64_C(0) - quotient : quotient);
 }
 
-/* Divides elements of one of the types that add (not f16, bf16). */
-static void ddp__divide_block(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    if (dtype == DDP_F32) ddp__divide_f32((ddp__any_f32 *)data, count, divisor);
-    else if (dtype == DDP_F64) ddp__divide_f64((ddp__any_f64 *)data, count, divisor);
-    else
-        for (size_t i = 0; i < count; i++) {
-            if (dtype == DDP_I8) ((int8_t *)data)[i] = (int8_t)ddp__divide_signed(((int8_t *)data)[i], divisor);
-            else if (dtype == DDP_U8) ((uint8_t *)data)[i] = (uint8_t)(((uint8_t *)data)[i] / divisor);
-            else if (dtype == DDP_I32) ((ddp__any_i32 *)data)[i] = (int32_t)ddp__divide_signed(((ddp__any_i32 *)data)[i], divisor);
-            else if (dtype == DDP_I64) ((ddp__any_i64 *)data)[i] = ddp__divide_signed(((ddp__any_i64 *)data)[i], divisor);
-            else ((ddp__any_u64 *)data)[i] /= divisor;
-        }
-}
-
-/* x / divisor * factor of f16 or bf16, by way of f32. One of the two is 1, which changes no bit. */
-static void ddp__scale_half(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
-    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    unsigned char *at = (unsigned char *)data;
-    for (size_t n; count; at += 2 * n, count -= n) {
-        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
-        ddp__load_f32(block, at, dtype, n, 0);
-        ddp__divide_f32(block, n, divisor);
-        DDP__FOR_EACH(n, block[i] *= factor);
-        ddp__store_f32(at, dtype, block, n);
-    }
-}
-
 /* In place, as AVG does after its last addition. A divisor of 0 counts as 1. */
 static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
-    if (divisor <= 1) return;
-    if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, divisor, 1.0f);
-    else ddp__divide_block(data, count, dtype, divisor);
-}
-
-/* Floats in place; integers stay as they are. */
-static void ddp__scale(void *data, size_t count, ddp_dtype dtype, float factor) {
-    ddp__any_f32 *f32 = (ddp__any_f32 *)data;
-    ddp__any_f64 *f64 = (ddp__any_f64 *)data;
-    if (dtype == DDP_F32) DDP__FOR_EACH(count, f32[i] *= factor);
-    else if (dtype == DDP_F64) DDP__FOR_EACH(count, f64[i] *= (double)factor);
-    else if (dtype == DDP_F16 || dtype == DDP_BF16) ddp__scale_half(data, count, dtype, 1, factor);
+    if (divisor <= 1 || ddp__scale_floats(data, count, dtype, divisor, 1.0f)) return;
+#define DDP__DIVIDE(type, x) (x)[i] = (type)ddp__divide_signed((int64_t)(x)[i], divisor)
+    for (size_t i = 0; i < count; i++)
+        if (dtype == DDP_I8) DDP__DIVIDE(int8_t, (int8_t *)data);
+        else if (dtype == DDP_U8) DDP__DIVIDE(uint8_t, (uint8_t *)data);
+        else if (dtype == DDP_I32) DDP__DIVIDE(int32_t, (ddp__any_i32 *)data);
+        else if (dtype == DDP_I64) DDP__DIVIDE(int64_t, (ddp__any_i64 *)data);
+        else ((ddp__any_u64 *)data)[i] /= divisor;
+#undef DDP__DIVIDE
 }
 
 //== reducing ======================================================================================= >>impl-tree
@@ -1377,9 +1367,9 @@ static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 128 * 64;
     for (size_t at = 0; at < half; at += 64) {
         memcpy(out + at, in + at, 64);
-        DDP__NO_MEMCPY;
+        DDP__MEMORY_BARRIER; /* a loop, not one memcpy */
         memcpy(out + half + at, in + half + at, 64);
-        DDP__NO_MEMCPY;
+        DDP__MEMORY_BARRIER;
     }
     memcpy(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
 }
@@ -1468,7 +1458,7 @@ static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *cons
             if (head && head % size == 0 && head / size < n) n = head / size;
         }
         ddp__reduce_block(level, src, src_count, first, n, dtype, &merge);
-        if (divisor > 1) ddp__divide_block(level[0], n, half ? DDP_F32 : dtype, divisor);
+        ddp__divide(level[0], n, half ? DDP_F32 : dtype, divisor);
         if (half) ddp__store_f32(level[1], dtype, (const float *)(const void *)level[0], n);
         for (int k = 0; k < dst_count; k++) {
             unsigned char *out = (unsigned char *)dst[k] + first * size;
@@ -1531,6 +1521,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
 enum { DDP__EXACT_DIGITS = 68, DDP__EXACT_NAN = 68, DDP__EXACT_PLUS = 69, DDP__EXACT_MINUS = 70, DDP__EXACT_BOUND = 71 };
 #define DDP__EXACT_BOUND_MAX (INT64_C(1) << 16)
 #define DDP__EXACT_LANES 32
+#define DDP__EXACT_PIECE ((size_t)4096) /* elements of a row that are added in f64; a multiple of 64 */
 
 /* Carries, so that every digit but the last lies in [0, 2^32); the last one keeps the sign. */
 static void ddp__exact_normalise(ddp_exact_sum *sum) {
@@ -1627,9 +1618,7 @@ static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) 
 static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
     double DDP__ALIGNED64 square[2 * DDP__EXACT_LANES];
     for (int e = 0; e < 2 * DDP__EXACT_LANES; e++) square[e] = x[e] * x[e];
-#if defined(__GNUC__)
     __asm__ __volatile__("" : : "r"(square) : "memory");
-#endif
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
@@ -1646,7 +1635,7 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
         size_t n = count < step ? count : step;
         const void *x = at;
         if (n < step) memset(&block, 0, sizeof block);
-        if (dtype == DDP_F16 || dtype == DDP_BF16) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
+        if (ddp__is_half(dtype)) { ddp__load_f32(block.f32, at, dtype, n, 0); x = &block; }
         else if (n < step) { memcpy(&block, at, n * size); x = &block; }
         if (dtype == DDP_F64) ddp__squares_f64(lane, (const ddp__any_f64 *)x);
         else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
@@ -1657,20 +1646,22 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
     return lane[0];
 }
 
-/* Adds the sum of squares of each row of row_count elements, row by row exactly: however the rows are shared out among ranks, merging
-   gives the same sum. data is of a float type. */
+/* Adds the sum of squares of each row of row_count elements, exactly row by row, and piece by piece of longer rows, which leaves a GPU something to
+   share out: however the rows lie on ranks, merging gives the same sum. data is of a float type. */
 static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     const unsigned char *at = (const unsigned char *)data;
-    size_t row_bytes = row_count * ddp_dtype_size(dtype);
+    size_t size = ddp_dtype_size(dtype);
     float DDP__ALIGNED64 block[64];
     if (row_count == 1 && dtype != DDP_F64) /* biases and the like */
-        for (size_t n; rows; at += n * row_bytes, rows -= n) {
+        for (size_t n; rows; at += n * size, rows -= n) {
             n = rows < 64 ? rows : 64;
             ddp__load_f32(block, at, dtype, n, 0);
             for (size_t i = 0; i < n; i++) ddp_exact_sum_add(sum, (double)block[i] * (double)block[i]);
         }
-    else if (row_count)
-        for (; rows; at += row_bytes, rows--) ddp_exact_sum_add(sum, ddp__row_squares(at, row_count, dtype));
+    else
+        for (size_t n; rows; rows--)
+            for (size_t left = row_count; left; at += n * size, left -= n)
+                ddp_exact_sum_add(sum, ddp__row_squares(at, n = left < DDP__EXACT_PIECE ? left : DDP__EXACT_PIECE, dtype));
 }
 
 //== the CPU as a device ============================================================================== >>impl-device
@@ -1690,7 +1681,8 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
-                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares};
+                                   ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+                                   NULL, NULL};
     return &cpu;
 }
 
@@ -1716,8 +1708,7 @@ static int ddp__heap_file(const char **folder) {
         char path[64];
         if (i == 0 && (statvfs(folders[i], &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30)) continue;
         snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
-        fd = mkstemp(path);
-        if (fd < 0) continue;
+        if ((fd = mkstemp(path)) < 0) continue;
         unlink(path);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         *folder = folders[i];
@@ -1725,51 +1716,28 @@ static int ddp__heap_file(const char **folder) {
     return fd;
 }
 
-static void ddp__mapping_drop(ddp__mapping **link) {
-    ddp__mapping *m = *link;
-    *link = m->next;
-    munmap(m->memory, m->size);
-    free(m);
-}
-
-static void ddp__heap_release(ddp__heap *heap) {
-    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
-    while (heap->mappings) ddp__mapping_drop(&heap->mappings);
-    close(heap->fd);
-    pthread_mutex_destroy(&heap->lock);
-    free(heap);
-}
-
-static ddp__heap *ddp__heap_retain(ddp__heap *heap) {
-    ddp__fetch_add(&heap->references, 1);
-    return heap;
-}
-
 /* Reserves address space aligned for huge pages, then places the file range in it. */
 static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
-    size_t extra = size >= DDP__HUGE ? DDP__HUGE : 0;
-    unsigned char *space = (unsigned char *)mmap(NULL, size + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    unsigned char *start;
+    unsigned char *space = (unsigned char *)mmap(NULL, size + DDP__HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *start = (unsigned char *)ddp__round_up((uintptr_t)space, DDP__HUGE);
     if (space == (unsigned char *)MAP_FAILED) return NULL;
-    start = extra ? (unsigned char *)(((uintptr_t)space + DDP__HUGE - 1) / DDP__HUGE * DDP__HUGE) : space;
     if (mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
-        munmap(space, size + extra);
+        munmap(space, size + DDP__HUGE);
         return NULL;
     }
     if (start > space) munmap(space, (size_t)(start - space));
-    if (space + extra > start) munmap(start + size, (size_t)(space + extra - start));
+    munmap(start + size, (size_t)(space + DDP__HUGE - start));
 #ifdef MADV_HUGEPAGE
-    if (extra) madvise(start, size, MADV_HUGEPAGE);
+    if (size >= DDP__HUGE) madvise(start, size, MADV_HUGEPAGE);
 #endif
     return start;
 }
 
-/* Maps [offset, offset + size); threads of one process get one common mapping, counted. */
+/* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     ddp__mapping *m;
     pthread_mutex_lock(&heap->lock);
-    for (m = heap->mappings; m; m = m->next)
-        if (m->offset == offset && m->size == size) break;
+    for (m = heap->mappings; m && m->offset != offset;) m = m->next;
     if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
         m->offset = offset;
         m->size = size;
@@ -1787,8 +1755,21 @@ static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
     ddp__mapping **link = &heap->mappings;
     pthread_mutex_lock(&heap->lock);
     while (*link && (*link)->memory != memory) link = &(*link)->next;
-    if (*link && --(*link)->references == 0) ddp__mapping_drop(link);
+    ddp__mapping *m = *link;
+    if (m && --m->references == 0) {
+        *link = m->next;
+        munmap(m->memory, m->size);
+        free(m);
+    }
     pthread_mutex_unlock(&heap->lock);
+}
+
+static void ddp__heap_release(ddp__heap *heap) {
+    if (__atomic_sub_fetch(&heap->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    ddp__heap_unmap(heap, heap->job); /* the last: whoever maps holds a reference */
+    close(heap->fd);
+    pthread_mutex_destroy(&heap->lock);
+    free(heap);
 }
 
 /* Takes a range of the file; 0 when it is full. A request that does not fit takes nothing. */
@@ -1862,7 +1843,6 @@ static int ddp__cpu_is_amd(void) {
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
-    ddp__heap *heap;
     ddp__cpus cpus;
     const char *folder;
     int fd = ddp__heap_file(&folder);
@@ -1875,7 +1855,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
                          (unsigned long long)limit.rlim_cur);
     }
-    heap = ddp__heap_wrap(fd, threads);
+    ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
     heap->job->world_size = (uint32_t)world_size;
@@ -1890,21 +1870,17 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 //== life and death of ranks ============================================================================ >>impl-life
 
-/* Start time (field 22) and state (field 3) of a process; 0 when it is gone. */
-static uint64_t ddp__process_start_time(int pid, char *state) {
-    char path[32], line[512], *p;
-    int fd, fields = 2;
-    ssize_t n;
+/* Start time (field 22) of a process; 0 when it is gone, also as a zombie (state Z or X, field 3). */
+static uint64_t ddp__process_start_time(int pid) {
+    char path[32], line[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC), fields = 2;
     if (fd < 0) return 0;
-    n = read(fd, line, sizeof line - 1);
+    ssize_t n = read(fd, line, sizeof line - 1);
     close(fd);
-    if (n <= 0) return 0;
-    line[n] = 0;
-    p = strrchr(line, ')'); /* the name may hold anything */
-    if (!p || !p[1] || !p[2]) return 0;
-    *state = p[2];
+    line[n > 0 ? n : 0] = 0;
+    char *p = strrchr(line, ')'); /* the name may hold anything */
+    if (!p || !p[1] || strchr("ZX", p[2])) return 0;
     for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
     return strtoull(p, NULL, 10);
 }
@@ -1912,30 +1888,27 @@ static uint64_t ddp__process_start_time(int pid, char *state) {
 /* Notes that process pid is rank `rank` of the job. */
 static void ddp__rank_enter(ddp__heap *heap, int rank, int pid) {
     ddp__job_rank *me = &heap->job->rank[rank];
-    char state = '?';
     me->pid = (int32_t)pid;
-    me->start_time = ddp__process_start_time(me->pid, &state);
+    me->start_time = ddp__process_start_time(pid);
     ddp__store(&me->state, (uint32_t)DDP__RANK_ALIVE);
 }
 
-/* 1 when the rank can answer no more, with the reason in words. */
-static int ddp__rank_gone(ddp__heap *heap, int rank, char *text, size_t size) {
+/* 1 when the rank can answer no more, with the reason in words, in which its number is `number`. */
+static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, size_t size) {
     ddp__job_rank *r = &heap->job->rank[rank];
     uint32_t state = ddp__load(&r->state);
-    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", rank, r->pid, r->signal_number);
-    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", rank, r->pid, r->exit_status);
+    if (state == DDP__RANK_LOST && r->signal_number) snprintf(text, size, "rank %d (pid %d) was killed by signal %d", number, r->pid, r->signal_number);
+    else if (state == DDP__RANK_LOST) snprintf(text, size, "rank %d (pid %d) exited with status %d", number, r->pid, r->exit_status);
     else if (state == DDP__RANK_LEFT && r->result)
-        snprintf(text, size, "rank %d (pid %d) returned %s", rank, r->pid, ddp_result_name((ddp_result)r->result));
-    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", rank, r->pid);
+        snprintf(text, size, "rank %d (pid %d) returned %s", number, r->pid, ddp_result_name((ddp_result)r->result));
+    else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
-        char s = '?';
-        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads) return 0;
+        if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads || r->pid == 0 /* of another pid namespace */) return 0;
         if (kill(r->pid, 0) == 0 || errno != ESRCH) {
-            uint64_t start = ddp__process_start_time(r->pid, &s);
-            if (start == 0 && access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
-            if (start == r->start_time && s != 'Z' && s != 'X') return 0;
+            uint64_t start = ddp__process_start_time(r->pid);
+            if (start ? start == r->start_time : access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
         }
-        snprintf(text, size, "rank %d: pid %d is gone", rank, r->pid);
+        snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
     return 1;
 }
@@ -1963,8 +1936,7 @@ typedef struct ddp__local {
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
-    void *memory;
-    uint64_t offset;
+    uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
     ddp__rank_line *line;
@@ -1977,8 +1949,7 @@ typedef struct ddp__local {
     ddp__route route[DDP__ROUTES][16];
     uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
     pthread_mutex_t p2p_lock;
-    ddp__request *requests;          /* unfinished sends and receives, in the order issued */
-    ddp__request **requests_end, *free_requests;
+    ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     uint64_t probe_word;             /* of this rank and no other process */
     int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
@@ -2073,19 +2044,10 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
-    char cause[128];
-    if (ddp__rank_gone(l->heap, l->member[rank], cause, sizeof cause)) {
-        const char *who = strstr(cause, " ("); /* the job's rank number is replaced by this group's */
-        if (!who) who = strchr(cause, ':');
-        if (l->member[rank] == rank || !who) snprintf(text, size, "%s", cause);
-        else snprintf(text, size, "rank %d%s", rank, who);
-        return 1;
-    }
-    if (ddp__load(&l->line[rank].left)) {
-        snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
-        return 1;
-    }
-    return 0;
+    if (ddp__rank_gone(l->heap, l->member[rank], rank, text, size)) return 1;
+    if (!ddp__load(&l->line[rank].left)) return 0;
+    snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
+    return 1;
 }
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
@@ -2969,21 +2931,17 @@ enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
-    uint32_t state;      /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
+    DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
     int32_t tag, how;
     uint32_t dtype;
     uint64_t count, order, address;
-    unsigned char pad[DDP__LINE - 40];
-    unsigned char data[DDP__INLINE];
+    DDP__OWN_LINE unsigned char data[DDP__INLINE];
 } ddp__message;
 
 struct ddp__channel {
-    uint32_t active;     /* message being staged + 1; the receiver's */
-    unsigned char pad0[DDP__LINE - 4];
-    uint64_t filled;     /* chunks, ever */
-    unsigned char pad1[DDP__LINE - 8];
-    uint64_t drained;
-    unsigned char pad2[DDP__LINE - 8];
+    DDP__OWN_LINE uint32_t active; /* 1 = a message is being staged; the receiver's */
+    DDP__OWN_LINE uint64_t filled; /* chunks, ever */
+    DDP__OWN_LINE uint64_t drained;
     ddp__message message[DDP__MESSAGES];
     unsigned char stage[DDP__STAGES][DDP__STAGE];
 };
@@ -2991,12 +2949,11 @@ struct ddp__channel {
 struct ddp__request {
     ddp_call call;
     size_t size, moved;
+    ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
     int done;
     ddp__request *next;
 };
-
-static ddp__channel *ddp__channel_of(const ddp__local *l, int from, int to) { return &l->channels[(size_t)from * (size_t)l->world_size + (size_t)to]; }
 
 static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_SEQ_CST); ddp__wake_one(&l->line[peer].p2p); }
 
@@ -3008,20 +2965,21 @@ static ddp__message *ddp__free_message(ddp__channel *c) {
 }
 
 /* Who has received often answers alike: the lines of the answer are fetched for writing. 1 KiB there and back takes a third less. */
-static void ddp__fetch_next_message(ddp__local *l, int peer, size_t size) {
-    ddp__message *next = ddp__free_message(ddp__channel_of(l, l->rank, peer));
+static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
+    ddp__message *next = ddp__free_message(back);
     if (next) ddp__prefetch_write(next);
     for (size_t i = 0; next && i < size; i += 64) ddp__prefetch_write(next->data + i);
 }
 
+/* Puts a send into a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
-    ddp__message *m = ddp__free_message(ddp__channel_of(l, l->rank, r->call.root));
+    ddp__message *m = ddp__free_message(r->channel);
     if (!m) return;
     m->tag = r->call.tag;
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
-    m->address = ddp__address(l, r->call.send, r->size);
+    m->address = r->size <= DDP__INLINE ? 0 : ddp__address(l, r->call.send, r->size);
     m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
     if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
     if (m->how == DDP__HOW_INLINE && r->size) memcpy(m->data, r->call.send, r->size);
@@ -3031,103 +2989,92 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__ring(l, r->call.root);
 }
 
-/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
-static void ddp__send_progress(ddp__local *l, ddp__request *r) {
-    ddp__channel *c = ddp__channel_of(l, l->rank, r->call.root);
-    ddp__message *m = r->message;
-    uint32_t state = ddp__load(&m->state);
-    if (state == DDP__TAKEN) {
-        ddp__store(&m->state, (uint32_t)DDP__FREE);
-        r->done = 1;
-    } else if (state == DDP__CLAIMED && ddp__load(&m->how) == DDP__HOW_STAGED) {
-        while (r->moved < r->size && c->filled - ddp__load(&c->drained) < DDP__STAGES) {
-            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-            memcpy(c->stage[c->filled % DDP__STAGES], (const unsigned char *)r->call.send + r->moved, n);
-            r->moved += n;
-            ddp__store(&c->filled, c->filled + 1);
-            ddp__ring(l, r->call.root);
-        }
+/* Fills, or drains, what chunks it can of a message that is staged. */
+static void ddp__stage_step(ddp__local *l, ddp__request *r) {
+    ddp__channel *c = r->channel;
+    int send = r->call.kind == DDP_CALL_SEND;
+    uint64_t *chunks = send ? &c->filled : &c->drained; /* ours; the peer's counter says how far it may go */
+    while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
+        unsigned char *stage = c->stage[*chunks % DDP__STAGES];
+        size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
+        if (send) memcpy(stage, (const unsigned char *)r->call.send + r->moved, n);
+        else memcpy((unsigned char *)r->call.recv + r->moved, stage, n);
+        r->moved += n;
+        ddp__store(chunks, *chunks + 1);
+        ddp__ring(l, r->call.root);
     }
 }
 
-static void ddp__p2p_mismatch(ddp__local *l, const ddp__request *r, const ddp__message *m) {
-    char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu, rank %d ddp_recv %s count=%llu (tag %d)", r->call.root,
-             ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count, l->rank, ddp_dtype_name(r->call.dtype),
-             (unsigned long long)r->call.count, r->call.tag);
-    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+/* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
+static void ddp__send_progress(ddp__local *l, ddp__request *r) {
+    uint32_t state = ddp__load(&r->message->state);
+    r->done = state == DDP__TAKEN;
+    if (r->done) ddp__store(&r->message->state, (uint32_t)DDP__FREE);
+    else if (state == DDP__CLAIMED && ddp__load(&r->message->how) == DDP__HOW_STAGED) ddp__stage_step(l, r);
 }
 
 /* One past the newest message that a peer has posted to us. A sender posts in order, so everything older is visible as well. */
-static uint64_t ddp__posted_end(const ddp__local *l, int peer) {
-    ddp__channel *c = ddp__channel_of(l, peer, l->rank);
+static uint64_t ddp__posted_end(const ddp__channel *c) {
     uint64_t end = 0;
-    for (int i = 0; i < DDP__MESSAGES; i++)
-        if (ddp__load(&c->message[i].state) == DDP__POSTED && c->message[i].order >= end) end = c->message[i].order + 1;
+    for (const ddp__message *m = c->message; m < c->message + DDP__MESSAGES; m++)
+        if (ddp__load(&m->state) == DDP__POSTED && m->order >= end) end = m->order + 1;
     return end;
 }
 
 /* Claims the oldest message with the wanted tag. Those from end on came after this pass began: an earlier receive may not have seen
    them, and a scan may see a later one of them and miss an earlier. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
-    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
-    ddp__message *best = NULL;
-    for (int i = 0; i < DDP__MESSAGES; i++) {
-        ddp__message *m = &c->message[i];
+    ddp__message *first = r->channel->message, *best = NULL;
+    char text[DDP__TEXT_MAX];
+    for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
         if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
-    }
     if (!best) return;
-    if (best->count != r->call.count || best->dtype != (uint32_t)r->call.dtype) { ddp__p2p_mismatch(l, r, best); return; }
-    r->message = best;
-    ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
+    if (best->count == r->call.count && best->dtype == (uint32_t)r->call.dtype) {
+        r->message = best;
+        ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
+        return;
+    }
+    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)", r->call.root,
+             ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
+    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
 }
 
 /* The receiver's side of a claimed message. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
-    ddp__channel *c = ddp__channel_of(l, r->call.root, l->rank);
     ddp__message *m = r->message;
-    uint32_t mine = (uint32_t)(m - c->message) + 1;
-    if (m->how == DDP__HOW_INLINE) {
+    int how = m->how, in_place = how == DDP__HOW_DIRECT || how == DDP__HOW_VM;
+    if (how == DDP__HOW_INLINE) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-        ddp__store(&m->state, (uint32_t)DDP__FREE); /* the message is the sender's from here on */
-        ddp__ring(l, r->call.root);
-        ddp__fetch_next_message(l, r->call.root, r->size);
-        return;
-    } else if (m->how == DDP__HOW_DIRECT) {
+    } else if (how == DDP__HOW_DIRECT) {
         if (!ddp__reach_begin(l)) return;
         memcpy(r->call.recv, ddp__resolve(l, m->address), r->size);
         ddp__reach_end(l);
         r->done = 1;
-    } else if (m->how == DDP__HOW_VM) {
+    } else if (how == DDP__HOW_VM) {
         uint64_t peer = UINT64_C(1) << r->call.root;
         int can = ddp__load(&l->vm_read);
         if (can == 0) can = l->has_read & peer ? 1 : ddp__can_read(l, r->call.root);
         if (can > 0) l->has_read |= peer;
-        if (can > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size)) {
-            r->done = 1;
-        } else { /* refused here: ask for the staged way, one message of a channel at a time */
+        r->done = can > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size);
+        if (!r->done) { /* refused here: ask for the staged way, one message of a channel at a time */
             if (can < 0 || ddp__can_read(l, r->call.root) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
-            if (c->active) return;
-            c->active = mine;
+            if (r->channel->active) return;
+            r->channel->active = 1;
             ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
         }
     } else {
-        while (r->moved < r->size && c->drained < ddp__load(&c->filled)) {
-            size_t n = r->size - r->moved < DDP__STAGE ? r->size - r->moved : (size_t)DDP__STAGE;
-            memcpy((unsigned char *)r->call.recv + r->moved, c->stage[c->drained % DDP__STAGES], n);
-            r->moved += n;
-            ddp__store(&c->drained, c->drained + 1);
-            ddp__ring(l, r->call.root);
-        }
-        if (r->moved == r->size) { c->active = 0; r->done = 1; }
+        ddp__stage_step(l, r);
+        r->done = r->moved == r->size;
+        r->channel->active = !r->done;
     }
-    if (r->done && (m->how == DDP__HOW_DIRECT || m->how == DDP__HOW_VM)) { /* a sender that gave up may have changed its buffer meanwhile */
+    if (r->done && in_place) { /* a sender that gave up may have changed its buffer meanwhile */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         r->done = !ddp__load(&l->control->poison);
     }
-    if (r->done) ddp__store(&m->state, (uint32_t)DDP__TAKEN);
+    if (r->done) ddp__store(&m->state, (uint32_t)(how == DDP__HOW_INLINE ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
     ddp__ring(l, r->call.root);
+    if (how == DDP__HOW_INLINE) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
 
 /* With the lock held, moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
@@ -3136,16 +3083,15 @@ static void ddp__requests_step(ddp__local *l) {
     uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
     if (ddp__load(&l->control->poison)) return;
     for (ddp__request *r = l->requests; r; r = r->next) {
-        int send = r->call.kind == DDP_CALL_SEND;
+        int peer = r->call.root;
+        uint64_t bit = UINT64_C(1) << peer;
         if (r->done) continue;
-        if (send && !r->message) {
-            if (!(blocked >> r->call.root & 1)) ddp__send_post(l, r);
-            if (!r->message) blocked |= UINT64_C(1) << r->call.root;
-        } else if (send) {
-            ddp__send_progress(l, r);
+        if (r->call.kind == DDP_CALL_SEND) {
+            if (r->message) ddp__send_progress(l, r);
+            else if (!(blocked & bit)) ddp__send_post(l, r);
+            if (!r->message) blocked |= bit;
         } else {
-            int peer = r->call.root;
-            if (!r->message && !(looked >> peer & 1)) { end[peer] = ddp__posted_end(l, peer); looked |= UINT64_C(1) << peer; }
+            if (!r->message && !(looked & bit)) { end[peer] = ddp__posted_end(r->channel); looked |= bit; }
             if (!r->message) ddp__recv_match(l, r, end[peer]);
             if (r->message) ddp__recv_progress(l, r);
         }
@@ -3153,13 +3099,12 @@ static void ddp__requests_step(ddp__local *l) {
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l) {
-    int refused;
     if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
-    refused = ddp__load(&l->vm_read) < 0;
+    int allowed = ddp__load(&l->vm_read) >= 0;
     ddp__requests_step(l);
-    refused = !refused && ddp__load(&l->vm_read) < 0;
+    int refused = allowed && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
-    if (refused) ddp__log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
+    if (refused) ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
 /* With the lock held, poisons the group when a peer of any unfinished request is gone. */
@@ -3176,41 +3121,29 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
 
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__local *l = (ddp__local *)state;
-    ddp__request *r;
+    int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root, to = send ? call->root : l->rank;
+    ddp__request *r, **end = &l->requests;
     pthread_mutex_lock(&l->p2p_lock);
     r = l->free_requests;
     if (r) l->free_requests = r->next;
+    else r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
+    if (r) {
+        memset(r, 0, sizeof *r);
+        r->call = *call;
+        r->size = call->count * ddp_dtype_size(call->dtype);
+        r->channel = &l->channels[from * l->world_size + to];
+        while (*end) end = &(*end)->next;
+        *end = r;
+    }
     pthread_mutex_unlock(&l->p2p_lock);
-    if (!r) r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
-    if (!r) return DDP_ERR_NO_MEMORY;
-    memset(r, 0, sizeof *r);
-    r->call = *call;
-    r->size = call->count * ddp_dtype_size(call->dtype);
-    pthread_mutex_lock(&l->p2p_lock);
-    *l->requests_end = r;
-    l->requests_end = &r->next;
-    pthread_mutex_unlock(&l->p2p_lock);
-    ddp__local_progress(group, l);
+    if (r) ddp__local_progress(group, l);
     *out = r;
-    return DDP_OK;
-}
-
-static void ddp__request_end(ddp__local *l, ddp__request *r) {
-    pthread_mutex_lock(&l->p2p_lock);
-    for (ddp__request **link = &l->requests; *link; link = &(*link)->next)
-        if (*link == r) {
-            *link = r->next;
-            if (!r->next) l->requests_end = link;
-            break;
-        }
-    r->next = l->free_requests;
-    l->free_requests = r;
-    pthread_mutex_unlock(&l->p2p_lock);
+    return r ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
-    ddp__request *r = (ddp__request *)request;
+    ddp__request *r = (ddp__request *)request, **link = &l->requests;
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
     if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
@@ -3218,17 +3151,23 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
         ddp__requests_look_for_lost(l);
     }
     *done = r->done;
+    int failed = !r->done && ddp__load(&l->control->poison);
+    if (r->done || failed) {
+        while (*link != r) link = &(*link)->next;
+        *link = r->next;
+        r->next = l->free_requests;
+        l->free_requests = r;
+    }
     pthread_mutex_unlock(&l->p2p_lock);
-    if (*done) { ddp__request_end(l, r); return DDP_OK; }
-    if (ddp__load(&l->control->poison)) { ddp__request_end(l, r); ddp__reach_await(l); return DDP_ERR_POISONED; }
-    return DDP_OK;
+    if (failed) ddp__reach_await(l);
+    return failed ? DDP_ERR_POISONED : DDP_OK;
 }
 
 static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) {
     ddp__local *l = (ddp__local *)state;
     ddp__sleeper *me = &l->line[l->rank].p2p;
     uint32_t value = ddp__load(&me->word);
-    int idle;
+    int idle = 1;
     if (timeout_ms == 0) {
         if (l->spins > l->yields && !group->polite) ddp__pause();
         else sched_yield();
@@ -3237,7 +3176,6 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__local_progress(group, l);
     pthread_mutex_lock(&l->p2p_lock);
-    idle = 1;
     for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
     pthread_mutex_unlock(&l->p2p_lock);
     if (idle && !ddp__load(&l->control->poison)) ddp__futex_wait(&me->word, value, timeout_ms * 1000);
@@ -3246,72 +3184,60 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
 
 //== the local backend: groups and group memory ====================================================== >>impl-local-group
 
-static size_t ddp__control_size(int world_size, size_t *line, size_t *posts, size_t *payloads, size_t *slots, size_t *channels) {
-    size_t w = (size_t)world_size, at = ddp__round_up(sizeof(ddp__control), 4096);
-    *line = at;
-    at = ddp__round_up(at + w * sizeof(ddp__rank_line), 4096);
-    *posts = at;
-    at = ddp__round_up(at + 2 * w * sizeof(ddp__post), 4096);
-    *payloads = at + DDP__OFF_PAGE;
-    at = ddp__round_up(*payloads + w * DDP__PAYLOAD_STRIDE, 4096);
-    *slots = at + DDP__OFF_PAGE;
-    at = ddp__round_up(*slots + w * DDP__SLOT_STRIDE, 4096);
-    *channels = at;
-    return ddp__round_up(at + w * w * sizeof(ddp__channel), 4096);
-}
-
-/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
-static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
-    size_t line, posts, payloads, slots, channels;
-    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
-    int cores = (int)heap->job->cores, busy = (int)heap->job->world_size;
-    if (!l) return NULL;
-    l->size = ddp__control_size(group->world_size, &line, &posts, &payloads, &slots, &channels);
-    l->memory = ddp__heap_map(heap, offset, l->size);
-    if (!l->memory) {
-        ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %zu bytes of shared memory could not be mapped: %s", group->rank, group->world_size,
-                  group->name, l->size, strerror(errno));
-        ddp_group_mfree(group, l);
-        return NULL;
-    }
-    l->heap = ddp__heap_retain(heap);
-    l->offset = offset;
-    l->rank = group->rank;
-    l->world_size = group->world_size;
-    l->spins = busy <= cores ? 4000 : 20; /* more ranks than cores: give way at once */
-    l->yields = busy <= cores ? 20 : 200;
-    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
-    l->control = (ddp__control *)l->memory;
-    l->line = (ddp__rank_line *)(void *)((unsigned char *)l->memory + line);
-    l->posts = (ddp__post *)(void *)((unsigned char *)l->memory + posts);
-    l->payloads = (unsigned char *)l->memory + payloads;
-    l->slots = (unsigned char *)l->memory + slots;
-    l->channels = (ddp__channel *)(void *)((unsigned char *)l->memory + channels);
-    l->requests_end = &l->requests;
-    l->amd = (int)heap->job->amd;
-    l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
-    l->line[l->rank].probe_word = l->probe_word;
-    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->probe_word);
-    pthread_mutex_init(&l->p2p_lock, NULL);
-    group->local_rank = group->rank;
-    group->local_world_size = group->world_size;
-    return l;
+/* Lays out the control memory of a group from address at on; returns where it ends. */
+static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size) {
+    size_t w = (size_t)world_size;
+    l->control = (ddp__control *)at;
+    l->line = (ddp__rank_line *)(at = ddp__round_up(at + sizeof *l->control, 4096));
+    l->posts = (ddp__post *)(at = ddp__round_up(at + w * sizeof *l->line, 4096));
+    l->payloads = (unsigned char *)(at = ddp__round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
+    l->slots = (unsigned char *)(at = ddp__round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
+    l->channels = (ddp__channel *)(at = ddp__round_up(at + w * DDP__SLOT_STRIDE, 4096));
+    return ddp__round_up(at + w * w * sizeof *l->channels, 4096);
 }
 
 /* Control memory of a new group; 0 on failure with the error line set. */
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
-    size_t a, b, c, d, e, size = ddp__control_size(world_size, &a, &b, &c, &d, &e);
-    uint64_t offset = ddp__heap_take(heap, size);
+    ddp__local layout;
+    uint64_t offset = ddp__heap_take(heap, ddp__control_layout(&layout, 0, world_size));
     if (!offset) ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
                            (unsigned long long)heap->job->limit);
     return offset;
 }
 
+/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
+static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
+    ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
+    int enough_cores = heap->job->world_size <= heap->job->cores;
+    if (!l) return NULL;
+    l->size = ddp__control_layout(l, 0, group->world_size);
+    void *memory = ddp__heap_map(heap, offset, l->size);
+    if (!memory) {
+        DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s", l->size, strerror(errno));
+        ddp_group_mfree(group, l);
+        return NULL;
+    }
+    ddp__control_layout(l, (uintptr_t)memory, group->world_size);
+    ddp__fetch_add(&heap->references, 1);
+    l->heap = heap;
+    l->offset = offset;
+    l->rank = group->rank;
+    l->world_size = group->world_size;
+    l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
+    l->yields = enough_cores ? 20 : 200;
+    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
+    l->amd = (int)heap->job->amd;
+    l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
+    l->line[l->rank].probe_word = l->probe_word;
+    ddp__store(&l->line[l->rank].probe, (uint64_t)(uintptr_t)&l->probe_word);
+    pthread_mutex_init(&l->p2p_lock, NULL);
+    return l;
+}
+
 /* Each rank of the job enters its worlds in the same order; rank 0 makes the control memory of each and the others wait for it. */
 static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
     ddp__job *job = heap->job;
-    ddp__job_rank *me = &job->rank[group->rank];
-    uint32_t number = me->worlds++;
+    uint32_t number = job->rank[group->rank].worlds++;
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     uint64_t offset;
     char text[128];
@@ -3323,10 +3249,9 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
         ddp__store(&job->world_offset[number], offset);
     }
     while (!(offset = ddp__load(&job->world_offset[number]))) {
-        if (ddp__rank_gone(heap, 0, text, sizeof text)) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d/%d ddp_group_create: %s", group->rank, group->world_size, text);
+        if (ddp__rank_gone(heap, 0, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
         if (ddp_now() > deadline)
-            return ddp_fail(DDP_ERR_TIMEOUT, "rank %d/%d ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->rank, group->world_size,
-                             group->desc.timeout_ms);
+            return DDP__RANK_FAIL(group, DDP_ERR_TIMEOUT, "ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->desc.timeout_ms);
         usleep(200);
     }
     group->state = ddp__local_attach(group, heap, offset, NULL);
@@ -3335,21 +3260,17 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
 
 /* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
-    ddp__local *l = (ddp__local *)state, *new_state;
-    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = 0;
+    ddp__local *l = (ddp__local *)state, *part;
+    uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
     int job_ranks[DDP_MAX_LOCAL_RANKS];
-    ddp_result result;
+    ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
-    if (child && child->rank == 0) mine = ddp__control_create(l->heap, member_count);
-    result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     if (result != DDP_OK || !child) return result;
-    if (!offsets[members[0]]) return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_split: no shared memory for the new group", parent->rank, parent->world_size);
+    if (!offsets[members[0]]) return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: %s", "no shared memory for the new group");
     for (int i = 0; i < member_count; i++) job_ranks[i] = l->member[members[i]];
-    new_state = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
-    if (!new_state) return DDP_ERR_NO_MEMORY;
-    new_state->parent = l;
-    *child_state = new_state;
-    return DDP_OK;
+    *child_state = part = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
+    if (part) part->parent = l;
+    return part ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work);
@@ -3364,23 +3285,24 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW;
+    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
+    int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
     uint64_t offset = 0;
-    int32_t ok;
+    int32_t ok = 0;
     *out = NULL;
-    if (stride < size_bytes || stride > SIZE_MAX / (size_t)l->world_size) { ddp_group_mfree(group, region); region = NULL; }
-    if (result == DDP_OK && group->rank == 0 && region) offset = ddp__heap_take(l->heap, stride * (size_t)l->world_size);
+    if (result == DDP_OK && group->rank == 0 && region && fits) offset = ddp__heap_take(l->heap, total);
     if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
-    if (result == DDP_OK && offset && region) {
+    if (result == DDP_OK && offset && region) region->base = (unsigned char *)ddp__heap_map(l->heap, offset, total);
+    if (region && region->base) {
+        size_t before = (size_t)l->rank * stride;
         region->offset = offset;
         region->stride = stride;
-        region->total = stride * (size_t)l->world_size;
-        region->base = (unsigned char *)ddp__heap_map(l->heap, offset, region->total);
-        region->mine = region->base ? region->base + (size_t)l->rank * stride : NULL;
+        region->total = total;
+        region->mine = region->base + before;
+        ok = ddp__populate(l->heap, region->mine, offset + before, size_bytes);
     }
-    ok = result == DDP_OK && region && region->mine && ddp__populate(l->heap, region->mine, offset + (size_t)l->rank * stride, size_bytes);
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && ok) {
         pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, look regions up */
@@ -3391,43 +3313,45 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         return DDP_OK;
     }
     if (region && region->base) ddp__heap_unmap(l->heap, region->base);
-    if (region && offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, stride * (size_t)l->world_size);
+    if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
     ddp_group_mfree(group, region);
     if (result != DDP_OK) return result;
-    return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->rank,
-                     group->world_size, group->name, l->world_size, size_bytes);
+    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->name,
+                          l->world_size, size_bytes);
+}
+
+/* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it did not. */
+static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link, const void *memory) {
+    while (*link && (*link)->mine != memory) link = &(*link)->next;
+    if (!*link) ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    return link;
 }
 
 static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__local *l = (ddp__local *)state;
-    ddp_result result;
-    for (ddp__region **link = &l->regions; *link; link = &(*link)->next) {
-        ddp__region *region = *link;
-        if (region->mine != memory) continue;
-        result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
-        pthread_mutex_lock(&l->heap->lock);
-        *link = region->next;
-        pthread_mutex_unlock(&l->heap->lock);
-        ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
-        ddp__heap_unmap(l->heap, region->base);
-        ddp_group_mfree(group, region);
-        return result;
-    }
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    ddp__region **link = ddp__region_link(group, &l->regions, memory), *region = *link;
+    if (!region) return DDP_ERR_INVALID;
+    ddp_result result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
+    pthread_mutex_lock(&l->heap->lock);
+    *link = region->next;
+    pthread_mutex_unlock(&l->heap->lock);
+    ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
+    ddp__heap_unmap(l->heap, region->base);
+    ddp_group_mfree(group, region);
+    return result;
 }
 
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     char text[DDP__TEXT_MAX];
     ddp_result result = ddp__local_cause(l, text, sizeof text);
+    (void)group;
     for (int r = 0; r < l->world_size && result == DDP_OK; r++) {
-        ddp__job_rank *peer = &l->heap->job->rank[l->member[r]];
-        if (r == l->rank || ddp__load(&peer->state) != DDP__RANK_LOST) continue;
+        if (r == l->rank || ddp__load(&l->heap->job->rank[l->member[r]].state) != DDP__RANK_LOST) continue;
         ddp__member_gone(l, r, text, sizeof text);
         ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
         result = ddp__local_cause(l, text, sizeof text);
     }
-    (void)group;
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
@@ -3452,7 +3376,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
     while (l->requests) { ddp__request *r = l->requests; l->requests = r->next; ddp_group_mfree(group, r); }
     while (l->free_requests) { ddp__request *r = l->free_requests; l->free_requests = r->next; ddp_group_mfree(group, r); }
     if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
-    ddp__heap_unmap(l->heap, l->memory);
+    ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
     ddp__heap_release(l->heap);
     ddp_group_mfree(group, l);
@@ -3460,7 +3384,7 @@ static void ddp__local_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_local(void) {
     static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close};
+                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL};
     return &local;
 }
 
@@ -3505,11 +3429,8 @@ static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_byt
 }
 
 static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
-    ddp__region **link = &((ddp__self *)state)->regions, *region;
-    while (*link && (*link)->mine != memory) link = &(*link)->next;
-    region = *link;
-    if (!region)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
+    ddp__region **link = ddp__region_link(group, &((ddp__self *)state)->regions, memory), *region = *link;
+    if (!region) return DDP_ERR_INVALID;
     *link = region->next;
     ddp_group_mfree(group, memory);
     ddp_group_mfree(group, region);
@@ -3538,7 +3459,7 @@ static void ddp__self_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_self(void) {
     static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
-                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close};
+                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL};
     return &self;
 }
 
@@ -3564,11 +3485,14 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     return result;
 }
 
-static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    ddp_result result;
-    call->seq = ++group->seq;
-    result = group->backend->run(group, group->state, call);
+static inline ddp_result ddp__run_call(ddp_group *group, const ddp_call *call) {
+    ddp_result result = group->backend->run(group, group->state, call);
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
+}
+
+static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
+    call->seq = ++group->seq;
+    return ddp__run_call(group, call);
 }
 
 /* SUM over ranks, then one division, in one pass. For tasks. */
@@ -3580,7 +3504,57 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
 }
 
 static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    return task ? task(group, argument) : ddp__execute(group, call);
+    if (task) return task(group, argument);
+    return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
+}
+
+/* A failure of a device on one rank takes the group down, since others count on its data. */
+static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
+    if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
+    return result;
+}
+
+/* Makes this thread's device functions go where the caller's own work goes. */
+static ddp_result ddp__compute(ddp_group *group) {
+    return group->device->enter ? ddp__device_result(group, group->device->enter(group, DDP_LANE_COMPUTE)) : DDP_OK;
+}
+
+/* What this thread's device functions have come to. */
+static ddp_result ddp__device_check(ddp_group *group) {
+    return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK);
+}
+
+/* On a device with lanes: from here on the op follows what the compute lane holds now. */
+static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
+    const ddp_device *device = group->device;
+    ddp_result result = DDP_OK;
+    if (!device->enter) return DDP_OK;
+    if (!op->event) result = device->event_create(group, &op->event);
+    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
+    op->ordered = result == DDP_OK;
+    return ddp__device_result(group, result);
+}
+
+static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
+    const ddp_device *device = group->device;
+    ddp_result result;
+    if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
+    result = device->enter(group, DDP_LANE_COMM);
+    if (result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
+    if (result == DDP_OK) result = ddp__carry_out(group, &op->call, op->task, op->argument);
+    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
+    device->enter(group, DDP_LANE_COMPUTE);
+    if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
+    return ddp__device_result(group, result);
+}
+
+/* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
+static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
+    ddp_result result;
+    if (!op->ordered) return DDP_OK;
+    result = group->backend->status(group, group->state);
+    if (result != DDP_OK) return ddp__call_failed(group, &op->call, result);
+    return ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
@@ -3605,7 +3579,7 @@ static void ddp__queue_step(ddp_group *group, int polite) {
     group->runner = pthread_self();
     group->polite = polite;
     pthread_mutex_unlock(&group->lock);
-    result = ddp__carry_out(group, &op->call, op->task, op->argument);
+    result = ddp__op_run(group, op);
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     group->polite = 0;
@@ -3677,6 +3651,7 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
+    group->queued |= group->thread_started;
     return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
                                        group->world_size, group->name, strerror(error));
 }
@@ -3688,6 +3663,7 @@ static ddp__op *ddp__op_new(ddp_group *group) {
     if (op) {
         group->free_ops = op->next;
     } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
+        op->event = NULL;
         op->older = group->all_ops;
         group->all_ops = op;
     }
@@ -3757,7 +3733,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result == DDP_OK ? DDP_OK : ddp_fail(op->result, "%s", op->text);
+    result = op->result == DDP_OK ? ddp__op_join(group, op) : ddp_fail(op->result, "%s", op->text);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3776,24 +3752,32 @@ static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
 }
 
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
-   or has no peers; queued otherwise. */
+   or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
     ddp_result result = DDP_OK;
-    int place;
+    int place, enqueues;
     if (work) memset(work, 0, sizeof *work);
-    else if (!task && !group->thread_started) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
-    place = ddp__queue_enter(group, !work);
-    if (!work && place != DDP__BEHIND_OTHERS) {
-        result = ddp__carry_out(group, call, task, argument);
+    else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
+    enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
+    place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
+    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
+        if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
+        if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
         if (place == DDP__INSIDE_TASK) return result;
         ddp__queue_leave(group);
         return ddp__deliver(group, result);
     }
     op = ddp__op_new(group);
-    if (!op) return DDP_ERR_NO_MEMORY;
+    result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
+    if (result != DDP_OK) {
+        if (op) ddp__op_free(group, op);
+        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
+        return result;
+    }
     op->task = task;
     op->argument = argument;
+    op->call.tag = DDP__FOR_TASK; /* unless it is a call */
     if (call) {
         op->call = *call;
         op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
@@ -3801,8 +3785,9 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
         op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
     }
-    if (group->world_size == 1 || place == DDP__INSIDE_TASK) {
-        ddp__op_end(group, op, ddp__carry_out(group, &op->call, task, argument));
+    if (group->world_size == 1 || place != DDP__BEHIND_OTHERS) {
+        ddp__op_end(group, op, ddp__op_run(group, op));
+        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
     } else {
         result = ddp__thread_start(group);
         if (result != DDP_OK) { ddp__op_free(group, op); return result; }
@@ -3816,6 +3801,16 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
 
 static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
 
+DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) { ddp_call copy = *call; return ddp__submit(group, &copy, work); }
+
+/* A blocking call on host memory, whatever the device. */
+static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag) {
+    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
+    call.op = op;
+    call.tag = tag;
+    return ddp__submit(group, &call, NULL);
+}
+
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
     if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
@@ -3825,14 +3820,16 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     ddp__op *op;
     ddp_result result;
+    int enqueues = group->backend->enqueues;
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
+    if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
     op = ddp__op_new(group);
     if (!op) return DDP_ERR_NO_MEMORY;
     op->call = *call;
     result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
-    if (result == DDP_OK) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
+    if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
         return ddp__deliver(group, ddp__call_failed(group, call, result));
@@ -3882,7 +3879,8 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
-    return DDP_OK;
+    if (!*done || op->result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
+    return group->device->event_test(group, op->event, done);
 }
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
@@ -3892,12 +3890,27 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
     return DDP_OK;
 }
 
+/* The messages of a batch, on a backend that enqueues. A task. */
+static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
+    ddp_result result = group->backend->batch(group, group->state, 1), end;
+    (void)argument;
+    for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = group->backend->run(group, group->state, &op->call);
+    end = group->backend->batch(group, group->state, 0);
+    if (result == DDP_OK) result = end;
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, result);
+}
+
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     ddp_result result = DDP_OK;
     char text[DDP__TEXT_MAX] = "";
     if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
     if (!group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
     group->in_batch = 0;
+    if (group->batch && group->backend->enqueues) {
+        result = ddp_group_enqueue(group, ddp__batch_run, NULL, NULL);
+        if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+        for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
+    }
     while (group->batch) {
         ddp__op *op = group->batch;
         ddp_result one;
@@ -3926,20 +3939,15 @@ static const char *ddp__env_text(const char *name) { const char *text = getenv(n
 static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     const char *text = ddp__env_text(name);
     char *end;
-    long value;
-    *out = fallback;
-    if (!*text) return DDP_OK;
     errno = 0;
-    value = strtol(text, &end, 10);
-    if (*end || errno || value < 0 || value > 1 << 30)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
-                         name, text);
-    *out = (int)value;
-    return DDP_OK;
+    long value = strtol(text, &end, 10);
+    *out = *text ? (int)value : fallback;
+    if (!*text || (!*end && !errno && value >= 0 && value <= 1 << 30)) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
+                     name, text);
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    size_t used;
     int local_rank;
     if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
@@ -3954,9 +3962,8 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
                          *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
-    used = (size_t)snprintf(id->token, sizeof id->token, "%s", from->name);
-    for (int i = 0; i < 4 && from->job[i]; i++)
-        used += (size_t)snprintf(id->token + used, sizeof id->token - used, ":%.100s", ddp__env_text(from->job[i]));
+    int n = snprintf(id->token, sizeof id->token, "%s", from->name);
+    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
     return DDP_OK;
 }
@@ -3977,10 +3984,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
         if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
         if (!id->found) continue;
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
-        if (i == SLURM) {
-            int on_node = atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE"));
-            if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
-        }
+        int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
+        if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
         return DDP_OK;
     }
     id->rank = 0;
@@ -3988,14 +3993,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Says which rank could not join its world. */
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__join_fail(const ddp__identity *id, ddp_result result, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    ddp__fail_v(result, format, args);
-    va_end(args);
-    return ddp_fail(result, "rank %d/%d ddp_group_create: %s", id->rank, id->world_size, ddp_last_error());
-}
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
    are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
@@ -4009,11 +4007,16 @@ typedef struct ddp__hello {
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
+/* Goes on with a hash that began as any number (FNV-1a). */
+static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
-    uint64_t hash = UINT64_C(14695981039346656037);
+    uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    for (const char *p = token; *p; p++) hash = (hash ^ (unsigned char)*p) * UINT64_C(1099511628211);
     snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
@@ -4033,7 +4036,7 @@ typedef struct ddp__parcel {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
 } ddp__parcel;
 
-static void ddp__parcel_init(ddp__parcel *parcel) {
+static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
     memset(parcel, 0, sizeof *parcel);
     parcel->data.iov_base = &parcel->welcome;
     parcel->data.iov_len = sizeof parcel->welcome;
@@ -4041,37 +4044,37 @@ static void ddp__parcel_init(ddp__parcel *parcel) {
     parcel->message.msg_iovlen = 1;
     parcel->message.msg_control = parcel->control;
     parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &fd, sizeof fd);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
 static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 /* Who has come to rank 0, and how the meeting goes. */
+enum { DDP__STRANGERS = 128 }; /* sockets that may be open before their hello has come */
 typedef struct ddp__lobby {
     const ddp__identity *id;
-    int timeout_ms, heap_fd;
+    int listener, heap_fd;
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
-    int fd[DDP_MAX_LOCAL_RANKS];       /* -1 = has not come yet, or has left again */
-    int waiting[128], waiting_count;   /* sockets whose hello is still to come */
-    ddp_result result;
-    char text[DDP__TEXT_MAX];          /* why, when the result is not DDP_OK */
+    int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
+    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
 /* Tells a visitor how the meeting went, and hangs up. */
 static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
     ddp__parcel parcel;
-    struct cmsghdr *header;
-    ddp__parcel_init(&parcel);
+    ddp__parcel_init(&parcel, lobby->heap_fd);
     parcel.welcome.magic = DDP__MAGIC;
     parcel.welcome.result = (int32_t)lobby->result;
-    memcpy(parcel.welcome.text, lobby->text, sizeof parcel.welcome.text);
-    header = CMSG_FIRSTHDR(&parcel.message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &lobby->heap_fd, sizeof lobby->heap_fd);
-    if (lobby->result != DDP_OK) parcel.message.msg_controllen = 0;
+    if (lobby->result != DDP_OK) {
+        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
+        parcel.message.msg_controllen = 0;
+    }
     sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
     close(fd);
 }
@@ -4088,41 +4091,38 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
 
 /* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
-    int in_range = hello->rank > 0 && hello->rank < lobby->id->world_size;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
     if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
         return DDP_ERR_INVALID;
     if (hello->version != DDP__VERSION)
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header",
-                 hello->rank, hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR,
-                 DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    else if (hello->world_size != lobby->id->world_size)
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", hello->rank, hello->pid,
-                 hello->world_size, lobby->id->world_size);
-    else if (!in_range || ddp__is_there(lobby, hello->rank))
-        snprintf(lobby->text, sizeof lobby->text, "two processes claim rank %d: pid %d and pid %d", hello->rank,
-                 lobby->pid[in_range ? hello->rank : 0], hello->pid);
-    else if (hello->pid != pid) {
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in "
-                 "a common one (such as --pid=host)", hello->rank, hello->pid);
-        return DDP_ERR_UNSUPPORTED;
-    } else return DDP_OK;
-    return DDP_ERR_MISMATCH;
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", rank,
+                        hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
+                        DDP_VERSION_PATCH);
+    if (hello->world_size != lobby->id->world_size)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", rank, hello->pid, hello->world_size,
+                        lobby->id->world_size);
+    if (!in_range || ddp__is_there(lobby, rank))
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: pid %d and pid %d", rank, lobby->pid[in_range ? rank : 0], hello->pid);
+    if (hello->pid == pid) return DDP_OK;
+    return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
+                    "(such as --pid=host)", rank, hello->pid);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. */
-static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
-    for (int fd; (fd = accept(listener, NULL, NULL)) >= 0;) {
-        if (ddp__peer_of(fd).uid == geteuid() && lobby->waiting_count < 128) lobby->waiting[lobby->waiting_count++] = fd;
+static void ddp__lobby_admit(ddp__lobby *lobby) {
+    int *strangers = lobby->fd + DDP_MAX_LOCAL_RANKS, place = 0;
+    for (int fd; (fd = accept(lobby->listener, NULL, NULL)) >= 0;) {
+        while (place < DDP__STRANGERS && strangers[place] >= 0) place++;
+        if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
         else close(fd); /* another user, or a flood */
     }
-    for (int i = 0; i < lobby->waiting_count && lobby->result == DDP_OK; i++) {
+    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
         ddp__hello hello;
-        int fd = lobby->waiting[i];
-        ssize_t size = recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
-        ddp_result verdict;
-        if (size < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        lobby->waiting[i--] = lobby->waiting[--lobby->waiting_count];
-        verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
+        int fd = strangers[i];
+        ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
+        if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
+        strangers[i] = -1;
+        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;
@@ -4137,72 +4137,74 @@ static void ddp__lobby_admit(ddp__lobby *lobby, int listener) {
     }
 }
 
-/* How many ranks are missing. It is a failure when all of them have been here and left, or when the time is up. */
-static int ddp__lobby_missing(ddp__lobby *lobby) {
-    int missing = 0, departed = 0, last_departed = 0;
+/* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
+static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
+    int missing = 0, to_come = 0, departed = 0;
     char list[4 * DDP_MAX_LOCAL_RANKS] = "";
     for (int r = 1; r < lobby->id->world_size; r++) {
         if (ddp__is_there(lobby, r)) continue;
-        missing++;
         snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
-        if (!lobby->pid[r]) continue;
-        departed++;
-        last_departed = r;
+        missing++;
+        if (lobby->pid[r]) departed = r;
+        else to_come++;
     }
-    if (lobby->result != DDP_OK || missing == 0) return missing;
-    if (departed == missing) {
-        snprintf(lobby->text, sizeof lobby->text, "rank %d (pid %d) went away before the world was complete", last_departed,
-                 lobby->pid[last_departed]);
-        lobby->result = DDP_ERR_PEER_LOST;
-    } else if (ddp_now() > lobby->deadline) {
-        snprintf(lobby->text, sizeof lobby->text, "timed out after %d ms: missing rank%s", lobby->timeout_ms, list);
-        lobby->result = DDP_ERR_TIMEOUT;
-    }
-    return missing;
+    if (lobby->result != DDP_OK || missing == 0) return 0;
+    if (to_come && ddp_now() <= lobby->deadline) return 1;
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    return 0;
 }
 
 /* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_serve(int listener, const ddp__identity *id, int timeout_ms, ddp__heap *heap) {
+static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+    struct sockaddr_un address;
+    socklen_t length = ddp__job_address(&address, id->token);
     ddp__lobby lobby = DDP_ZERO;
+    lobby.listener = ddp__socket();
+    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
+        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
+        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
+                                           "MASTER_PORT", id->token);
+    } else {
+        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+    }
+    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
     lobby.id = id;
-    lobby.timeout_ms = timeout_ms;
-    lobby.heap_fd = heap->fd;
+    lobby.heap_fd = (*out)->fd;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
     lobby.pid[0] = (int)getpid();
-    for (int r = 0; r < id->world_size; r++) lobby.fd[r] = -1;
-    ddp__lobby_admit(&lobby, listener);
-    while (ddp__lobby_missing(&lobby) && lobby.result == DDP_OK) {
-        usleep(500);
-        ddp__lobby_admit(&lobby, listener);
+    memset(lobby.fd, -1, sizeof lobby.fd);
+    for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
+    close(lobby.listener);
+    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
+    for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
+        if (lobby.fd[i] < 0) continue;
+        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
+        else close(lobby.fd[i]); /* of no rank */
     }
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(heap, r, lobby.pid[r]);
-    for (int r = 1; r < id->world_size; r++)
-        if (lobby.fd[r] >= 0) ddp__send_welcome(&lobby, lobby.fd[r]);
-    for (int i = 0; i < lobby.waiting_count; i++) {
-        if (lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.waiting[i]);
-        else close(lobby.waiting[i]); /* of no rank */
-    }
-    return lobby.result == DDP_OK ? DDP_OK : ddp__join_fail(id, lobby.result, "%s", lobby.text);
+    if (lobby.result == DDP_OK) return DDP_OK;
+    ddp__heap_release(*out);
+    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
 static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
+    int host = (int)ddp__peer_of(fd).pid;
     ddp__parcel parcel;
     const ddp__welcome *welcome = &parcel.welcome;
-    struct cmsghdr *header;
     ssize_t n;
     ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel);
+    ddp__parcel_init(&parcel, -1);
     while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
         usleep(300);
-    if (n < 0 && errno == EAGAIN)
-        return ddp__join_fail(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", (int)ddp__peer_of(fd).pid);
-    header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
+    if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
+    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
     if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
     if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = ddp__join_fail(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", (int)ddp__peer_of(fd).pid);
-    else if (welcome->result != 0) result = ddp__join_fail(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = ddp__join_fail(id, DDP_ERR_SYSTEM, "rank 0 sent no shared memory");
+        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
+    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
     if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
     return result;
 }
@@ -4211,26 +4213,20 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello = DDP_ZERO;
+    ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
     ddp_result result;
     int fd, heap_fd = -1;
-    for (;;) { /* rank 0 may not be up yet */
-        fd = ddp__socket();
-        if (fd < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-        if (connect(fd, (struct sockaddr *)&address, length) == 0) break;
+    for (fd = ddp__socket(); fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0; fd = ddp__socket()) { /* rank 0 may not be up yet */
         close(fd);
-        if (ddp_now() > deadline) return ddp__join_fail(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
+        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
+    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
     if (ddp__peer_of(fd).uid != geteuid()) {
-        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
-        hello.magic = DDP__MAGIC;
-        hello.version = DDP__VERSION;
-        hello.world_size = id->world_size;
-        hello.rank = id->rank;
-        hello.pid = (int32_t)getpid();
-        hello.patience_ms = deadline > ddp_now() ? (int32_t)((deadline - ddp_now()) * 1e3) : 0;
+        double left = deadline - ddp_now();
+        hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
         memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
         result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
@@ -4238,28 +4234,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
     close(fd);
     if (result != DDP_OK) return result;
     *out = ddp__heap_wrap(heap_fd, 0);
-    if (*out) return DDP_OK;
-    return ddp__join_fail(id, DDP_ERR_NO_MEMORY, "the job's shared memory could not be mapped");
-}
-
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    int listener = ddp__socket();
-    ddp_result result;
-    if (listener < 0) return ddp__join_fail(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 128) == 0) {
-        result = ddp__heap_create(out, id->world_size, 0, 0);
-        if (result == DDP_OK) result = ddp__rendezvous_serve(listener, id, timeout_ms, *out);
-        if (result != DDP_OK && *out) ddp__heap_release(*out);
-    } else if (errno == EADDRINUSE) {
-        result = ddp__join_fail(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT",
-                                id->token);
-    } else {
-        result = ddp__join_fail(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-    }
-    close(listener);
-    return result;
+    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
 /* Meets the other ranks of this machine. */
@@ -4273,7 +4248,7 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__
 //== groups ============================================================================================ >>impl-group
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-typedef struct ddp__place { ddp__heap *heap; int rank; } ddp__place;
+typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
 static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
@@ -4281,7 +4256,6 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     *out = desc ? *desc : none;
     if (!out->init_method) out->init_method = "env://";
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
-    if (out->order == DDP_ORDER_DEFAULT) out->order = DDP_ORDER_TREE;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
     if (out->timeout_ms < 0)
@@ -4294,10 +4268,27 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     return DDP_OK;
 }
 
+static void ddp__group_delete(ddp_group *group) {
+    ddp_group_desc desc = group->desc;
+    while (group->all_ops) {
+        ddp__op *op = group->all_ops;
+        if (op->event) group->device->event_destroy(group, op->event);
+        group->all_ops = op->older;
+        ddp_group_mfree(group, op);
+    }
+    if (group->device_state) group->device->close(group, group->device_state);
+    pthread_cond_destroy(&group->done_cond);
+    pthread_cond_destroy(&group->work_cond);
+    pthread_mutex_destroy(&group->lock);
+    ddp__aligned_free(desc.free_fn, desc.user, group);
+}
+
 /* A handle without its backend's state yet. desc is resolved. */
-static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size) {
+static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
     ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
-    if (!group) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group); return NULL; }
+    ddp_result result;
+    *out = NULL;
+    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group);
     memset(group, 0, sizeof *group);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
@@ -4308,29 +4299,44 @@ static ddp_group *ddp__group_new(const ddp_group_desc *desc, const ddp_backend *
     group->local_world_size = world_size;
     group->backend = backend;
     group->device = desc->device;
+    group->device_index = ddp__here.device_plus_1 - 1;
+    group->queued = backend->enqueues || desc->device->enter;
+    if (desc->order == DDP_ORDER_DEFAULT) group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
     pthread_cond_init(&group->done_cond, NULL);
-    return group;
-}
-
-static void ddp__group_delete(ddp_group *group) {
-    ddp_group_desc desc = group->desc;
-    while (group->all_ops) { ddp__op *op = group->all_ops; group->all_ops = op->older; ddp_group_mfree(group, op); }
-    pthread_cond_destroy(&group->done_cond);
-    pthread_cond_destroy(&group->work_cond);
-    pthread_mutex_destroy(&group->lock);
-    ddp__aligned_free(desc.free_fn, desc.user, group);
+    result = group->device->open ? group->device->open(group, parent, &group->device_state) : DDP_OK;
+    if (result == DDP_OK) *out = group;
+    else ddp__group_delete(group);
+    return result;
 }
 
 /* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
-    ddp_group *group = ddp__group_new(desc, backend, rank, world_size);
-    ddp_result result;
-    if (!group) return DDP_ERR_NO_MEMORY;
+    ddp_group *group;
+    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL);
+    if (result != DDP_OK) return result;
     result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
+    return result;
+}
+
+DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
+    ddp_group_desc d;
+    ddp_result result;
+    if (out) *out = NULL;
+    if (!out || !control || !desc || !desc->backend) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create_on: out, control, desc or its backend is NULL");
+    d = control->desc;
+    d.backend = desc->backend;
+    d.backend_user = desc->backend_user;
+    d.order = desc->order;
+    if (desc->device) d.device = desc->device;
+    if (desc->name) d.name = desc->name;
+    if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
+    result = ddp__group_desc_resolve("ddp_group_create_on", &d, &d);
+    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size);
+    if (result == DDP_OK) ddp_group_set_local(*out, control->local_rank, control->local_world_size);
     return result;
 }
 
@@ -4340,7 +4346,7 @@ static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc
     if (result != DDP_OK) return result;
     ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
-    if (heap->job->folder[0]) ddp__log(*out, text);
+    if (heap->job->folder[0]) ddp_group_log(*out, text);
     return DDP_OK;
 }
 
@@ -4405,8 +4411,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int32_t mine[2], *table;
     int *members, count = 0, me = 0;
     ddp_group *child = NULL;
-    ddp_call call;
-    ddp_result result;
+    ddp_result result, opened = DDP_OK;
     if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
     *out = NULL;
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
@@ -4414,19 +4419,17 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     members = (int *)(table + 2 * group->world_size);
     mine[0] = color < 0 ? -1 : color;
     mine[1] = key;
-    call = ddp__call_of(DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32);
-    call.tag = DDP__FOR_SPLIT;
-    result = ddp__submit(group, &call, NULL);
+    result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
-        child = ddp__group_new(&group->desc, group->backend, me, count);
+        opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
         if (child) snprintf(child->name, sizeof child->name, "%.20s.%d", group->name, color);
     }
     if (result == DDP_OK) { /* a rank without memory still takes part, so that the others do not wait */
         void *state = NULL;
         result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
-        else if (color >= 0) result = DDP_ERR_NO_MEMORY;
+        if (result == DDP_OK) result = opened;
     }
     if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
     ddp_group_mfree(group, table);
@@ -4472,7 +4475,15 @@ DDPDEF int ddp_world_size(const ddp_group *group) { return group ? group->world_
 DDPDEF int ddp_local_rank(const ddp_group *group) { return group ? group->local_rank : -1; }
 DDPDEF int ddp_local_world_size(const ddp_group *group) { return group ? group->local_world_size : 0; }
 DDPDEF const ddp_device *ddp_group_device(const ddp_group *group) { return group->device; }
+DDPDEF void *ddp_group_device_state(const ddp_group *group) { return group->device_state; }
+DDPDEF int ddp_group_device_index(const ddp_group *group) { return group->device_index; }
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.timeout_ms; }
+DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
+DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
+DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
+DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
+DDPDEF ddp_result ddp_group_cause(const ddp_group *group) { return group->backend->status(group, group->state); }
+DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { group->local_rank = rank; group->local_world_size = world_size; }
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
@@ -4497,6 +4508,9 @@ typedef struct ddp__launch {
     int world_size, interrupted; /* interrupted: by SIGINT or SIGTERM */
     ddp__cpus cpus;              /* the caller's */
 } ddp__launch;
+
+#define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
+    ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->world_size, __VA_ARGS__)
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
@@ -4526,15 +4540,13 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-static __attribute__((format(printf, 4, 5))) void ddp__note_failure(ddp__heap *heap, int rank, ddp_result result, const char *format, ...) {
-    ddp__job_rank *me = &heap->job->rank[rank];
+/* This rank failed, for the reason in this thread's error line. The first to fail is the one that ddp_launch reports. */
+static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
+    ddp__job *job = launch->heap->job;
     uint32_t nobody = 0;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(me->text, sizeof me->text, format, args);
-    va_end(args);
-    me->result = (int32_t)result;
-    __atomic_compare_exchange_n(&heap->job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
+    job->rank[rank].result = (int32_t)result;
+    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
 /* The life of one rank. */
@@ -4546,12 +4558,12 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here.heap = launch->heap;
     ddp__here.rank = rank;
+    ddp__here.device_plus_1 = launch->desc->devices ? launch->desc->devices[rank] + 1 : 0;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
-    if (result != DDP_OK && ddp_last_error()[0]) ddp__note_failure(launch->heap, rank, result, "%s", ddp_last_error());
-    else if (result != DDP_OK)
-        ddp__note_failure(launch->heap, rank, result, "ddp_launch: rank %d/%d returned %s", rank, launch->world_size, ddp_result_name(result));
+    if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
+    if (result != DDP_OK) ddp__note_failure(launch, rank, result);
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;
@@ -4574,20 +4586,17 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     _exit(result == DDP_OK ? 0 : 1);
 }
 
-/* Records how a child ended. 1 when that is a failure. */
-static int ddp__record_end(ddp__launch *launch, int rank, int status) {
+/* Records how a child ended. A rank that failed has noted that itself, unless it did not get that far. */
+static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__job_rank *r = &launch->heap->job->rank[rank];
-    if (ddp__load(&r->state) == DDP__RANK_LEFT && !WIFSIGNALED(status)) return r->result != 0;
-    r->signal_number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
+    r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (r->signal_number)
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) was killed by signal %d", rank,
-                          launch->world_size, r->pid, r->signal_number);
-    else
-        ddp__note_failure(launch->heap, rank, DDP_ERR_PEER_LOST, "ddp_launch: rank %d/%d (pid %d) exited with status %d before its function "
-                          "returned", rank, launch->world_size, r->pid, r->exit_status);
+    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
+    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
+    ddp__note_failure(launch, rank, DDP_ERR_PEER_LOST);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
-    return 1;
 }
 
 static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
@@ -4595,50 +4604,48 @@ static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
 }
 
 /* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
-static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, int failed, const sigset_t *watched) {
-    int alive = 0;
+static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
     double deadline = 0; /* 0 = none: nothing has gone wrong yet */
     const struct timespec slice = {0, 20000000};
-    for (int r = 0; r < launch->world_size; r++) alive += pids[r] > 0;
-    while (alive > 0) {
+    for (int alive = 1; alive;) {
         siginfo_t info;
         int number = sigtimedwait(watched, &info, &slice);
         if (number == SIGINT || number == SIGTERM) {
             launch->interrupted = 1;
             ddp__signal_ranks(pids, launch->world_size, number);
         }
+        alive = 0;
         for (int r = 0; r < launch->world_size; r++) {
             int status = 0;
-            pid_t ended = pids[r] > 0 ? waitpid(pids[r], &status, WNOHANG) : 0;
-            if (ended == 0 || (ended < 0 && errno == EINTR)) continue;
-            failed |= ddp__record_end(launch, r, status);
-            pids[r] = 0;
-            alive--;
+            if (pids[r] > 0 && waitpid(pids[r], &status, WNOHANG) != 0) {
+                ddp__record_end(launch, r, status);
+                pids[r] = 0;
+            }
+            alive |= pids[r] > 0;
         }
-        if ((failed || launch->interrupted) && deadline == 0) deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
+        if (deadline == 0 && (launch->interrupted || ddp__load(&launch->heap->job->failed_rank_plus_1)))
+            deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
         if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
     }
 }
 
 static void ddp__launch_processes(ddp__launch *launch) {
-    pid_t pids[DDP_MAX_LOCAL_RANKS];
+    pid_t pids[DDP_MAX_LOCAL_RANKS] = DDP_ZERO;
     sigset_t watched, old;
-    int failed = 0;
     sigemptyset(&watched);
     sigaddset(&watched, SIGINT);
     sigaddset(&watched, SIGTERM);
     sigaddset(&watched, SIGCHLD);
     pthread_sigmask(SIG_BLOCK, &watched, &old);
     fflush(NULL);
-    memset(pids, 0, sizeof pids);
-    for (int r = 0; r < launch->world_size && !failed; r++) {
+    for (int r = 0; r < launch->world_size; r++) {
         pids[r] = ddp__fork_rank(launch, r, &old);
         if (pids[r] >= 0) continue;
-        failed = 1;
-        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: rank %d/%d could not be forked: %s", r, launch->world_size, strerror(errno));
+        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be forked: %s", strerror(errno)));
+        ddp__signal_ranks(pids, r, SIGKILL);
+        break;
     }
-    if (failed) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
-    ddp__watch_ranks(launch, pids, failed, &watched);
+    ddp__watch_ranks(launch, pids, &watched);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
@@ -4656,14 +4663,13 @@ static void ddp__launch_threads(ddp__launch *launch) {
     ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
     int set = ddp__set_thread_variables(launch);
     for (int r = 0; r < launch->world_size; r++) {
-        int error;
         threads[r].launch = launch;
         threads[r].rank = r;
-        error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
+        int error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
         threads[r].started = error == 0;
         if (!error) continue;
-        ddp__note_failure(launch->heap, r, DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size,
-                          strerror(error));
+        ddp_fail(DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
+        ddp__note_failure(launch, r, DDP_ERR_SYSTEM);
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
@@ -4674,15 +4680,12 @@ static void ddp__launch_threads(ddp__launch *launch) {
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
     ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
-    uint32_t failed;
     if (result != DDP_OK) return result;
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
-    failed = ddp__load(&launch->heap->job->failed_rank_plus_1);
-    if (failed) {
-        const ddp__job_rank *r = &launch->heap->job->rank[failed - 1];
-        result = ddp_fail((ddp_result)r->result, "%s", r->text);
-    }
+    const ddp__job *job = launch->heap->job;
+    uint32_t failed = ddp__load(&job->failed_rank_plus_1);
+    if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
     ddp__heap_release(launch->heap);
     return result;
 }
@@ -4692,45 +4695,46 @@ static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, 
     ddp_group_desc group = desc->group;
     ddp_group *world;
     char text[DDP__TEXT_MAX];
+    int outside = ddp__here.device_plus_1;
     ddp_result result;
     group.init_method = NULL;
     group.rank = group.world_size = 0;
     result = ddp_group_create(&world, &group);
     if (result != DDP_OK) return result;
+    if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
+    world->device_index = ddp__here.device_plus_1 - 1;
     result = fn(world, user);
+    ddp__here.device_plus_1 = outside;
     snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_group_destroy(world);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
-    ddp_launch_desc none = DDP_ZERO;
-    ddp__launch launch;
+    const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
+    ddp__launch launch = DDP_ZERO;
     ddp__identity id;
-    ddp_result result;
-    int cores;
-    memset(&launch, 0, sizeof launch);
-    launch.desc = desc ? desc : &none;
     if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
-    if (launch.desc->world_size < 0 || launch.desc->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", launch.desc->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)launch.desc->mode > DDP_LAUNCH_THREADS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)launch.desc->mode);
-    if (launch.desc->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", launch.desc->max_restarts);
-    if (launch.desc->device_count < 0 || (launch.desc->device_count > 0 && !launch.desc->devices))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", launch.desc->device_count);
-    launch.group = launch.desc->group;
+    if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
+    if ((unsigned)d->mode > DDP_LAUNCH_THREADS) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)d->mode);
+    if (d->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", d->max_restarts);
+    if (d->device_count < 0 || (d->device_count > 0 && !d->devices))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", d->device_count);
+    launch.desc = d;
+    launch.group = d->group;
     launch.group.rank = launch.group.world_size = 0;
-    result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
+    ddp_result result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
     if (result != DDP_OK) return result;
     if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
-    cores = ddp__usable_cores(&launch.cpus);
+    int cores = ddp__usable_cores(&launch.cpus);
     if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
     launch.fn = fn;
     launch.user = user;
     launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
     if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
+    if (launch.desc->devices && launch.desc->device_count < launch.world_size)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: %d devices for %d ranks; list one for each rank", launch.desc->device_count, launch.world_size);
     for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
         if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
@@ -4803,7 +4807,8 @@ struct ddp_reducer {
     void *arena;                 /* group memory: gradients that were NULL */
     void *flat;                  /* group memory: the bucket being reduced, if it is packed */
     size_t flat_bytes, arena_bytes;
-    void *exchange, *host;       /* small agreements between ranks: the device's end and ours, which also is scratch */
+    void *host;                  /* small agreements between ranks, and scratch */
+    void *squares;               /* of all gradients: a ddp_exact_sum on the device */
     double seconds;              /* these three: of this step so far, written by whoever carries a bucket out */
     size_t sent, copied;
     ddp_reducer_stats stats;
@@ -4958,14 +4963,15 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     }
     for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
         if (bucket->ranges[k].in_place) result = ddp__bucket_reduce(bucket, bucket->ranges[k].data, bucket->ranges[k].count);
-    reducer->seconds += ddp_now() - begin;
-    return result;
+    if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
+    return result == DDP_OK ? ddp__device_check(group) : result;
 }
 
 /* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-    ddp_result result;
+    ddp_result result = ddp__compute(reducer->group);
+    if (result != DDP_OK) return result;
     for (int k = bucket->first; k <= bucket->last; k++) {
         ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -4981,7 +4987,7 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 #define DDP__SCHEMA_OPTIONS 8
 #define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
-#define DDP__REDUCER_FAIL(reducer, result, text, ...) ddp_fail(result, "rank %d/%d " text, (reducer)->rank, (reducer)->world_size, __VA_ARGS__)
+#define DDP__REDUCER_FAIL DDP__RANK_FAIL
 
 /* What ranks tell each other at create: how far they got, and what must be equal. */
 typedef struct ddp__schema {
@@ -5003,11 +5009,6 @@ static ddp__label ddp__param_label(const ddp_param *params, int index) {
     if (params[index].name) snprintf(label.text, sizeof label.text, "parameter %d '%.80s'", index, params[index].name);
     else snprintf(label.text, sizeof label.text, "parameter %d", index);
     return label;
-}
-
-static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a, from 0 */
-    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
-    return hash;
 }
 
 /* A tensor's dtype and shape in words; returns hash with the shape joined to it. */
@@ -5170,23 +5171,13 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
 
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    size_t bytes = count * ddp_dtype_size(dtype);
-    ddp_result result;
     if (reducer->world_size == 1) return DDP_OK;
-    reducer->device->copy(reducer->exchange, reducer->host, bytes);
-    result = ddp_all_reduce(reducer->group, reducer->exchange, reducer->exchange, count, dtype, op, NULL);
-    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes);
-    return result;
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, DDP__FOR_REDUCER);
 }
 
 /* Every rank's bytes (the same number each) end up in host, in rank order. */
 static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, size_t bytes) {
-    unsigned char *place = (unsigned char *)reducer->exchange + (size_t)reducer->rank * bytes;
-    ddp_result result;
-    reducer->device->copy(place, mine, bytes);
-    result = ddp_all_gather(reducer->group, place, reducer->exchange, bytes, DDP_U8, NULL);
-    if (result == DDP_OK) reducer->device->copy(reducer->host, reducer->exchange, bytes * (size_t)reducer->world_size);
-    return result;
+    return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, DDP__FOR_REDUCER);
 }
 
 /* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
@@ -5199,7 +5190,7 @@ static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers
         if (result != DDP_OK) return result;
         for (int r = 1; r < reducer->world_size; r++)
             if (all[r].hash != all[0].hash)
-                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
                                          buffers ? "buffer" : "parameter", index, all[0].text, all[r].text, r);
         hash = mine.hash;
     }
@@ -5214,7 +5205,6 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
                                                  !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
     const ddp__schema *all = (const ddp__schema *)reducer->host;
     ddp__schema mine;
-    ddp_result result;
     if (reducer->world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
     mine.result = own;
@@ -5223,16 +5213,16 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     for (int kind = 0; kind < 2 && own == DDP_OK; kind++)
         for (int i = 0; i <= (kind ? d->buffer_count : d->param_count); i++)
             mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
-    result = ddp__reducer_gather(reducer, &mine, sizeof mine);
+    ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
     if (result != DDP_OK) return result;
     if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
     for (int r = 0; r < reducer->world_size; r++)
         if (all[r].result != DDP_OK)
-            return DDP__REDUCER_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+            return DDP__RANK_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
     for (int r = 1; r < reducer->world_size; r++)
         for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
             if (all[r].option[i] != all[0].option[i])
-                return DDP__REDUCER_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
                                          "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
     for (int kind = 0; kind < 2; kind++)
         for (int r = 1; r < reducer->world_size; r++)
@@ -5315,7 +5305,7 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
 static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
-    reducer->device->free(reducer->group, reducer->exchange);
+    reducer->device->free(reducer->group, reducer->squares);
     ddp_group_mfree(reducer->group, reducer->buckets);
     ddp_group_mfree(reducer->group, reducer);
 }
@@ -5331,7 +5321,7 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
     reducer->rank = group->rank;
     reducer->world_size = reducer->active = group->world_size;
     reducer->host = reducer + 1;
-    if (reducer->device->alloc(group, bytes, &reducer->exchange) == DDP_OK) return reducer;
+    if (reducer->device->alloc(group, sizeof(ddp_exact_sum), &reducer->squares) == DDP_OK) return reducer;
     ddp_group_mfree(group, reducer);
     return NULL;
 }
@@ -5345,7 +5335,7 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: no memory for the reducer", group->rank, group->world_size);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: %s", group->rank, group->world_size, ddp_last_error());
     }
     result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
     result = ddp__reducer_compare(reducer, result);
@@ -5378,8 +5368,8 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     grad->ready = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
-    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over. */
-    while (reducer->next_bucket + 1 < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
+    /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
+    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
         ddp_result result = ddp__bucket_issue(reducer, 0);
         if (result != DDP_OK) return result;
     }
@@ -5460,12 +5450,14 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
-    result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
+    result = ddp__compute(reducer->group);
+    if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
         const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
         if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
+    if (result == DDP_OK) result = ddp__device_check(reducer->group);
     stats->bytes_reduced = reducer->sent;
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
@@ -5491,16 +5483,22 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
     float length;
+    ddp_result result;
     if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
     if (!(max_norm > 0))
         return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    ddp_exact_sum_clear(&sum);
+    result = ddp__compute(reducer->group);
+    if (result != DDP_OK) return result;
+    reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         const ddp_tensor *tensor = &reducer->desc.params[i].grad;
         size_t rows = tensor->ndim > 0 ? (size_t)tensor->shape[0] : 1;
-        if (grad->first_use == i && grad->count) reducer->device->sum_squares(&sum, grad->data, rows, grad->count / rows, grad->dtype);
+        if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
+    reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
+    result = ddp__device_check(reducer->group);
+    if (result != DDP_OK) return result;
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
@@ -5508,7 +5506,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->scale(grad->data, grad->count, grad->dtype, max_norm / length);
     }
-    return DDP_OK;
+    return ddp__device_check(reducer->group);
 }
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
@@ -5600,13 +5598,15 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
 }
 
 /* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
-static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
+static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
     const ddp_device *device = accumulator->group->device;
+    ddp_result result = ddp__compute(accumulator->group);
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
-    for (size_t done = 0; done < count; done += DDP__ACCUMULATE_BLOCK) {
-        size_t n = count - done < DDP__ACCUMULATE_BLOCK ? count - done : DDP__ACCUMULATE_BLOCK;
+    size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
+    for (size_t done = 0; done < count && result == DDP_OK; done += block) {
+        size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size;
         for (int k = depth - 1; k >= depth - joined; k--) {
             unsigned char *left = levels + (size_t)k * accumulator->level_bytes + done * size;
@@ -5614,10 +5614,12 @@ static void ddp__accumulate(ddp_accumulator *accumulator, int param_index, int d
         }
         if (joined == 0 && !last) device->copy(levels + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
     }
+    return result == DDP_OK ? ddp__device_check(accumulator->group) : result;
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
     int t, depth, last, joined;
+    ddp_result result = DDP_OK;
     if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
@@ -5630,7 +5632,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     depth = __builtin_popcount((unsigned)t);
     last = t + 1 == accumulator->desc.micro_batch_count;
     joined = last ? depth : __builtin_ctz(~(unsigned)t);
-    if (depth > 0 || !last) ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
+    if (depth > 0 || !last) result = ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
+    if (result != DDP_OK) return result;
     return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
 }
 
@@ -6204,7 +6207,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_
     va_start(args, format);
     ddp__fail_v(DDP_ERR_INVALID, format, args);
     va_end(args);
-    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp__call_name(call->kind), group->name,
+    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp_call_name(call->kind), group->name,
                      ddp_last_error());
 }
 
@@ -6217,7 +6220,7 @@ static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) 
     int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
                                                 call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
     size_t element = ddp_dtype_size(call->dtype), blocks;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp__call_name(call->kind));
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp_call_name(call->kind));
     blocks = p2p ? 1 : (size_t)group->world_size;
     if (rooted && (call->root < 0 || call->root >= group->world_size))
         return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
@@ -6268,35 +6271,27 @@ static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const vo
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
 }
-
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
 }
-
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
 }
-
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
     return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
 }
-
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
     return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
 }
@@ -6366,16 +6361,15 @@ static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *sen
     if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
     if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
     if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start)
+    if (!group->backend->p2p_start && !group->backend->enqueues)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                         ddp__call_name(kind), group->name, group->backend->name);
+                         ddp_call_name(kind), group->name, group->backend->name);
     return ddp__submit_p2p(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
 }
-
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
     return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
 }

@@ -1,38 +1,51 @@
-/*  ddp_cuda.cuh - GPUs for ddp.h: choosing a device, device memory as a ddp_device, and the kernels of a training step.
+/*  ddp_cuda.cuh - GPUs for ddp.h: groups over device memory through NCCL, device memory as a ddp_device, and the kernels of a training step.
 
-    The first part of the CUDA backend. It needs the CUDA runtime alone, and every kernel gives the bits that the CPU gives.
+    Collectives, messages, the reducer and everything else of ddp.h with device pointers, ordered by events instead of blocking the host; kernels that give
+    the bits that the CPU gives.
 
 USAGE
     #define DDP_CUDA_IMPLEMENTATION        in exactly one .cu file of the program, before including this header
     #include "ddp_cuda.cuh"
     DDP_IMPLEMENTATION there instantiates ddp.h too. Other files, C ones also, include it plainly and need CUDA's include directory.
+    Link with -lnccl -lpthread -lm.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
     #include "ddp_cuda.cuh"
     #include <stdio.h>
 
+    static ddp_result train(ddp_group *world, void *user) {      // runs once per rank, each on the GPU of its local rank
+        ddp_group *gpus;
+        void *gradient;
+        ddp_result result = ddp_cuda_group_create(&gpus, world, (const ddp_cuda_desc *)user);
+        if (result != DDP_OK) return result;
+        result = ddp_group_alloc(gpus, 4000, &gradient);         // zeros; any device memory will do
+        if (result == DDP_OK) result = ddp_all_reduce(gpus, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
+        if (result == DDP_OK && cudaStreamSynchronize(0) != cudaSuccess) result = ddp_fail(DDP_ERR_ENGINE, "cudaStreamSynchronize failed");
+        ddp_group_destroy(gpus);
+        return result;
+    }
+
     int main(void) {
-        ddp_cuda_pick_desc desc = DDP_ZERO;                      // zero means default: the device with the number of the local rank
-        const void *gradients[2];
-        void *memory[2], *sum;
-        int device;
-        if (ddp_cuda_pick(NULL, &desc, &device) != DDP_OK) { fprintf(stderr, "%s\n", ddp_last_error()); return 1; }
-        for (int i = 0; i < 2; i++) {
-            if (cudaMalloc(&memory[i], 4000) != cudaSuccess || cudaMemset(memory[i], 0, 4000) != cudaSuccess) return 1;
-            gradients[i] = memory[i];
-        }
-        sum = memory[0];                                         // a destination may be a source
-        ddp_result result = ddp_cuda_reduce_tree(&sum, 1, gradients, 2, 1000, DDP_F32, DDP_OP_AVG, 2, 0);
-        if (result != DDP_OK) fprintf(stderr, "%s\n", ddp_last_error());
-        return result != DDP_OK || cudaDeviceSynchronize() != cudaSuccess;
+        ddp_cuda_desc desc = DDP_ZERO;                           // zero means default, field by field
+        ddp_launch_desc launch = DDP_ZERO;
+        launch.world_size = 2;
+        if (ddp_launch(&launch, train, &desc) == DDP_OK) return 0;
+        fprintf(stderr, "%s\n", ddp_last_error());
+        return 1;
     }
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
-    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-device  >>impl-public
+    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-lanes  >>impl-device
+    >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged  >>impl-group
+    >>impl-public
 
 CONCEPTS
+    Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
+               its own, behind what the user's stream holds; ddp_wait makes the user's stream wait, not the host.
+    Watchdog   a thread per group that asks CUDA and NCCL how they are, and the watchdogs of the other ranks, over the control group, where
+               theirs have come. What goes wrong anywhere ends the communication everywhere, with one cause.
     Stream     every kernel below is put on the stream that it is given and returns at once. The functions of ddp_device_cuda()
                take no stream: they use the one that ddp_cuda_use_stream has set for the calling thread.
     Element    what a kernel does to an element is code that compiles for the CPU as well, where tests compare it with ddp.h. A
@@ -45,6 +58,8 @@ ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). What CUDA reports becomes DDP_ERR_ENGINE (no memory: DDP_ERR_NO_MEMORY) and a line
     with the failing call and CUDA's own text, such as
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
+      rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
+      group world is not done on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
     A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
     their thread's first failure for ddp_cuda_check.
 
@@ -52,15 +67,16 @@ CONFIG MACROS (define before including)
     DDP_CUDA_IMPLEMENTATION  also compile the bodies of this header, here (nvcc)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
-    DDP_NO_NCCL              build without NCCL; no effect yet, as nothing here uses it
+    DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
     Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
     defines nothing by which this header could refuse them.
 
 NOT DONE HERE
-    The NCCL backend is not here yet: no collective moves device memory. Do not give ddp_device_cuda() to a group of the local
-    backend, which reads memory with the CPU. Kernels on one row of many elements use one warp (>>impl-rows).
-    Nothing in this header has run on a GPU. It compiles and links for sm_80, sm_90 and PTX; device selection, element code and
-    dispatch are tested on the CPU. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
+    Ranks that share a device go through host memory, for development: slow. Do not give ddp_device_cuda() to a group of the local backend, which
+    reads memory with the CPU. Messages of all_to_all_v whose counts disagree are found by the timeout alone on NCCL.
+    Nothing in this header has run on a GPU, or with NCCL itself. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
+    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h, fake_nccl.h) that runs streams in many
+    orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
 #define DDP_CUDA_CUH
@@ -101,6 +117,27 @@ typedef struct ddp_cuda_pick_desc {
     int allow_shared;    /* 1 = ranks may share a device: by local rank, numbers wrap around, and doubles are no error */
 } ddp_cuda_pick_desc;
 
+typedef enum ddp_cuda_engine {
+    DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL; staged, with a notice to log_fn, where ranks share a device or NCCL is not built in */
+    DDP_CUDA_ENGINE_NCCL,
+    DDP_CUDA_ENGINE_STAGED       /* through host memory and the control group: slow, for development */
+} ddp_cuda_engine;
+
+typedef struct ddp_cuda_desc {
+    const int *devices;       /* as in ddp_cuda_pick_desc; NULL = what ddp_launch_desc.devices says, otherwise by local rank */
+    int device_count;
+    const char *uuid;
+    int allow_shared;         /* implied by DDP_CUDA_ENGINE_STAGED */
+    ddp_cuda_engine engine;   /* 0 = see there; equal on all ranks */
+    ddp_order order;          /* 0 = any with NCCL, tree when staged; equal on all ranks */
+    const char *name;         /* NULL = control's */
+    int timeout_ms;           /* 0 = control's */
+    cudaStream_t stream;      /* 0 = CUDA's default stream; what calls follow and ddp_wait holds up, see ddp_cuda_set_stream */
+    cudaStream_t comm_stream; /* 0 = one of the group's own, of high priority, on which communication runs */
+    struct ncclComm *comm;    /* NULL = made here; an ncclComm_t of the user's, with control's ranks. It is not destroyed by the group, but aborted if
+                                 the group fails (ddp_group_status): then it is gone */
+} ddp_cuda_desc;
+
 /* One step of AdamW or SGD on a shard. All pointers are device memory. */
 typedef struct ddp_cuda_step_desc {
     float *master;        /* required; the parameters in f32, updated in place */
@@ -131,6 +168,27 @@ typedef struct ddp_cuda_step_desc {
    anything else of CUDA. desc NULL is all defaults. DDP_ERR_INVALID on every rank when one asks for a device that is not there (the
    line says which are) or two ranks share one (it names both, host and UUID); DDP_ERR_ENGINE when CUDA does not work. */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
+
+/* Makes a group over device memory of the ranks of control, any CPU group that outlives it. Collective over control; blocks at most timeout_ms. The
+   device is chosen as by ddp_cuda_pick and becomes current. All calls of ddp.h work on it, with device pointers:
+     calls      put work on the communication stream, behind what the stream of the group holds, and return; so does a call with work == NULL. A call
+                that is waited for, or was made without work, holds up the stream of the group, not the host. Synchronise it to read results.
+                ddp_test asks the device. ddp_barrier blocks the host.
+     order      DDP_ORDER_ANY leaves sums to NCCL; DDP_ORDER_TREE gives the bits of the CPU backends: all-to-all, a kernel, all-gather. MIN and MAX of
+                floats (NaNs stay) and AVG of integers always take that way. It reaches 64 ranks, and allocates in its first call of a size.
+     messages   match by order, not by tag, and run one after the other: two ranks that send to each other put that into ddp_batch_begin / end.
+     failures   of a rank, of CUDA or NCCL, other calls on other ranks, or more than timeout_ms without progress end the communication on every rank: a
+                later ddp_wait or call returns the cause. Work already on streams ends with undefined data.
+     graphs     calls and ddp_wait may be captured into a CUDA graph; launches of the graph are not watched for timeouts.
+     memory     ddp_group_alloc gives memory that is registered with NCCL, on windows from 2.27 on. No peer reads it in place.
+   Errors: those of ddp_cuda_pick, DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_UNSUPPORTED, DDP_ERR_ENGINE with NCCL's text, on every rank. */
+DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
+
+/* The stream that the next calls on the group follow and hold up. Not collective; may change from call to call. */
+DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
+
+/* The stream on which the group's communication runs: a bucket hook puts its kernels there. */
+DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
 /* Memory of the current device as ddp.h's layers see it. See >>spi for what its functions promise beyond struct ddp_device. */
 DDPDEF const ddp_device *ddp_device_cuda(void);
@@ -185,9 +243,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 /* What ddp_device_cuda() promises beyond struct ddp_device:
      alloc        blocks until the zeros are there: any stream may use the memory at once.
      copy         between device pointers it is in stream order. When either side is host memory, it is complete on return.
-     sum_squares  blocks, since its result is on the host.
      the others   are in stream order and return at once; add, divide and cast take any alignment.
-   The functions act on the current device of the calling thread. */
+   The functions act on the current device of the calling thread. Calls on a group whose device this is make the group's device and its
+   compute stream the thread's. */
 
 #ifdef __cplusplus
 }
@@ -207,8 +265,18 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#if !defined(DDP_NO_NCCL)
+#include <nccl.h>
+#if NCCL_VERSION_CODE < 21800
+#error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
+#endif
+#endif
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 #include <type_traits>
 #include <unistd.h>
 
@@ -231,7 +299,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 
 /* Every call of the CUDA runtime goes through this table. */
 typedef struct ddp__cuda_runtime {
-    int on_host; /* 1 = kernels run as loops on the CPU, on host memory: for tests without a device */
+    int on_host; /* 1 = kernels are loops on the CPU, on host memory, and go through host_work: for tests without a device */
     cudaError_t (*device_count)(int *count);
     cudaError_t (*device_identity)(int device, char name[256], unsigned char uuid[16]);
     cudaError_t (*set_device)(int device);
@@ -245,6 +313,22 @@ typedef struct ddp__cuda_runtime {
     cudaError_t (*is_device_memory)(const void *pointer, int *yes);
     cudaError_t (*launch)(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared_bytes, cudaStream_t stream);
     cudaError_t (*clear_error)(void);
+    cudaError_t (*get_device)(int *device);
+    cudaError_t (*stream_create)(cudaStream_t *out, int high_priority); /* does not wait for the default stream */
+    cudaError_t (*stream_destroy)(cudaStream_t stream);
+    cudaError_t (*stream_wait_event)(cudaStream_t stream, cudaEvent_t event);
+    cudaError_t (*stream_query)(cudaStream_t stream);
+    cudaError_t (*stream_capturing)(cudaStream_t stream, int *yes);
+    cudaError_t (*relax_capture)(void); /* this thread's calls disturb no capture of another thread */
+    cudaError_t (*event_create)(cudaEvent_t *out); /* takes no times */
+    cudaError_t (*event_destroy)(cudaEvent_t event);
+    cudaError_t (*event_record)(cudaEvent_t event, cudaStream_t stream);
+    cudaError_t (*event_query)(cudaEvent_t event);
+    cudaError_t (*event_synchronize)(cudaEvent_t event);
+    cudaError_t (*host_alloc)(void **out, size_t size_bytes); /* pinned */
+    cudaError_t (*host_free)(void *memory);
+    /* on_host: puts run(copy) on the stream; copy is argument's bytes, aligned to 16. */
+    cudaError_t (*host_work)(void (*run)(void *copy), const void *argument, size_t argument_bytes, cudaStream_t stream);
 } ddp__cuda_runtime;
 
 #if !defined(DDP__CUDA_RUNTIME)
@@ -264,10 +348,37 @@ static cudaError_t ddp__cuda_is_device_memory(const void *pointer, int *yes) {
     return error;
 }
 
+static cudaError_t ddp__cuda_stream_create(cudaStream_t *out, int high_priority) {
+    int least = 0, greatest = 0;
+    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    return error == cudaSuccess ? cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least) : error;
+}
+
+static cudaError_t ddp__cuda_stream_wait_event(cudaStream_t stream, cudaEvent_t event) { return cudaStreamWaitEvent(stream, event, 0); }
+
+static cudaError_t ddp__cuda_stream_capturing(cudaStream_t stream, int *yes) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    *yes = error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+    return error;
+}
+
+static cudaError_t ddp__cuda_relax_capture(void) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    return cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+static cudaError_t ddp__cuda_event_create(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, cudaEventDisableTiming); }
+static cudaError_t ddp__cuda_event_record(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecord(event, stream); }
+static cudaError_t ddp__cuda_host_alloc(void **out, size_t size_bytes) { return cudaHostAlloc(out, size_bytes, cudaHostAllocPortable); }
+
 static const ddp__cuda_runtime *ddp__cuda_real_runtime(void) {
     static const ddp__cuda_runtime table = {0, cudaGetDeviceCount, ddp__cuda_identity, cudaSetDevice, cudaMalloc, cudaFree, cudaMallocAsync,
                                             cudaFreeAsync, cudaMemcpyAsync, cudaMemsetAsync, cudaStreamSynchronize, ddp__cuda_is_device_memory,
-                                            cudaLaunchKernel, cudaGetLastError};
+                                            cudaLaunchKernel, cudaGetLastError, cudaGetDevice, ddp__cuda_stream_create, cudaStreamDestroy,
+                                            ddp__cuda_stream_wait_event, cudaStreamQuery, ddp__cuda_stream_capturing, ddp__cuda_relax_capture,
+                                            ddp__cuda_event_create, cudaEventDestroy, ddp__cuda_event_record, cudaEventQuery, cudaEventSynchronize,
+                                            ddp__cuda_host_alloc, cudaFreeHost, NULL};
     return &table;
 }
 #define DDP__CUDA_RUNTIME ddp__cuda_real_runtime()
@@ -309,6 +420,8 @@ typedef struct ddp__cuda_seat {
     int32_t result;
     int32_t device;
     int32_t allow_shared;
+    int32_t choice;  /* of the group to be made: engine and order, which are equal on all ranks */
+    int32_t shared;  /* found out by all: some device has several ranks */
     unsigned char uuid[16];
     char host[64];
     char text[400]; /* result is not 0: the cause */
@@ -359,22 +472,22 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
 }
 
-static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int count, int *device) {
+/* given: what ddp_launch, or a communicator, says; -1 = nothing. */
+static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count, int *device) {
     char present[300];
     const char *hint = "";
     if (desc->devices && local_rank >= desc->device_count)
         return ddp_fail(DDP_ERR_INVALID, "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
                         local_rank, desc->device_count);
-    *device = desc->devices ? desc->devices[local_rank] : desc->allow_shared && count ? local_rank % count : local_rank;
+    *device = desc->devices ? desc->devices[local_rank] : given >= 0 ? given : desc->allow_shared && count ? local_rank % count : local_rank;
     if (*device >= 0 && *device < count) return DDP_OK;
-    if (!desc->devices) hint = ": start fewer ranks, or set allow_shared";
+    if (!desc->devices && given < 0) hint = ": start fewer ranks, or set allow_shared";
     ddp__cuda_present(present, sizeof present, count, 0);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, desc->devices ? "" : ", the number of this local rank",
-                    present, hint);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, hint[0] ? ", the number of this local rank" : "", present, hint);
 }
 
 /* What this rank wants and whether it is there. */
-static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, ddp__cuda_seat *seat) {
+static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_rank, int given, ddp__cuda_seat *seat) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0, device = -1;
     char name[256];
@@ -385,7 +498,7 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     error = cuda->device_count(&count);
     if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, count, &device);
+    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device);
     if (result != DDP_OK) return result;
     error = cuda->device_identity(device, name, seat->uuid);
     if (error != cudaSuccess) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceProperties");
@@ -399,6 +512,10 @@ static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int w
     for (int i = 0; i < world_size; i++)
         if (seats[i].result != DDP_OK)
             return ddp_fail((ddp_result)seats[i].result, "rank %d/%d ddp_cuda_pick: rank %d on host %s: %s", rank, world_size, i, seats[i].host, seats[i].text);
+    for (int i = 1; i < world_size; i++)
+        if (seats[i].choice != seats[0].choice)
+            return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_cuda_group_create: ranks 0 and %d set another engine or order, or only one of them comm: these "
+                            "are equal on all ranks", rank, world_size, i);
     for (int i = 0; i < world_size; i++)
         for (int k = i + 1; k < world_size; k++) {
             if (memcmp(seats[i].uuid, seats[k].uuid, 16) != 0 || (seats[i].allow_shared && seats[k].allow_shared)) continue;
@@ -409,20 +526,25 @@ static ddp_result ddp__cuda_compare(const ddp__cuda_seat *seats, int rank, int w
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, ddp__cuda_seat *mine) {
+/* choice -1: this rank has found the rest wrong already, and says so. */
+static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int given, int choice, ddp__cuda_seat *mine) {
     int rank = control ? ddp_rank(control) : 0, world_size = control ? ddp_world_size(control) : 1;
     ddp__cuda_seat *seats;
     ddp_result result;
     memset(mine, 0, sizeof *mine);
     if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
     mine->allow_shared = desc->allow_shared;
-    mine->result = ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, mine);
+    mine->choice = choice;
+    if (given < 0 && control) given = ddp_group_device_index(control);
+    mine->result = choice < 0 ? DDP_ERR_INVALID : ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
     if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
     if (!control) return ddp__cuda_compare(mine, rank, world_size);
     seats = (ddp__cuda_seat *)ddp_group_malloc(control, sizeof *seats * (size_t)world_size);
     if (!seats) return DDP_ERR_NO_MEMORY;
     result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
     if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
+    for (int i = 0; i < world_size && result == DDP_OK; i++)
+        for (int k = i + 1; k < world_size; k++) mine->shared |= memcmp(seats[i].uuid, seats[k].uuid, 16) == 0;
     ddp_group_mfree(control, seats);
     return result;
 }
@@ -683,18 +805,32 @@ static ddp_result ddp__cuda_launch(const void *kernel, size_t blocks, void **arg
     return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchKernel");
 }
 
+/* Where kernels are loops on the CPU: puts work.run() on the stream. */
+template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->run(); }
+
+template <class Work> static ddp_result ddp__cuda_on_host(const Work &work, cudaStream_t stream, const char *function) {
+    cudaError_t error = DDP__CUDA_RUNTIME->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchHostFunc");
+}
+
 /* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
 template <class F> static __global__ void ddp__cuda_each_kernel(const __grid_constant__ F f, const ddp__cuda_split split) {
     ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x);
 }
+
+template <class F> struct ddp__cuda_each_work {
+    F f;
+    ddp__cuda_split split;
+    void run() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
+};
 
 template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
     size_t rest = split.count - split.vectors * F::WIDTH, work = split.vectors > rest ? split.vectors : rest;
     void *arguments[2] = {(void *)&f, &split};
     if (split.count == 0) return DDP_OK;
     if (DDP__CUDA_RUNTIME->on_host) {
-        for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS);
-        return DDP_OK;
+        ddp__cuda_each_work<F> work = {f, split};
+        return ddp__cuda_on_host(work, stream, function);
     }
     return ddp__cuda_launch((const void *)ddp__cuda_each_kernel<F>, (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
 }
@@ -704,13 +840,21 @@ template <class F> static __global__ void ddp__cuda_chunks_kernel(const __grid_c
     for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x);
 }
 
+template <class F> struct ddp__cuda_chunks_work {
+    F f;
+    size_t chunks;
+    void run() const {
+        for (size_t i = 0; i < chunks; i++)
+            for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
+    }
+};
+
 template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
     void *arguments[2] = {(void *)&f, &chunks};
     if (chunks == 0) return DDP_OK;
     if (DDP__CUDA_RUNTIME->on_host) {
-        for (size_t i = 0; i < chunks; i++)
-            for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
-        return DDP_OK;
+        ddp__cuda_chunks_work<F> work = {f, chunks};
+        return ddp__cuda_on_host(work, stream, function);
     }
     return ddp__cuda_launch((const void *)ddp__cuda_chunks_kernel<F>, chunks, arguments, 0, stream, function);
 }
@@ -735,22 +879,29 @@ template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_con
     if (threadIdx.x == 0) f.flush(cells);
 }
 
-template <class F> static void ddp__cuda_rows_on_host(const F &f, size_t rows) {
-    int64_t cells[F::CELLS] = {0};
-    for (size_t row = 0; row < rows; row++) {
-        typename F::value value[32];
-        for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
-        for (int half = 16; half; half /= 2)
-            for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
-        for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+template <class F> struct ddp__cuda_rows_work {
+    F f;
+    size_t rows;
+    void run() const {
+        int64_t cells[F::CELLS] = {0};
+        for (size_t row = 0; row < rows; row++) {
+            typename F::value value[32];
+            for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
+            for (int half = 16; half; half /= 2)
+                for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
+            for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+        }
+        f.flush(cells);
     }
-    f.flush(cells);
-}
+};
 
 template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
     void *arguments[2] = {(void *)&f, &rows};
     if (rows == 0) return DDP_OK;
-    if (DDP__CUDA_RUNTIME->on_host) { ddp__cuda_rows_on_host(f, rows); return DDP_OK; }
+    if (DDP__CUDA_RUNTIME->on_host) {
+        ddp__cuda_rows_work<F> work = {f, rows};
+        return ddp__cuda_on_host(work, stream, function);
+    }
     return ddp__cuda_launch((const void *)ddp__cuda_rows_kernel<F>, (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
 }
 
@@ -993,9 +1144,11 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
 
 //== sums of squares by rows ========================================================================= >>impl-rows
 
-/* A row's sum in the order of ddp_device_cpu(): lane e of 32 adds the squares of elements e and e + 32 of every 64, and the lanes add up
-   in halves. That order is why a row is one warp's, with 4 bytes per lane and load. The rows' sums add exactly (Kulisch's long accumulator,
-   see >>impl-exact in ddp.h, whose cells these are). */
+/* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
+   lanes add up in halves. So a piece is one warp's, and its lanes' additions are a chain that nobody can cut; pieces add exactly (Kulisch's
+   long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. A load is 4 bytes wide (16-bit floats: 2), as the order
+   gives lanes neighbouring elements: whole lines of memory, eight of them on their way at a time. */
+#define DDP__CUDA_PIECE ((size_t)4096)
 enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
 
 /* Adds a value that is not negative. The bound is counted by the caller. */
@@ -1023,7 +1176,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef double value;
     enum { CELLS = DDP_EXACT_CELLS + 1 };
     void *data;
-    size_t rows, row_count;
+    size_t row_count, pieces; /* of a row */
     math factor;
     int64_t *total; /* CELLS of them */
 
@@ -1041,15 +1194,16 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    DDP__HD double partial(size_t row, int lane, int64_t *cells) const {
-        size_t first = row * row_count, at = (size_t)lane;
+    DDP__HD double partial(size_t number, int lane, int64_t *cells) const {
+        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane;
         double sum = 0;
         DDP__UNROLL_4
-        for (; at + 32 < row_count; at += 64) {
+        for (; at + 32 < count; at += 64) {
             double low = square(first + at, cells), high = square(first + at + 32, cells);
             sum = ddp__cuda_add(sum, ddp__cuda_add(low, high));
         }
-        return at < row_count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
+        return at < count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
     }
     static DDP__HD double join(double a, double b) { return ddp__cuda_add(a, b); }
     DDP__HD void finish(size_t, double value, int lane, int64_t *cells) const {
@@ -1067,11 +1221,11 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
                                                                             cudaStream_t stream, const char *function) {
     ddp__cuda_squares<D, UNSCALE> f = {};
     f.data = data;
-    f.rows = rows;
     f.row_count = row_count;
+    f.pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     f.factor = (typename ddp__cuda_type<D>::math)factor;
     f.total = (int64_t *)total;
-    return row_count ? ddp__cuda_rows(f, rows, stream, function) : DDP_OK;
+    return row_count ? ddp__cuda_rows(f, rows * f.pieces, stream, function) : DDP_OK;
 }
 
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
@@ -1325,6 +1479,118 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
     return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
 }
 
+//== streams and events of a group ===================================================================== >>impl-lanes
+
+/* What ddp_cuda_group_create hands to the device and the backend while they open. */
+typedef struct ddp__cuda_seed {
+    ddp_group *control;
+    int device;
+    cudaStream_t stream, comm_stream; /* comm_stream 0 = one of the group's own */
+    void *comm;                       /* NULL, or the user's ncclComm_t */
+} ddp__cuda_seed;
+
+/* What ddp_device_cuda() keeps per group. */
+typedef struct ddp__cuda_lanes {
+    int device;
+    cudaStream_t stream[2]; /* by ddp_lane */
+    int owns_comm;
+    ddp_result failed;      /* not DDP_OK: opening did, for the reason in text. The backend, which opens next, lets all ranks know */
+    char text[160];
+} ddp__cuda_lanes;
+
+static ddp__cuda_lanes *ddp__cuda_lanes_of(const ddp_group *group) { return (ddp__cuda_lanes *)ddp_group_device_state(group); }
+
+static ddp_result ddp__cuda_group_fail(const ddp_group *group, cudaError_t error, const char *call) {
+    char who[96];
+    snprintf(who, sizeof who, "rank %d/%d group=%s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, who, call);
+}
+
+/* A group that ddp_cuda_group_create did not make takes the thread's device and stream as they are. */
+static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, void **state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
+    const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
+    const char *call = "cudaSetDevice";
+    cudaError_t error = cudaSuccess;
+    if (!lanes) {
+        if (seed) ddp_group_abort(seed->control); /* the others are about to wait for this rank */
+        return DDP_ERR_NO_MEMORY;
+    }
+    memset(lanes, 0, sizeof *lanes);
+    lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
+    if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
+    if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
+    else error = cuda->get_device(&lanes->device);
+    lanes->owns_comm = !lanes->stream[DDP_LANE_COMM];
+    if (error == cudaSuccess && lanes->owns_comm) {
+        call = "cudaStreamCreateWithPriority";
+        error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+    }
+    *state = lanes;
+    if (error == cudaSuccess) return DDP_OK;
+    lanes->owns_comm = 0;
+    lanes->failed = ddp__cuda_fail(error, "making the group", call);
+    snprintf(lanes->text, sizeof lanes->text, "%.159s", ddp_last_error());
+    if (from || seed) return DDP_OK;
+    ddp_group_mfree(group, lanes);
+    *state = NULL;
+    return ddp_fail(DDP_ERR_ENGINE, "rank %d/%d group=%s: %s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_last_error());
+}
+
+static void ddp__cuda_device_close(ddp_group *group, void *state) {
+    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)state;
+    if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_LANE_COMM]);
+    ddp_group_mfree(group, lanes);
+}
+
+static ddp_result ddp__cuda_device_enter(ddp_group *group, ddp_lane lane) {
+    const ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
+    ddp__cuda_mine.stream = lanes->stream[lane];
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(lanes->device), "cudaSetDevice");
+}
+
+static ddp_result ddp__cuda_device_check(ddp_group *group) {
+    (void)group;
+    return ddp_cuda_check();
+}
+
+static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
+    cudaEvent_t made = NULL;
+    cudaError_t placed = DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device), error = placed;
+    if (placed == cudaSuccess) error = DDP__CUDA_RUNTIME->event_create(&made);
+    *event = made;
+    return ddp__cuda_group_fail(group, error, placed == cudaSuccess ? "cudaEventCreateWithFlags" : "cudaSetDevice");
+}
+
+static void ddp__cuda_event_unmake(ddp_group *group, void *event) {
+    (void)group;
+    DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event);
+}
+
+static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_lane lane, void *event) {
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
+}
+
+static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_lane lane, void *event) {
+    return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_lanes_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
+}
+
+/* While a graph is captured nothing runs, and asking would spoil the capture. */
+static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
+    cudaError_t error;
+    int capturing = 0;
+    *done = 0;
+    error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM], &capturing);
+    if (error == cudaSuccess && capturing)
+        return ddp_fail(DDP_ERR_INVALID, "rank %d/%d group=%s ddp_test: the stream is being captured into a graph, and nothing runs until that is launched",
+                        ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->event_query((cudaEvent_t)event);
+    *done = error != cudaErrorNotReady; /* ddp_wait tells a failure */
+    return error == cudaErrorNotReady ? DDP_OK : ddp__cuda_group_fail(group, error, "cudaEventQuery");
+}
+
 //== the GPU as a device ============================================================================= >>impl-device
 
 static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -1332,15 +1598,16 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     cudaStream_t stream = ddp__cuda_mine.stream;
     char call[64];
     cudaError_t error;
-    (void)group;
     *out = NULL;
+    if (group && ddp__cuda_lanes_of(group)) cuda->set_device(ddp__cuda_lanes_of(group)->device);
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
+    snprintf(call, sizeof call, "cudaMemsetAsync");
     error = cuda->memset_async(*out, 0, size_bytes ? size_bytes : 1, stream);
-    if (error == cudaSuccess) error = cuda->synchronize(stream);
+    if (error == cudaSuccess) { snprintf(call, sizeof call, "cudaStreamSynchronize"); error = cuda->synchronize(stream); }
     if (error == cudaSuccess) return DDP_OK;
-    ddp__cuda_fail(error, "ddp_device_cuda alloc", "clearing with cudaMemsetAsync");
+    ddp__cuda_fail(error, "ddp_device_cuda alloc", call);
     cuda->free(*out);
     *out = NULL;
     return DDP_ERR_ENGINE;
@@ -1407,27 +1674,1719 @@ static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, u
     if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
-/* The cells come from the stream's memory pool, which allocates nothing once it is warm. On failure the sum becomes NaN: a clipping
-   that would look right must not come out. */
 static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
+    if (rows && row_count)
+        ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
+}
+
+//== the NCCL backend ==================================================================================== >>impl-nccl
+
+#if !defined(DDP_NO_NCCL)
+
+/* Calls are put on the communication lane by the caller and run there; ddp.h orders the lanes. What can only be noticed later is the
+   business of a thread per group, the watchdog. Ranks' words to each other go over splits of the control group: of what a call needs before it can
+   go on, over control, and between the watchdogs, which speak even when a rank's own thread is stuck, over watch. */
+
+#define DDP__NCCL_OPS 32    /* operations under way that have an event of their own; an event behind them stands for what comes on top */
+#define DDP__NCCL_MARKS 16  /* calls that ranks compare */
+#if !defined(DDP__NCCL_SCRATCH)
+#define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
+#endif
+#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10) /* of them that are there from the beginning: 16 elements of 64 ranks are 8 KiB */
+#if !defined(DDP__NCCL_TICK_MS)
+#define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
+#endif
+#if !defined(DDP__NCCL_PATIENCE_MS)
+#define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
+#endif
+
+/* A call as ranks compare it; seq 0 = none. */
+typedef struct ddp__nccl_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__nccl_mark;
+
+/* What watchdogs tell each other, over and over. */
+typedef struct ddp__nccl_word {
+    int32_t result;  /* of the group on this rank, for the reason in text */
+    int32_t leaving; /* 1 = the group is being destroyed here: my last word */
+    ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
+    uint64_t issued; /* collectives */
+    char text[400];
+} ddp__nccl_word;
+
+typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
+
+typedef struct ddp__nccl_region { struct ddp__nccl_region *next; void *memory, *handle; int is_window; } ddp__nccl_region;
+
+typedef struct ddp__nccl {
+    ddp_group *group, *control, *watch;
+    ddp__cuda_lanes *lanes;
+    ncclComm_t comm;             /* NULL once aborted */
+    int rank, world_size, owns_comm, in_batch;
+    int current;                 /* the entry of ops that is being made */
+    void *scratch, *cell;        /* on the device; cell is for barriers */
+    size_t scratch_bytes;
+    cudaEvent_t idle;
+    ddp__nccl_region *regions;
+    pthread_mutex_t lock;        /* of what follows */
+    pthread_cond_t changed;
+    pthread_t watchdog;
+    int watching, stopping;
+    int busy;                    /* the caller is inside NCCL */
+    int gone;                    /* 1 + a rank that has left the group */
+    int aborted;                 /* the communicator is no more */
+    ddp_result cause;            /* the first */
+    char text[DDP__CUDA_TEXT];
+    ddp__nccl_word mine;
+    ddp__nccl_op ops[DDP__NCCL_OPS]; /* under way: op_count from op_first on, in order */
+    int op_first, op_count;
+    double since;                /* when the first of them became the first */
+} ddp__nccl;
+
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, ncclBfloat16, ncclInt8, ncclUint8, ncclInt32,
+                                                 ncclInt64, ncclUint64}; /* by ddp_dtype */
+
+static ddp_result ddp__nccl_status(const ddp_group *group, void *state) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) return DDP_OK;
+    return ddp_fail(n->cause, "%s", n->text);
+}
+
+/* The first cause stays; text is complete before the cause is seen. */
+static void ddp__nccl_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    pthread_mutex_lock(&n->lock);
+    if (n->cause == DDP_OK) {
+        snprintf(n->text, sizeof n->text, "%s", text);
+        __atomic_store_n(&n->cause, cause, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&n->changed);
+    }
+    pthread_mutex_unlock(&n->lock);
+}
+
+static ddp_result ddp__nccl_error(ncclComm_t comm, ncclResult_t error, const char *call) {
+    const char *last = ncclGetLastError(comm);
+    int more = last && last[0];
+    if (error == ncclSuccess) return DDP_OK;
+    return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
+}
+
+static void ddp__cuda_nap(int microseconds) {
+    struct timespec t = {0, microseconds * 1000L};
+    nanosleep(&t, NULL);
+}
+
+/* Between these two the watchdog does not abort the communicator, unless the call does not come back. */
+static ddp_result ddp__nccl_begin(ddp__nccl *n) {
+    ddp_result result;
+    pthread_mutex_lock(&n->lock);
+    result = n->cause;
+    n->busy = result == DDP_OK;
+    pthread_mutex_unlock(&n->lock);
+    return result == DDP_OK ? DDP_OK : ddp__nccl_status(n->group, n);
+}
+
+static void ddp__nccl_end(ddp__nccl *n) {
+    pthread_mutex_lock(&n->lock);
+    n->busy = 0;
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* What came of an NCCL call. A communicator that does not block may need a while to take it up, for which peers may be needed. */
+static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
+    for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
+        ncclResult_t now = ncclSuccess;
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        error = ncclCommGetAsyncError(comm, &now);
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
+        error = now;
+        if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+    }
+    return error == ncclInProgress ? DDP_OK : ddp__nccl_error(comm, error, call);
+}
+
+/* Sends and receives that belong together. */
+static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
+    ddp_result result = ddp__nccl_error(n->comm, ncclGroupStart(), "ncclGroupStart");
+    n->in_batch += result == DDP_OK;
+    return result;
+}
+
+/* Whatever came before, the group has to end. */
+static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    error = ncclGroupEnd();
+    n->in_batch--;
+    return before == DDP_OK ? ddp__nccl_settle(n, n->comm, error, "ncclGroupEnd") : ddp_fail(before, "%s", text);
+}
+
+static ddp_result ddp__nccl_send(ddp__nccl *n, const void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
+    const unsigned char *from = (const unsigned char *)base + offset * ddp_dtype_size(dtype);
+    if (count == 0) return DDP_OK;
+    return ddp__nccl_settle(n, n->comm, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclSend");
+}
+
+static ddp_result ddp__nccl_recv(ddp__nccl *n, void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
+    unsigned char *to = (unsigned char *)base + offset * ddp_dtype_size(dtype);
+    if (count == 0) return DDP_OK;
+    return ddp__nccl_settle(n, n->comm, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclRecv");
+}
+
+/* This rank's own block, which needs no sending. */
+static ddp_result ddp__nccl_copy(ddp__nccl *n, void *to, size_t to_offset, const void *from, size_t from_offset, size_t count, ddp_dtype dtype) {
+    size_t size = ddp_dtype_size(dtype);
+    unsigned char *dst = (unsigned char *)to + to_offset * size;
+    const unsigned char *src = (const unsigned char *)from + from_offset * size;
+    cudaError_t error = cudaSuccess;
+    if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_LANE_COMM]);
+    return ddp__cuda_group_fail(n->group, error, "cudaMemcpyAsync");
+}
+
+/* A blocking call on host memory that ddp.h itself makes. */
+static ddp_result ddp__cuda_on_control(ddp_group *control, const ddp_call *call) {
+    if (call->kind == DDP_CALL_ALL_REDUCE) return ddp_all_reduce(control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
+    if (call->kind == DDP_CALL_ALL_GATHER) return ddp_all_gather(control, call->send, call->recv, call->count, call->dtype, NULL);
+    return ddp_fail(DDP_ERR_UNSUPPORTED, "%s on host memory is not carried over the control group", ddp_call_name(call->kind));
+}
+
+//== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
+
+/* All-to-all, a tree per share, all-gather: as many bytes on the wire as a ring. Rank j owns a share of every round:
+       all_reduce, reduce    share j of count / W elements, or of what the scratch holds at a time
+       reduce_scatter        its own block, as much of it as the scratch holds at a time */
+typedef struct ddp__nccl_tree {
+    const ddp_call *call;
+    size_t first, count, share; /* the round's elements and what a share has of them, except the last ones */
+} ddp__nccl_tree;
+
+static size_t ddp__nccl_share(const ddp__nccl_tree *t, int rank, size_t *count) {
+    size_t begin = t->share * (size_t)rank;
+    if (t->call->kind == DDP_CALL_REDUCE_SCATTER) { *count = t->count; return (size_t)rank * t->call->count + t->first; }
+    if (begin > t->count) begin = t->count;
+    *count = t->count - begin < t->share ? t->count - begin : t->share;
+    return t->first + begin;
+}
+
+static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
+    const ddp_call *call = t->call;
+    size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine), theirs, at;
+    unsigned char *scratch = (unsigned char *)n->scratch;
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
+    void *sum = scratch + (size_t)n->rank * t->share * size;
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        sources[j] = j == n->rank ? (const unsigned char *)call->send + own * size : scratch + (size_t)j * t->share * size;
+        if (j == n->rank) continue;
+        at = ddp__nccl_share(t, j, &theirs);
+        result = ddp__nccl_send(n, call->send, at, theirs, call->dtype, j);
+        if (result == DDP_OK) result = ddp__nccl_recv(n, scratch, (size_t)j * t->share, mine, call->dtype, j);
+    }
+    result = ddp__nccl_close_group(n, result);
+    if (to_all || (to_root && call->root == n->rank)) sum = (unsigned char *)call->recv + own * size;
+    if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
+    if (result == DDP_OK && mine)
+        result = ddp_cuda_reduce_tree(&sum, 1, sources, n->world_size, mine, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+    if (result != DDP_OK || !(to_all || to_root)) return result;
+    result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        if (j == n->rank) continue;
+        at = ddp__nccl_share(t, j, &theirs);
+        if (to_all || call->root == j) result = ddp__nccl_send(n, sum, 0, mine, call->dtype, j);
+        if (result == DDP_OK && (to_all || call->root == n->rank)) result = ddp__nccl_recv(n, call->recv, at, theirs, call->dtype, j);
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+/* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing
+   is allocated. */
+static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaStream_t stream = ddp__cuda_mine.stream;
-    const char *call = "cudaMallocAsync", *function = "ddp_device_cuda sum_squares";
-    ddp_cuda_norm mine;
-    void *cells = NULL;
-    ddp_result result = DDP_OK;
+    size_t size = DDP__NCCL_SCRATCH_FIRST;
+    int capturing = 0;
     cudaError_t error;
-    if (rows == 0 || row_count == 0) return;
-    error = cuda->malloc_async(&cells, sizeof mine, stream);
-    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(cells, 0, sizeof mine, stream); }
-    if (error == cudaSuccess) result = ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, cells, stream, function);
-    if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemcpyAsync"; error = cuda->memcpy_async(&mine, cells, sizeof mine, cudaMemcpyDeviceToHost, stream); }
-    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(stream); }
-    if (error != cudaSuccess) result = ddp__cuda_fail(error, function, call);
-    ddp__cuda_keep(result);
-    if (cells) cuda->free_async(cells, stream);
-    if (result == DDP_OK) ddp_exact_sum_merge(sum, &mine.squares);
-    else ddp_exact_sum_add(sum, NAN);
+    if (bytes <= n->scratch_bytes) return DDP_OK;
+    while (size < bytes) size *= 2;
+    error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    if (error == cudaSuccess && capturing) return DDP_OK;
+    if (error == cudaSuccess && n->scratch) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+    if (error == cudaSuccess && n->scratch) error = cuda->free(n->scratch);
+    n->scratch = NULL;
+    n->scratch_bytes = 0;
+    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, size);
+    if (error == cudaSuccess) n->scratch_bytes = size;
+    else n->scratch = NULL;
+    return ddp__cuda_group_fail(n->group, error, "cudaMalloc of the scratch for reductions in tree order");
+}
+
+static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {
+    size_t world = (size_t)n->world_size, size = ddp_dtype_size(call->dtype), most = DDP__NCCL_SCRATCH / size / world / 16 * 16;
+    int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
+    ddp__nccl_tree t = {call, 0, 0, 0};
+    ddp_result result;
+    if (n->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, and the group has %d: use DDP_ORDER_ANY, with SUM or PROD, or AVG of "
+                        "floats", DDP_MAX_LOCAL_RANKS, n->world_size);
+    t.share = scatter ? call->count : (call->count + world - 1) / world;
+    t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
+    if (t.share > most) t.share = most;
+    if (n->world_size == 1)
+        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+    result = ddp__nccl_scratch(n, world * t.share * size);
+    most = n->scratch_bytes / size / world / 16 * 16;
+    if (t.share > most) t.share = most;
+    for (; t.first < call->count && result == DDP_OK; t.first += t.count) {
+        size_t round = scatter ? t.share : t.share * world;
+        t.count = call->count - t.first < round ? call->count - t.first : round;
+        result = ddp__nccl_tree_round(n, &t);
+    }
+    return result;
+}
+
+//== NCCL: calls ==================================================================================== >>impl-nccl-calls
+
+/* NCCL has no smallest and largest that keep NaNs, and no average of integers that truncates: these take the way of the tree. */
+static int ddp__nccl_in_order(const ddp__nccl *n, const ddp_call *call) {
+    int is_float = ddp__cuda_is_float(call->dtype);
+    return ddp_group_order(n->group) == DDP_ORDER_TREE || (call->op == DDP_OP_AVG && !is_float) ||
+           ((call->op == DDP_OP_MIN || call->op == DDP_OP_MAX) && is_float);
+}
+
+/* The operation of a call. An average over another number than the ranks' multiplies first, as NCCL's own does; *made is then to be destroyed. */
+static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_t *op, int *made) {
+    static const ncclRedOp_t ops[] = {ncclSum, ncclAvg, ncclMin, ncclMax, ncclProd};
+    union { float f32; double f64; uint16_t half; } factor;
+    *op = ops[call->op];
+    *made = 0;
+    if (call->op != DDP_OP_AVG || call->divisor == 0 || call->divisor == (uint64_t)n->world_size) return DDP_OK;
+    if (call->dtype == DDP_F64) factor.f64 = 1.0 / (double)call->divisor;
+    else if (call->dtype == DDP_F32) factor.f32 = 1.0f / (float)call->divisor;
+    else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(1.0f / (float)call->divisor) : ddp__cuda_to_bf16(1.0f / (float)call->divisor);
+    *made = 1;
+    return ddp__nccl_error(n->comm, ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm),
+                           "ncclRedOpCreatePreMulSum");
+}
+
+static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
+    ncclRedOp_t op;
+    int made;
+    ddp_result result;
+    if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
+    result = ddp__nccl_op_of(n, call, &op, &made);
+    if (result != DDP_OK) return result;
+    if (call->kind == DDP_CALL_ALL_REDUCE)
+        result = ddp__nccl_settle(n, n->comm, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclAllReduce");
+    else if (call->kind == DDP_CALL_REDUCE)
+        result = ddp__nccl_settle(n, n->comm, ncclReduce(call->send, call->recv, call->count, dtype, op, call->root, n->comm, stream), "ncclReduce");
+    else
+        result = ddp__nccl_settle(n, n->comm, ncclReduceScatter(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclReduceScatter");
+    if (made && ddp__nccl_status(n->group, n) == DDP_OK) ncclRedOpDestroy(op, n->comm);
+    return result;
+}
+
+/* Blocks between all ranks or to and from a root, each way in one group. */
+static ddp_result ddp__nccl_blocks(ddp__nccl *n, const ddp_call *call) {
+    int gather = call->kind == DDP_CALL_GATHER, scatter = call->kind == DDP_CALL_SCATTER, root = call->root, me = n->rank;
+    size_t count = call->count;
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        size_t to = gather ? 0 : call->send_offsets ? call->send_offsets[j] : (size_t)j * count, out = call->send_counts ? call->send_counts[j] : count;
+        size_t from = scatter ? 0 : call->recv_offsets ? call->recv_offsets[j] : (size_t)j * count, in = call->recv_counts ? call->recv_counts[j] : count;
+        int sends = gather ? j == root : !scatter || me == root, receives = scatter ? j == root : !gather || me == root;
+        if (j == me && sends && receives) { result = ddp__nccl_copy(n, call->recv, from, call->send, to, in, call->dtype); continue; }
+        if (j == me) continue;
+        if (sends) result = ddp__nccl_send(n, call->send, to, out, call->dtype, j);
+        if (receives && result == DDP_OK) result = ddp__nccl_recv(n, call->recv, from, in, call->dtype, j);
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
+    ddp_result result = ddp__nccl_open_group(n);
+    if (result != DDP_OK) return result;
+    for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
+        unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
+        if (call->recv_counts[j] == 0) continue;
+        result = ddp__nccl_settle(n, n->comm, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
+                                                            n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclBroadcast");
+    }
+    return ddp__nccl_close_group(n, result);
+}
+
+/* Every rank's communication lane has come here, and the host waits for it. A captured one only joins the lanes. */
+static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    cudaError_t error;
+    ddp_result result = ddp__nccl_settle(n, n->comm, ncclAllReduce(n->cell, n->cell, 1, ncclUint8, ncclMax, n->comm, stream), "ncclAllReduce");
+    if (result != DDP_OK || capturing) return result;
+    error = cuda->event_record(n->idle, stream);
+    ddp__nccl_end(n);
+    for (int tries = 0; error == cudaSuccess; tries++) {
+        error = cuda->event_query(n->idle);
+        if (error == cudaSuccess) return ddp__nccl_begin(n);
+        if (error != cudaErrorNotReady) break;
+        error = cudaSuccess;
+        cuda->clear_error();
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
+    }
+    return ddp__cuda_group_fail(n->group, error, "waiting in ddp_barrier with cudaEventQuery");
+}
+
+static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturing) {
+    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
+    if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n, capturing);
+    if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
+    switch (call->kind) {
+    case DDP_CALL_BROADCAST:
+        return ddp__nccl_settle(n, n->comm, ncclBroadcast(call->recv, call->recv, call->count, dtype, call->root, n->comm, stream), "ncclBroadcast");
+    case DDP_CALL_ALL_GATHER:
+        return ddp__nccl_settle(n, n->comm, ncclAllGather(call->send, call->recv, call->count, dtype, n->comm, stream), "ncclAllGather");
+    case DDP_CALL_ALL_GATHER_V: return ddp__nccl_all_gather_v(n, call);
+    case DDP_CALL_SEND: return ddp__nccl_send(n, call->send, 0, call->count, call->dtype, call->root);
+    case DDP_CALL_RECV: return ddp__nccl_recv(n, call->recv, 0, call->count, call->dtype, call->root);
+    case DDP_CALL_ALL_REDUCE: case DDP_CALL_REDUCE: case DDP_CALL_REDUCE_SCATTER: return ddp__nccl_reduce(n, call);
+    default: return ddp__nccl_blocks(n, call);
+    }
+}
+
+/* Puts the operation before the watchdog's eyes, and its end once the stream knows it. */
+static ddp_result ddp__nccl_note(ddp__nccl *n, const ddp_call *call) {
+    ddp__nccl_mark mark = {call->seq, call->count, call->kind, call->dtype, call->op, call->root};
+    ddp__nccl_op *op;
+    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
+    pthread_mutex_lock(&n->lock);
+    if (!p2p) {
+        n->mine.mark[call->seq % DDP__NCCL_MARKS] = mark;
+        n->mine.issued = call->seq;
+    }
+    if (n->op_count < DDP__NCCL_OPS) n->op_count++;
+    n->current = (n->op_first + n->op_count - 1) % DDP__NCCL_OPS;
+    op = &n->ops[n->current];
+    op->mark = mark;
+    op->recorded = 0;
+    if (n->op_count == 1) n->since = ddp_now();
+    gone = n->gone;
+    pthread_mutex_unlock(&n->lock);
+    if (!gone || (p2p && call->root != gone - 1)) return DDP_OK;
+    return ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
+}
+
+static ddp_result ddp__nccl_noted(ddp__nccl *n, int capturing, ddp_result result) {
+    ddp__nccl_op *op = &n->ops[n->current];
+    cudaError_t error = cudaSuccess;
+    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_LANE_COMM]);
+    pthread_mutex_lock(&n->lock);
+    if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
+    else op->recorded = error == cudaSuccess;
+    pthread_mutex_unlock(&n->lock);
+    return result == DDP_OK ? ddp__cuda_group_fail(n->group, error, "cudaEventRecord") : result;
+}
+
+/* What fails here fails on this rank alone: the others learn of it from the watchdogs. */
+static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
+    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
+    if (result == DDP_OK || ddp__nccl_status(n->group, n) != DDP_OK) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    snprintf(cause, sizeof cause, "rank %d in %s seq=%llu: %.380s", n->rank, ddp_call_name(call->kind), (unsigned long long)call->seq, text);
+    ddp__nccl_poison(n->group, n, result, n->world_size > 1 ? cause : text);
+    return ddp_fail(result, "%s", text);
+}
+
+static ddp_result ddp__nccl_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    int capturing = 0;
+    cudaError_t error;
+    ddp_result result;
+    (void)group;
+    if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) {
+        result = ddp__nccl_status(n->group, n);
+        return result == DDP_OK ? ddp__nccl_failed(n, call, ddp__cuda_on_control(n->control, call)) : result;
+    }
+    error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
+    if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
+    result = ddp__nccl_begin(n);
+    if (result != DDP_OK) return result;
+    result = ddp__nccl_note(n, call);
+    if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
+    result = ddp__nccl_noted(n, capturing, result);
+    ddp__nccl_end(n);
+    return ddp__nccl_failed(n, call, result);
+}
+
+/* The messages of a batch are one operation to the watchdog. */
+static ddp_result ddp__nccl_batch(ddp_group *group, void *state, int begin) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp_call call;
+    int capturing = 0;
+    ddp_result result;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_SEND;
+    call.dtype = DDP_U8;
+    call.root = -1;
+    (void)group;
+    if (begin) {
+        result = ddp__nccl_begin(n);
+        if (result != DDP_OK) return result;
+        result = ddp__nccl_note(n, &call);
+        if (result == DDP_OK) result = ddp__nccl_open_group(n);
+        if (result == DDP_OK) return DDP_OK;
+        ddp__nccl_noted(n, 0, result);
+        ddp__nccl_end(n);
+        return ddp__nccl_failed(n, &call, result);
+    }
+    if (!n->in_batch) return DDP_OK; /* it did not begin */
+    result = ddp__nccl_close_group(n, DDP_OK);
+    DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    result = ddp__nccl_noted(n, capturing, result);
+    ddp__nccl_end(n);
+    return ddp__nccl_failed(n, &call, result);
+}
+
+//== NCCL: the watchdog ============================================================================== >>impl-watchdog
+
+/* "seq=412 ddp_all_reduce f32 count=1000 sum" */
+static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
+    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
+    ddp_call_kind kind = (ddp_call_kind)mark->kind;
+    int reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
+    char root[24] = "";
+    if (mark->seq == 0) { snprintf(out, 160, kind == DDP_CALL_SEND ? "a batch of messages" : "nothing"); return out; }
+    if (mark->root >= 0) snprintf(root, sizeof root, " %s=%d", kind == DDP_CALL_SEND || kind == DDP_CALL_RECV ? "peer" : "root", mark->root);
+    if (kind == DDP_CALL_BARRIER) snprintf(out, 160, "seq=%llu ddp_barrier", (unsigned long long)mark->seq);
+    else snprintf(out, 160, "seq=%llu %s %s count=%llu%s%s", (unsigned long long)mark->seq, ddp_call_name(kind), ddp_dtype_name((ddp_dtype)mark->dtype),
+                  (unsigned long long)mark->count, reduces && (unsigned)mark->op < 5 ? ops[mark->op] : "", root);
+    return out;
+}
+
+static int ddp__nccl_is_message(const ddp__nccl_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
+
+/* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, const ddp__nccl_mark *mark, char *out, size_t size) {
+    size_t at = 0;
+    int others = 0;
+    char last[160];
+    snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
+    for (int r = 0; r < n->world_size && !ddp__nccl_is_message(mark); r++) {
+        if (r == n->rank || words[r].issued >= mark->seq) continue;
+        if (others++ >= 3) continue;
+        at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r, words[r].leaving ? "which left after" : "whose last was",
+                               ddp__nccl_describe(last, &words[r].mark[words[r].issued % DDP__NCCL_MARKS]));
+        if (at > size) at = size;
+    }
+    if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
+    if (ddp__nccl_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+}
+
+/* Forgets what is done; takes note of what CUDA and NCCL report, and of what takes too long. */
+static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
+    char text[DDP__CUDA_TEXT], what[160], behind[300];
+    ncclResult_t now = ncclSuccess;
+    cudaError_t error = cudaSuccess;
+    ddp__nccl_mark first;
+    int late = 0, pending;
+    pthread_mutex_lock(&n->lock);
+    while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
+        error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
+        if (error != cudaSuccess) break;
+        n->op_first = (n->op_first + 1) % DDP__NCCL_OPS;
+        n->op_count--;
+        n->since = ddp_now();
+    }
+    pending = n->op_count;
+    if (pending) {
+        first = n->ops[n->op_first].mark;
+        late = ddp_now() - n->since > ddp_group_timeout_ms(n->group) * 1e-3;
+    }
+    pthread_mutex_unlock(&n->lock);
+    if (error != cudaSuccess) DDP__CUDA_RUNTIME->clear_error();
+    if (error != cudaSuccess && error != cudaErrorNotReady) {
+        snprintf(text, sizeof text, "rank %d: %s: cudaEventQuery: %s (%s)", n->rank, ddp__nccl_describe(what, &first), cudaGetErrorString(error), cudaGetErrorName(error));
+        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+    }
+    if (n->cause == DDP_OK && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
+        const char *last = ncclGetLastError(n->comm);
+        snprintf(text, sizeof text, "rank %d: %s: ncclCommGetAsyncError: %s%s%.200s", n->rank, pending ? ddp__nccl_describe(what, &first) : "between calls",
+                 ncclGetErrorString(now == ncclSuccess ? ncclInternalError : now), last && last[0] ? ": " : "", last ? last : "");
+        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+    }
+    if (!late) return;
+    ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    snprintf(text, sizeof text, "timed out after %d ms: %s of group %s is not done on rank %d; %s", ddp_group_timeout_ms(n->group),
+             ddp__nccl_describe(what, &first), ddp_group_name(n->group), n->rank, behind);
+    ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, text);
+}
+
+/* The same call number with another call behind it. */
+static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_word *words) {
+    char text[DDP__CUDA_TEXT], left[160], right[160];
+    for (int r = 1; r < n->world_size; r++)
+        for (int i = 0; i < DDP__NCCL_MARKS; i++) {
+            const ddp__nccl_mark *a = &words[0].mark[i], *b = &words[r].mark[i];
+            if (a->seq == 0 || a->seq != b->seq) continue;
+            if (a->count == b->count && a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root) continue;
+            snprintf(text, sizeof text, "rank 0 calls %s, rank %d calls %s", ddp__nccl_describe(left, a), r, ddp__nccl_describe(right, b));
+            ddp__nccl_poison(n->group, n, DDP_ERR_MISMATCH, text);
+            return;
+        }
+}
+
+/* What the others have said. 1 = no more is to be heard. */
+static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
+    int gone = 0;
+    char text[DDP__CUDA_TEXT], what[160];
+    for (int r = 0; r < n->world_size; r++)
+        if (words[r].result != DDP_OK && r != n->rank) ddp__nccl_poison(n->group, n, (ddp_result)words[r].result, words[r].text);
+    ddp__nccl_compare(n, words);
+    for (int r = 0; r < n->world_size; r++) {
+        ddp__nccl_mark needs;
+        memset(&needs, 0, sizeof needs);
+        if (!words[r].leaving || r == n->rank) continue;
+        gone = r + 1;
+        pthread_mutex_lock(&n->lock);
+        n->gone = gone;
+        for (int i = 0; i < n->op_count; i++) {
+            const ddp__nccl_mark *mark = &n->ops[(n->op_first + i) % DDP__NCCL_OPS].mark;
+            if (!ddp__nccl_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+        }
+        pthread_mutex_unlock(&n->lock);
+        if (needs.seq == 0) continue;
+        snprintf(text, sizeof text, "rank %d left the group, and %s needs it", r, ddp__nccl_describe(what, &needs));
+        ddp__nccl_poison(n->group, n, DDP_ERR_PEER_LOST, text);
+    }
+    return gone != 0;
+}
+
+/* Ends the kernels of a failed group, and with them every wait for them. A caller that does not come back from NCCL is not waited for long. */
+static void ddp__nccl_abort(ddp__nccl *n) {
+    double patience = ddp_now() + 1;
+    ncclComm_t comm;
+    pthread_mutex_lock(&n->lock);
+    while (n->busy && ddp_now() < patience) {
+        pthread_mutex_unlock(&n->lock);
+        ddp__cuda_nap(200);
+        pthread_mutex_lock(&n->lock);
+    }
+    comm = n->comm;
+    n->comm = NULL;
+    n->op_count = 0;
+    pthread_mutex_unlock(&n->lock);
+    if (comm) ncclCommAbort(comm);
+    ddp_group_abort(n->control); /* a caller may wait there */
+    pthread_mutex_lock(&n->lock);
+    n->aborted = 1;
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
+static void ddp__nccl_await_abort(ddp__nccl *n) {
+    for (int gone = 0; !gone;) {
+        pthread_mutex_lock(&n->lock);
+        gone = n->aborted;
+        pthread_mutex_unlock(&n->lock);
+        if (!gone) ddp__cuda_nap(200);
+    }
+}
+
+/* Until the next look, or until something happens. */
+static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += milliseconds * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000L;
+    until.tv_nsec %= 1000000000L;
+    pthread_mutex_lock(&n->lock);
+    if (!n->stopping && (n->cause == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
+    pthread_mutex_unlock(&n->lock);
+}
+
+/* Says this rank's word. */
+static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_word *words, ddp_work *work) {
+    pthread_mutex_lock(&n->lock);
+    n->mine.result = n->cause;
+    n->mine.leaving = n->stopping;
+    snprintf(n->mine.text, sizeof n->mine.text, "%.399s", n->cause == DDP_OK ? "" : n->text);
+    *word = n->mine;
+    pthread_mutex_unlock(&n->lock);
+    return ddp_all_gather(n->watch, word, words, sizeof *word, DDP_U8, work);
+}
+
+/* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so
+   and nobody speaks after that. */
+static void *ddp__nccl_watch(void *argument) {
+    ddp__nccl *n = (ddp__nccl *)argument;
+    ddp__nccl_word *words = (ddp__nccl_word *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
+    ddp_work work;
+    ddp_result result = DDP_OK;
+    int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
+    memset(&work, 0, sizeof work);
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    DDP__CUDA_RUNTIME->relax_capture();
+    for (;;) {
+        if (talking && !under_way) {
+            result = ddp__nccl_say(n, words, hearing, &work);
+            left = words->leaving;
+            under_way = result == DDP_OK;
+        }
+        if (under_way) {
+            result = ddp_test(n->watch, &work, &done);
+            if (result == DDP_OK && done) {
+                result = ddp_wait(n->watch, &work);
+                under_way = 0;
+                if (result == DDP_OK) memcpy(heard, hearing, sizeof *heard * (size_t)n->world_size);
+                if (result == DDP_OK && ddp__nccl_hear(n, heard)) talking = 0;
+                talking &= !left;
+            }
+        }
+        if (talking && result != DDP_OK) {
+            const char *cause = strstr(ddp_last_error(), ": "); /* behind what this call was */
+            ddp__nccl_poison(n->group, n, result, cause ? cause + 2 : ddp_last_error());
+            talking = under_way = 0;
+        }
+        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
+        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK) ddp__nccl_abort(n);
+        if (!talking && !under_way && __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE)) return NULL;
+        ddp__nccl_rest(n, DDP__NCCL_TICK_MS);
+    }
+}
+
+//== NCCL: groups and group memory ================================================================== >>impl-nccl-group
+
+/* What ranks tell each other before something that all of them have to do. */
+typedef struct ddp__cuda_vote {
+    int32_t result;
+    char text[380];
+    unsigned char data[128];
+} ddp__cuda_vote;
+
+/* Every rank's result: the first failure becomes everybody's. data (may be NULL) is replaced with rank 0's. */
+static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const char *who, unsigned char *data) {
+    size_t world_size = (size_t)ddp_world_size(control);
+    ddp__cuda_vote *votes = (ddp__cuda_vote *)ddp_group_malloc(control, sizeof *votes * (world_size + 1)), *own = votes + world_size;
+    ddp_result result;
+    if (!votes) return DDP_ERR_NO_MEMORY;
+    memset(own, 0, sizeof *own);
+    own->result = mine;
+    if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
+    if (data) memcpy(own->data, data, sizeof own->data);
+    result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
+    for (size_t r = 0; r < world_size && result == DDP_OK; r++) /* those that left because of another one come last */
+        if (votes[r].result != DDP_OK && votes[r].result != DDP_ERR_POISONED)
+            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
+    for (size_t r = 0; r < world_size && result == DDP_OK; r++)
+        if (votes[r].result != DDP_OK)
+            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
+    if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
+    ddp_group_mfree(control, votes);
+    return result;
+}
+
+/* Of a group that is there: when it fails meanwhile, that is the reason. */
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who) {
+    ddp_result result = ddp__cuda_vote_on(n->control, mine, who, NULL), status;
+    if (result == DDP_OK || (status = ddp__nccl_status(n->group, n)) == DDP_OK) return result;
+    return ddp_fail(status, "rank %d/%d %s group=%s: %s", n->rank, n->world_size, who, ddp_group_name(n->group), ddp_last_error());
+}
+
+static void ddp__nccl_delete(ddp__nccl *n) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cuda->set_device(n->lanes->device);
+    for (int i = 0; i < DDP__NCCL_OPS; i++) if (n->ops[i].event) cuda->event_destroy(n->ops[i].event);
+    if (n->idle) cuda->event_destroy(n->idle);
+    if (n->scratch) cuda->free(n->scratch);
+    if (n->cell) cuda->free(n->cell);
+    ddp_group_destroy(n->watch);
+    ddp_group_destroy(n->control);
+    pthread_cond_destroy(&n->changed);
+    pthread_mutex_destroy(&n->lock);
+    ddp_group_mfree(n->group, n);
+}
+
+/* All that this rank makes alone. NULL when there is no memory even for the object. */
+static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
+    ddp__nccl *n = (ddp__nccl *)ddp_group_malloc(group, sizeof *n + words);
+    const char *call = "cudaSetDevice";
+    pthread_condattr_t clock;
+    cudaError_t error;
+    *result = DDP_ERR_NO_MEMORY;
+    if (!n) return NULL;
+    memset((void *)n, 0, sizeof *n + words);
+    n->group = group;
+    n->lanes = ddp__cuda_lanes_of(group);
+    n->rank = ddp_rank(group);
+    n->world_size = ddp_world_size(group);
+    pthread_mutex_init(&n->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&n->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    *result = n->lanes->failed == DDP_OK ? DDP_OK : ddp_fail(n->lanes->failed, "%s", n->lanes->text);
+    if (*result != DDP_OK) return n;
+    error = cuda->set_device(n->lanes->device);
+    if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
+    for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
+    if (error == cudaSuccess) error = cuda->event_create(&n->idle);
+    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST); }
+    if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
+    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]); }
+    *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
+    return n;
+}
+
+/* Polls until NCCL has made or ended a communicator, or timeout_ms has passed, or the group has failed. */
+static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call, int timeout_ms) {
+    double deadline = ddp_now() + timeout_ms * 1e-3;
+    while (error == ncclInProgress && ddp_now() < deadline) {
+        ncclResult_t now = ncclSuccess;
+        ddp__cuda_nap(200);
+        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
+        if (!n->watching && ddp_group_status(n->watch) != DDP_OK) return ddp_fail(DDP_ERR_POISONED, "%s was left because it failed elsewhere", call);
+        error = comm ? ncclCommGetAsyncError(comm, &now) : ncclInternalError;
+        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
+        error = now;
+    }
+    if (error == ncclInProgress)
+        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call, timeout_ms);
+    return ddp__nccl_error(comm, error, call);
+}
+
+static ddp_result ddp__nccl_start(ddp__nccl *n) {
+    sigset_t all, old;
+    int error;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
+    error = pthread_create(&n->watchdog, NULL, ddp__nccl_watch, n);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    n->watching = error == 0;
+    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "the watchdog thread could not be started: %s", strerror(error));
+}
+
+/* The user's communicator has to be what the group is. */
+static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
+    int count = 0, rank = 0, device = 0;
+    ncclResult_t error = ncclCommCount(comm, &count);
+    if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
+    if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
+    n->comm = comm;
+    if (error != ncclSuccess) return ddp__nccl_error(comm, error, "asking desc.comm for its ranks");
+    if (count == n->world_size && rank == n->rank && device == n->lanes->device) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
+                    rank, count, device, n->rank, n->world_size, n->lanes->device);
+}
+
+static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    ddp_result result;
+    config.blocking = 0;
+    n->owns_comm = 1;
+    error = ncclCommInitRankConfig(&n->comm, n->world_size, *id, n->rank, &config);
+    result = ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig", ddp_group_timeout_ms(n->group));
+    if (result == DDP_OK || result == DDP_ERR_POISONED) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_group_abort(n->watch); /* the others need not wait any longer */
+    return ddp_fail(result, "%s", text);
+}
+
+/* The last step of making a group, with what all ranks know to be the result: on failure nothing is left. */
+static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
+    char text[DDP__CUDA_TEXT];
+    *state = result == DDP_OK ? n : NULL;
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    if (n->watching) {
+        ddp__nccl_poison(n->group, n, result, text);
+        __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
+        pthread_join(n->watchdog, NULL);
+    }
+    if (n->comm && n->owns_comm) ncclCommAbort(n->comm);
+    ddp__nccl_delete(n);
+    return ddp_fail(result, "%s", text);
+}
+
+/* Ranks vote before each step that needs all of them, so that they leave together. */
+static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
+    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    const char *who = "ddp_cuda_group_create";
+    ncclUniqueId id;
+    ddp_result result;
+    ddp__nccl *n;
+    *state = NULL;
+    memset(&id, 0, sizeof id);
+    if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
+    n = ddp__nccl_new(group, &result);
+    if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
+    else if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
+    result = ddp__cuda_vote_on(seed->control, result, who, (unsigned char *)id.internal);
+    if (!n) return result;
+    if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
+    if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
+    if (result == DDP_OK && !seed->comm) result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
+    if (result == DDP_OK) result = ddp__cuda_vote_on(seed->control, ddp__nccl_start(n), who, NULL);
+    return ddp__nccl_finish(n, result, state);
+}
+
+/* The child's communicator; *made is NULL in ranks that are in none. NCCL writes it from a thread of its own once the parent says that it is done:
+   when it does not, the parent has to be gone before *made can be. */
+static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    int timeout_ms = ddp_group_timeout_ms(p->group);
+    char text[DDP__CUDA_TEXT];
+    ncclResult_t error;
+    ddp_result result = ddp__nccl_begin(p);
+    if (result != DDP_OK) return result;
+    config.blocking = 0;
+    error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
+    result = ddp__nccl_made(p, p->comm, error, "ncclCommSplit", timeout_ms);
+    if (result == DDP_OK && *made) result = ddp__nccl_made(p, *made, ncclInProgress, "ncclCommSplit", timeout_ms);
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp__nccl_end(p);
+    if (result == DDP_OK) return DDP_OK;
+    ddp__nccl_poison(p->group, p, result, text);
+    ddp__nccl_await_abort(p);
+    if (*made) ncclCommAbort(*made);
+    *made = NULL;
+    return ddp_fail(result, "%s", text);
+}
+
+/* child NULL with members: this rank has no room for it, and takes part to tell the others. */
+static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
+    int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
+    const char *who = "ddp_group_split";
+    ncclComm_t made = NULL;
+    ddp_group *control = NULL;
+    ddp_result result = DDP_OK;
+    (void)parent;
+    *child_state = NULL;
+    if (child) n = ddp__nccl_new(child, &result);
+    else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
+    result = ddp__nccl_vote(p, result, who);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
+    if (result == DDP_OK) result = ddp_group_split(p->control, color, key, &control);
+    if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
+    n->comm = made;
+    n->owns_comm = 1;
+    n->control = control;
+    if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
+    if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
+    if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
+    return ddp__nccl_finish(n, result, child_state);
+}
+
+/* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
+static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
+#if NCCL_VERSION_CODE >= 22700
+    ncclWindow_t window = NULL;
+    region->is_window = ddp__nccl_settle(n, n->comm, ncclCommWindowRegister(n->comm, region->memory, size_bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+                                         "ncclCommWindowRegister") == DDP_OK && window;
+    region->handle = (void *)window;
+    if (region->is_window) return;
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
+#else
+    (void)n; (void)size_bytes;
+    region->handle = NULL;
+#endif
+}
+
+static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
+#if NCCL_VERSION_CODE >= 22700
+    if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
+    if (region->memory) ncclMemFree(region->memory);
+#else
+    if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
+#endif
+    ddp_group_mfree(n->group, region);
+}
+
+static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region *region = (ddp__nccl_region *)ddp_group_malloc(group, sizeof *region);
+    size_t size = (size_bytes + 4095) / 4096 * 4096; /* whole pages, as windows want them */
+    ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
+    cudaError_t error = cudaSuccess;
+    if (region) {
+        const char *call = "cudaSetDevice";
+        memset(region, 0, sizeof *region);
+        error = cuda->set_device(n->lanes->device);
+#if NCCL_VERSION_CODE >= 21900
+        if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
+        if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
+#else
+        if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
+#endif
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]); }
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+        if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
+    }
+    result = ddp__nccl_vote(n, result, "ddp_group_alloc");
+    if (result == DDP_OK) result = ddp__nccl_begin(n);
+    if (result == DDP_OK) {
+        ddp__nccl_register(n, region, size);
+        ddp__nccl_end(n);
+        region->next = n->regions;
+        n->regions = region;
+        *out = region->memory;
+    } else if (region) {
+        char text[DDP__CUDA_TEXT];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__nccl_release(n, region);
+        ddp_fail(result, "%s", text);
+    }
+    return result;
+}
+
+/* Nothing on either lane may still use the memory; a failed group's lanes have ended already. */
+static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    ddp__nccl_region **link = &n->regions, *region;
+    cudaError_t error;
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    region = *link;
+    if (!region)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", ddp_group_name(group), memory);
+    error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMPUTE]);
+    *link = region->next;
+    ddp__nccl_release(n, region);
+    return ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
+}
+
+/* Ends what is under way, with the watchdog still there to end it otherwise; then the watchdog, then the communicator. */
+static void ddp__nccl_close(ddp_group *group, void *state) {
+    ddp__nccl *n = (ddp__nccl *)state;
+    (void)group;
+    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
+    while (ddp__nccl_status(n->group, n) == DDP_OK && DDP__CUDA_RUNTIME->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
+        DDP__CUDA_RUNTIME->clear_error();
+        ddp__cuda_nap(50);
+    }
+    pthread_mutex_lock(&n->lock);
+    __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+    pthread_join(n->watchdog, NULL);
+    while (n->regions) {
+        ddp__nccl_region *region = n->regions;
+        n->regions = region->next;
+        ddp__nccl_release(n, region);
+    }
+    if (n->comm && n->owns_comm) {
+        /* Peers that destroy their groups much later are not waited for. */
+        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize", DDP__NCCL_PATIENCE_MS) == DDP_OK) ncclCommDestroy(n->comm);
+        else ncclCommAbort(n->comm);
+    }
+    ddp__nccl_delete(n);
+}
+
+static const ddp_backend *ddp__cuda_nccl_backend(void) {
+    static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split, ddp__nccl_alloc, ddp__nccl_free,
+                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch};
+    return &nccl;
+}
+
+#endif /* !DDP_NO_NCCL */
+
+//== host-staged groups ============================================================================== >>impl-staged
+
+/* Several ranks on one GPU, for development: payloads go through pinned memory and the collectives of a CPU group, whose bits and failures these
+   are. A call is cut into rounds; while the CPU group works on one, the next is on its way:
+       copy stream    down 0   down 1            up 0   down 2   up 1   ...
+       CPU group                       round 0          round 1         ...
+   A call ends when its results lie in place, so every stream sees them. Pointers to host memory work too. */
+
+#if !defined(DDP__CUDA_STAGE)
+#define DDP__CUDA_STAGE ((size_t)1 << 21) /* bytes of a round on one side; there are two rounds of two sides */
+#endif
+
+/* What each rank says of a call before anything moves: why it cannot take part, or which call it makes, as text that is compared. */
+typedef struct ddp__cuda_word {
+    int32_t result;
+    char text[252];
+} ddp__cuda_word;
+
+typedef struct ddp__cuda_region {
+    void *memory;
+    uint64_t number; /* of the allocation, the same on all ranks */
+    struct ddp__cuda_region *next;
+} ddp__cuda_region;
+
+/* A send or receive. Its memory and event stay with it when it is done, for the next one that fits. */
+typedef struct ddp__cuda_message {
+    struct ddp__cuda_message *next;  /* in the list of free ones, or of those that come down */
+    struct ddp__cuda_message *older; /* of all */
+    void *memory;                    /* pinned */
+    size_t capacity;
+    cudaEvent_t event;
+    int stage;                       /* DOWN, WIRE, UP in turn */
+    ddp_call call;
+    ddp_work work;
+    ddp_result result;               /* of what happened while another one was polled */
+} ddp__cuda_message;
+enum { DDP__CUDA_DOWN, DDP__CUDA_WIRE, DDP__CUDA_UP };
+
+typedef struct ddp__cuda_staged {
+    ddp_group *control, *messages; /* splits of the user's CPU group: sends and receives run beside collectives */
+    ddp_group *owner;
+    int device, rank, world_size;
+    cudaStream_t stream, message_stream;
+    cudaEvent_t ready, down[2];
+    unsigned char *memory;         /* in 0, in 1, out 0, out 1; pinned, from the first call on */
+    ddp__cuda_word *words;         /* of all ranks */
+    ddp__cuda_region *regions;
+    uint64_t region_count;
+    pthread_mutex_t lock;          /* of all that follows */
+    ddp__cuda_message *coming, **coming_end, *free_messages, *all_messages;
+} ddp__cuda_staged;
+
+/* Calls run on threads of their own, too: the device is that of a thread. */
+static int ddp__cuda_staged_enter(int device) {
+    int before = device;
+    if (DDP__CUDA_RUNTIME->get_device(&before) != cudaSuccess) before = device;
+    if (before != device) DDP__CUDA_RUNTIME->set_device(device);
+    return before;
+}
+static void ddp__cuda_staged_leave(int before, int device) { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+
+static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "staging through the host", call);
+}
+
+/* The cause of either group. Its line is the bare cause. */
+static ddp_result ddp__cuda_staged_status(const ddp_group *group, void *state) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp_result result = ddp_group_cause(s->control);
+    (void)group;
+    return result == DDP_OK ? ddp_group_cause(s->messages) : result;
+}
+
+static void ddp__cuda_staged_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    (void)group;
+    ddp_group_poison(s->control, cause, text);
+    ddp_group_poison(s->messages, cause, text);
+}
+
+/* A failure is everybody's, in both groups; the first cause stays the cause. alone: only this rank knows of it. */
+static ddp_result ddp__cuda_staged_failed(ddp__cuda_staged *s, ddp_result result, int alone) {
+    char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
+    ddp_result first;
+    if (alone) snprintf(text, sizeof text, "rank %d: %.480s", s->rank, ddp_last_error());
+    else snprintf(text, sizeof text, "%s", ddp_last_error());
+    first = ddp__cuda_staged_status(NULL, s);
+    snprintf(cause, sizeof cause, "%s", first == DDP_OK ? text : ddp_last_error());
+    ddp__cuda_staged_poison(NULL, s, first == DDP_OK ? result : first, cause);
+    return ddp_fail(result, "%s", cause);
+}
+
+/* Waits until the GPU has passed an event, or the group fails. */
+static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event, const char *what) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    int timeout_ms = ddp_group_timeout_ms(s->owner);
+    double deadline = ddp_now() + timeout_ms * 1e-3;
+    cudaError_t error;
+    for (int tries = 0; (error = cuda->event_query(event)) == cudaErrorNotReady; tries++) {
+        if (tries < 2000) { sched_yield(); continue; }
+        usleep(50);
+        if (ddp__cuda_staged_status(NULL, s) != DDP_OK) { cuda->clear_error(); return DDP_ERR_POISONED; }
+        if (ddp_now() <= deadline) continue;
+        cuda->clear_error();
+        return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: the GPU of rank %d has not finished %s", timeout_ms, s->rank, what);
+    }
+    cuda->clear_error(); /* not ready is kept as an error */
+    return ddp__cuda_staged_error(error, "cudaEventQuery");
+}
+
+/* --- agreeing --- */
+
+static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
+    void *memory = NULL;
+    ddp_result result;
+    if (s->memory) return DDP_OK;
+    result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
+    if (result == DDP_OK) s->memory = (unsigned char *)memory;
+    return result;
+}
+
+/* Ranks tell each other the same text, or why one cannot take part (mine): the same result and line on every rank. */
+static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
+    ddp__cuda_word word;
+    ddp_result result;
+    memset(&word, 0, sizeof word);
+    word.result = mine;
+    snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
+    result = ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL);
+    if (result != DDP_OK) return result;
+    for (int r = 0; r < s->world_size; r++)
+        if (s->words[r].result != DDP_OK) return ddp_fail((ddp_result)s->words[r].result, "rank %d: %s", r, s->words[r].text);
+    for (int r = 1; r < s->world_size; r++)
+        if (strcmp(s->words[r].text, s->words[0].text) != 0)
+            return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank 0 %s, rank %d %s", s->words[0].text, r, s->words[r].text);
+    return DDP_OK;
+}
+
+static void ddp__cuda_describe(char *out, size_t size, const ddp_call *call) {
+    static const char *const ops[] = {"sum", "avg", "min", "max", "prod"};
+    int at = snprintf(out, size, "%s", ddp_call_name(call->kind));
+    if (call->kind == DDP_CALL_BARRIER) return;
+    at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name(call->dtype));
+    if (call->kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)call->count);
+    if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_REDUCE_SCATTER)
+        at += snprintf(out + at, size - (size_t)at, " %s", ops[call->op]);
+    if (call->root >= 0) snprintf(out + at, size - (size_t)at, " root=%d", call->root);
+}
+
+/* --- rounds --- */
+
+/* One side of a call: count blocks of payload, block j of counts[j] elements (NULL = each) at offsets[j] (NULL = j * each). */
+typedef struct ddp__cuda_side {
+    unsigned char *data;
+    int count;
+    size_t each;
+    const size_t *counts, *offsets;
+} ddp__cuda_side;
+
+typedef struct ddp__cuda_rounds {
+    const ddp_call *call;
+    ddp__cuda_side in, out;
+    size_t element, most, step; /* elements of the largest block anywhere, and of a block in a round */
+    int one;                    /* what goes in comes out in the same place: one block a rank */
+} ddp__cuda_rounds;
+
+/* Elements of a block of count elements that round k moves. */
+static size_t ddp__cuda_part(const ddp__cuda_rounds *p, size_t count, size_t k) {
+    size_t at = k * p->step;
+    return at >= count ? 0 : count - at < p->step ? count - at : p->step;
+}
+
+static void ddp__cuda_plan(const ddp__cuda_staged *s, const ddp_call *call, ddp__cuda_rounds *p) {
+    int w = s->world_size, is_root = call->root == s->rank, kind = call->kind;
+    int all_in = kind == DDP_CALL_REDUCE_SCATTER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_TO_ALL_V;
+    int all_out = kind == DDP_CALL_ALL_GATHER || kind == DDP_CALL_ALL_TO_ALL || kind == DDP_CALL_ALL_GATHER_V || kind == DDP_CALL_ALL_TO_ALL_V;
+    memset(p, 0, sizeof *p);
+    p->call = call;
+    p->element = ddp_dtype_size(call->dtype);
+    p->one = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_BROADCAST;
+    p->step = DDP__CUDA_STAGE / p->element / (p->one ? 1 : (size_t)w);
+    p->most = p->in.each = p->out.each = call->count;
+    p->in.data = (unsigned char *)(kind == DDP_CALL_BROADCAST ? call->recv : (void *)call->send);
+    p->out.data = (unsigned char *)call->recv;
+    p->in.count = all_in ? w : kind == DDP_CALL_SCATTER ? (is_root ? w : 0) : kind == DDP_CALL_BROADCAST ? is_root : 1;
+    p->out.count = all_out ? w : kind == DDP_CALL_GATHER ? (is_root ? w : 0) : kind == DDP_CALL_REDUCE ? is_root : kind == DDP_CALL_BROADCAST ? !is_root : 1;
+    if (kind == DDP_CALL_BARRIER) p->in.count = p->out.count = 0, p->most = 0;
+    if (call->recv_counts) { p->out.counts = call->recv_counts; p->out.offsets = call->recv_offsets; }
+    if (call->send_counts) { p->in.counts = call->send_counts; p->in.offsets = call->send_offsets; }
+    else if (call->recv_counts) p->in.each = call->recv_counts[s->rank];
+}
+
+/* Round k of one side, down to the stage or up from it. Blocks lie there as the CPU group's call wants them: side by side, or step apart in _v calls. */
+static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cuda_rounds *p, const ddp__cuda_side *side, unsigned char *stage, size_t k, int up) {
+    size_t uniform = ddp__cuda_part(p, side->each, k), element = p->element;
+    int blocks = side->count;
+    if (!side->counts && uniform == side->each) { uniform *= (size_t)blocks; blocks = blocks != 0; } /* they touch on both sides */
+    for (int j = 0; j < blocks; j++) {
+        size_t n = side->counts ? ddp__cuda_part(p, side->counts[j], k) : uniform;
+        unsigned char *there = side->data + ((side->offsets ? side->offsets[j] : (size_t)j * side->each) + k * p->step) * element;
+        unsigned char *here = stage + (size_t)j * (side->counts ? p->step : uniform) * element;
+        cudaError_t error = n ? DDP__CUDA_RUNTIME->memcpy_async(up ? there : here, up ? here : there, n * element, cudaMemcpyDefault, s->stream) : cudaSuccess;
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+static ddp_result ddp__cuda_round_down(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
+    cudaError_t error = ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
+}
+
+/* The CPU group's part of round k. */
+static ddp_result ddp__cuda_round_call(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k, unsigned char *in, unsigned char *out) {
+    size_t send_counts[DDP_MAX_LOCAL_RANKS], recv_counts[DDP_MAX_LOCAL_RANKS], offsets[DDP_MAX_LOCAL_RANKS];
+    ddp_call call = *p->call;
+    call.send = call.kind == DDP_CALL_BROADCAST ? NULL : in;
+    call.recv = out;
+    call.count = ddp__cuda_part(p, p->most, k);
+    if (call.recv_counts) {
+        call.count = 0;
+        for (int j = 0; j < s->world_size; j++) {
+            recv_counts[j] = ddp__cuda_part(p, call.recv_counts[j], k);
+            send_counts[j] = call.send_counts ? ddp__cuda_part(p, call.send_counts[j], k) : 0;
+            offsets[j] = (size_t)j * p->step;
+            if (call.kind == DDP_CALL_ALL_GATHER_V) call.count += recv_counts[j];
+        }
+        call.recv_counts = recv_counts;
+        call.recv_offsets = offsets;
+        if (call.send_counts) { call.send_counts = send_counts; call.send_offsets = offsets; }
+    }
+    return ddp_group_call(s->control, &call, NULL);
+}
+
+static ddp_result ddp__cuda_rounds_run(ddp__cuda_staged *s, const ddp__cuda_rounds *p) {
+    size_t rounds = p->most / p->step + (p->most % p->step != 0);
+    ddp_result result = rounds ? ddp__cuda_round_down(s, p, 0) : DDP_OK;
+    for (size_t k = 0; k < rounds && result == DDP_OK; k++) {
+        unsigned char *in = s->memory + (k & 1) * DDP__CUDA_STAGE, *out = p->one ? in : in + 2 * DDP__CUDA_STAGE;
+        if (k + 1 < rounds) result = ddp__cuda_round_down(s, p, k + 1);
+        if (result == DDP_OK) result = ddp__cuda_staged_await(s, s->down[k & 1], "the work before this call");
+        if (result == DDP_OK) result = ddp__cuda_round_call(s, p, k, in, out);
+        if (result == DDP_OK) result = ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->out, out, k, 1), "cudaMemcpyAsync");
+    }
+    return result;
+}
+
+/* The counts of all ranks, which say how many rounds there are; who disagrees is named, the same on every rank. */
+static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds *p) {
+    const ddp_call *call = p->call;
+    size_t w = (size_t)s->world_size;
+    uint64_t *mine = (uint64_t *)(void *)s->memory, *all = mine + 2 * w;
+    ddp_result result;
+    for (size_t j = 0; j < w; j++) { mine[j] = call->send_counts ? call->send_counts[j] : 0; mine[w + j] = call->recv_counts[j]; }
+    result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
+    p->most = 0;
+    for (size_t from = 0; from < w && result == DDP_OK; from++)
+        for (size_t to = 0; to < w; to++) {
+            uint64_t given = call->send_counts ? all[2 * w * from + to] : all[w + from], wanted = all[2 * w * to + w + from];
+            if (given > p->most) p->most = (size_t)given;
+            if (given == wanted) continue;
+            if (call->send_counts)
+                return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)from,
+                                (unsigned long long)given, (int)to, (unsigned long long)wanted);
+            return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts[%d] is %llu on rank 0 and %llu on rank %d", (int)from, (unsigned long long)given,
+                            (unsigned long long)wanted, (int)to);
+        }
+    return result;
+}
+
+/* The copies of this call follow what is on this thread's stream. */
+static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaStream_t compute = ddp__cuda_mine.stream;
+    int capturing = 0;
+    cudaError_t error = cuda->stream_capturing(compute, &capturing);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamIsCapturing");
+    if (capturing) return ddp_fail(DDP_ERR_UNSUPPORTED, "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
+    error = cuda->event_record(event, compute);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaEventRecord");
+    return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
+}
+
+static ddp_result ddp__cuda_staged_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_rounds p;
+    char text[200];
+    int before, agreed;
+    ddp_result result, idle;
+    (void)group;
+    if (call->tag) { /* on host memory */
+        result = ddp_group_call(s->control, call, NULL);
+        return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
+    }
+    before = ddp__cuda_staged_enter(s->device);
+    result = ddp__cuda_staged_memory(s);
+    ddp__cuda_plan(s, call, &p);
+    ddp__cuda_describe(text, sizeof text, call);
+    if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
+    result = ddp__cuda_staged_agree(s, result, text);
+    if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
+    agreed = result == DDP_OK;
+    if (agreed) result = ddp__cuda_rounds_run(s, &p);
+    if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
+    idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->ready, s->stream), "cudaEventRecord");
+    if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, s->ready, "copying the result");
+    if (result == DDP_OK && idle != DDP_OK) result = ddp__cuda_staged_failed(s, idle, 1);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+/* --- sends and receives --- */
+
+/* A free message with room for size bytes, or a new one. With the lock held. */
+static ddp__cuda_message *ddp__cuda_message_take(ddp__cuda_staged *s, size_t size) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__cuda_message **best = NULL, *m;
+    size_t capacity = 4096;
+    ddp_result result;
+    for (ddp__cuda_message **link = &s->free_messages; *link; link = &(*link)->next)
+        if ((*link)->capacity >= size && (!best || (*link)->capacity < (*best)->capacity)) best = link;
+    if (best) { m = *best; *best = m->next; return m; }
+    m = (ddp__cuda_message *)ddp_group_malloc(s->owner, sizeof *m);
+    if (!m) return NULL;
+    memset(m, 0, sizeof *m);
+    while (capacity < size) capacity *= 2;
+    m->capacity = capacity;
+    result = ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate");
+    if (result != DDP_OK) { ddp_group_mfree(s->owner, m); return NULL; }
+    result = ddp__cuda_staged_error(cuda->host_alloc(&m->memory, capacity), "cudaHostAlloc");
+    if (result != DDP_OK) { cuda->event_destroy(m->event); ddp_group_mfree(s->owner, m); return NULL; }
+    m->older = s->all_messages;
+    s->all_messages = m;
+    return m;
+}
+
+static void ddp__cuda_message_give(ddp__cuda_staged *s, ddp__cuda_message *m) {
+    for (ddp__cuda_message **link = &s->coming; *link; link = &(*link)->next)
+        if (*link == m) {
+            *link = m->next;
+            if (!*link) s->coming_end = link;
+            break;
+        }
+    m->next = s->free_messages;
+    s->free_messages = m;
+}
+
+static ddp_result ddp__cuda_message_copy(ddp__cuda_staged *s, ddp__cuda_message *m, void *dst, const void *src) {
+    size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
+    cudaError_t error = size ? DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream) : cudaSuccess;
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, s->message_stream), "cudaEventRecord");
+}
+
+static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message *m) {
+    const ddp_call *call = &m->call;
+    ddp_result result;
+    if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
+        result = ddp__cuda_staged_fence(0, m->event);
+        m->stage = DDP__CUDA_WIRE;
+        return result == DDP_OK ? ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work) : result;
+    }
+    result = ddp__cuda_staged_fence(s->message_stream, m->event);
+    if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->memory, call->send);
+    if (result != DDP_OK) return result;
+    m->stage = DDP__CUDA_DOWN;
+    m->next = NULL;
+    *s->coming_end = m;
+    s->coming_end = &m->next;
+    return DDP_OK;
+}
+
+static ddp_result ddp__cuda_staged_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **request) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result = DDP_ERR_NO_MEMORY;
+    ddp__cuda_message *m;
+    (void)group;
+    pthread_mutex_lock(&s->lock);
+    m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype));
+    if (m) {
+        m->call = *call;
+        m->result = DDP_OK;
+        result = ddp__cuda_message_start(s, m);
+        if (result != DDP_OK) ddp__cuda_message_give(s, m);
+    }
+    pthread_mutex_unlock(&s->lock);
+    *request = m;
+    ddp__cuda_staged_leave(before, s->device);
+    return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
+}
+
+/* Hands what has come down to the CPU group, in the order of the sends, whichever is polled. */
+static void ddp__cuda_messages_send(ddp__cuda_staged *s) {
+    ddp__cuda_message *m;
+    while ((m = s->coming) != NULL) {
+        cudaError_t error = DDP__CUDA_RUNTIME->event_query(m->event);
+        if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return; }
+        s->coming = m->next;
+        if (!s->coming) s->coming_end = &s->coming;
+        m->stage = DDP__CUDA_WIRE;
+        m->result = ddp__cuda_staged_error(error, "cudaEventQuery");
+        if (m->result == DDP_OK) m->result = ddp_send(s->messages, m->memory, m->call.count, m->call.dtype, m->call.root, m->call.tag, &m->work);
+    }
+}
+
+static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message *m, int *done) {
+    ddp_result result = m->result;
+    cudaError_t error;
+    int over = 0;
+    if (result != DDP_OK || m->stage == DDP__CUDA_DOWN) return result;
+    if (m->stage == DDP__CUDA_WIRE) {
+        result = ddp_test(s->messages, &m->work, &over);
+        if (result == DDP_OK && over) result = ddp_wait(s->messages, &m->work);
+        if (result != DDP_OK || !over) return result;
+        if (m->call.kind == DDP_CALL_SEND) { *done = 1; return DDP_OK; }
+        m->stage = DDP__CUDA_UP;
+        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent");
+        if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->call.recv, m->memory);
+        if (result != DDP_OK) return result;
+    }
+    error = DDP__CUDA_RUNTIME->event_query(m->event);
+    if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return DDP_OK; }
+    *done = error == cudaSuccess;
+    return ddp__cuda_staged_error(error, "cudaEventQuery");
+}
+
+static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_message *m = (ddp__cuda_message *)request;
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result;
+    (void)group;
+    *done = 0;
+    pthread_mutex_lock(&s->lock);
+    ddp__cuda_messages_send(s);
+    result = ddp__cuda_message_poll(s, m, done);
+    if (result == DDP_OK && !*done) result = ddp__cuda_staged_status(NULL, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+    if (result != DDP_OK) {
+        result = ddp__cuda_staged_failed(s, result, 1);
+        if (m->work.op) { ddp_wait(s->messages, &m->work); ddp__cuda_staged_status(NULL, s); } /* the group has failed: it does not block */
+    }
+    if (result != DDP_OK || *done) ddp__cuda_message_give(s, m);
+    pthread_mutex_unlock(&s->lock);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+/* --- memory, making and closing --- */
+
+typedef struct ddp__cuda_staged_task {
+    ddp__cuda_staged *s;
+    size_t size_bytes;
+    ddp__cuda_region **link; /* where the region hangs that is given back */
+    void *memory;
+} ddp__cuda_staged_task;
+
+/* Both run in issue order with the collectives, as they use the same CPU group. */
+static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) {
+    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
+    ddp__cuda_staged *s = task->s;
+    ddp__cuda_region *region = (ddp__cuda_region *)ddp_group_malloc(group, sizeof *region);
+    char text[64];
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result = region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
+    snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
+    result = ddp__cuda_staged_agree(s, result, text);
+    if (result != DDP_OK) {
+        char line[DDP__CUDA_TEXT];
+        if (result != DDP_ERR_NO_MEMORY) result = ddp__cuda_staged_failed(s, result, 0);
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        if (task->memory) DDP__CUDA_RUNTIME->free(task->memory);
+        task->memory = NULL;
+        ddp_group_mfree(group, region);
+        result = ddp_fail(result, "rank %d/%d ddp_group_alloc: %s", s->rank, s->world_size, line);
+    } else {
+        region->memory = task->memory;
+        region->number = ++s->region_count;
+        region->next = s->regions;
+        s->regions = region;
+    }
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp__cuda_staged_task task = {(ddp__cuda_staged *)state, size_bytes, NULL, NULL};
+    ddp_result result = ddp_group_enqueue(group, ddp__cuda_staged_alloc_task, &task, NULL);
+    *out = task.memory;
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
+    ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
+    ddp__cuda_staged *s = task->s;
+    ddp__cuda_region *region = *task->link;
+    char text[64];
+    int before = ddp__cuda_staged_enter(s->device);
+    ddp_result result;
+    snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
+    result = ddp__cuda_staged_agree(s, DDP_OK, text);
+    if (result != DDP_OK) {
+        char line[DDP__CUDA_TEXT];
+        result = ddp__cuda_staged_failed(s, result, 0);
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        result = ddp_fail(result, "rank %d/%d ddp_group_free: %s", s->rank, s->world_size, line);
+    }
+    *task->link = region->next;
+    ddp__cuda_device_free(group, region->memory);
+    ddp_group_mfree(group, region);
+    ddp__cuda_staged_leave(before, s->device);
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *memory) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    ddp__cuda_staged_task task = {s, 0, &s->regions, memory};
+    while (*task.link && (*task.link)->memory != memory) task.link = &(*task.link)->next;
+    if (*task.link) return ddp_group_enqueue(group, ddp__cuda_staged_free_task, &task, NULL);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: %p did not come from ddp_group_alloc of this group", memory);
+}
+
+static void ddp__cuda_staged_close(ddp_group *group, void *state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    int device = s->device, before = ddp__cuda_staged_enter(device);
+    ddp_group_destroy(s->messages);
+    ddp_group_destroy(s->control);
+    if (s->message_stream) cuda->synchronize(s->message_stream);
+    while (s->all_messages) {
+        ddp__cuda_message *m = s->all_messages;
+        s->all_messages = m->older;
+        cuda->event_destroy(m->event);
+        cuda->host_free(m->memory);
+        ddp_group_mfree(group, m);
+    }
+    while (s->regions) {
+        ddp__cuda_region *region = s->regions;
+        s->regions = region->next;
+        cuda->free(region->memory);
+        ddp_group_mfree(group, region);
+    }
+    if (s->memory) cuda->host_free(s->memory);
+    for (int i = 0; i < 2; i++) if (s->down[i]) cuda->event_destroy(s->down[i]);
+    if (s->ready) cuda->event_destroy(s->ready);
+    if (s->stream) cuda->stream_destroy(s->stream);
+    if (s->message_stream) cuda->stream_destroy(s->message_stream);
+    pthread_mutex_destroy(&s->lock);
+    ddp_group_mfree(group, s->words);
+    ddp_group_mfree(group, s);
+    ddp__cuda_staged_leave(before, device);
+}
+
+static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    cudaError_t error = cuda->stream_create(&s->stream, 1);
+    if (error == cudaSuccess) error = cuda->stream_create(&s->message_stream, 1);
+    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamCreateWithPriority");
+    error = cuda->event_create(&s->ready);
+    for (int i = 0; i < 2 && error == cudaSuccess; i++) error = cuda->event_create(&s->down[i]);
+    return ddp__cuda_staged_error(error, "cudaEventCreateWithFlags");
+}
+
+/* Makes the state of group, whose ranks are those of control with one color; a negative color only helps. group is still without state. */
+static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, int color, int device, void **state) {
+    ddp__cuda_staged *s = NULL;
+    ddp_group *split[2] = {NULL, NULL};
+    ddp_result result = DDP_OK;
+    int before;
+    *state = NULL;
+    if (color >= 0) s = (ddp__cuda_staged *)ddp_group_malloc(group, sizeof *s);
+    if (s) {
+        memset(s, 0, sizeof *s);
+        s->words = (ddp__cuda_word *)ddp_group_malloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
+        if (!s->words) { ddp_group_mfree(group, s); s = NULL; }
+    }
+    for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, s ? color : -1, group ? ddp_rank(group) : 0, &split[i]);
+    if (color < 0) return result;
+    if (!s) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a group staged through the host");
+    s->control = split[0];
+    s->messages = split[1];
+    s->owner = group;
+    s->device = device;
+    s->rank = ddp_rank(group);
+    s->world_size = ddp_world_size(group);
+    s->coming_end = &s->coming;
+    pthread_mutex_init(&s->lock, NULL);
+    before = ddp__cuda_staged_enter(device);
+    if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
+    else if (result == DDP_OK) result = ddp__cuda_staged_agree(s, ddp__cuda_staged_resources(s), "making a group staged through the host");
+    ddp__cuda_staged_leave(before, device);
+    if (result == DDP_OK) *state = s;
+    else {
+        char line[DDP__CUDA_TEXT];
+        snprintf(line, sizeof line, "%s", ddp_last_error());
+        ddp__cuda_staged_close(group, s);
+        ddp_fail(result, "%s", line);
+    }
+    return result;
+}
+
+static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
+    const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
+    return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
+}
+
+static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    (void)parent; (void)member_count;
+    return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
+}
+
+static const ddp_backend *ddp__cuda_staged_backend(void) {
+    static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
+                                       ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
+                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL};
+    return &staged;
+}
+
+//== groups of GPUs ================================================================================= >>impl-group
+
+/* Which way the bytes travel, the same on every rank. shared: some device has several ranks. */
+static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const ddp_backend **backend, const char **notice) {
+    *notice = NULL;
+    *backend = ddp__cuda_staged_backend();
+#if defined(DDP_NO_NCCL)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
+    if (desc->engine == DDP_CUDA_ENGINE_DEFAULT) *notice = "this build has no NCCL: collectives go through host memory, which is slow";
+#else
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && NCCL_VERSION_CODE < 23000)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
+                        "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED", NCCL_MAJOR, NCCL_MINOR);
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared)) *backend = ddp__cuda_nccl_backend();
+    else if (desc->engine == DDP_CUDA_ENGINE_DEFAULT)
+        *notice = "ranks share a device: collectives go through host memory, which is slow and meant for development";
+#endif
+    (void)shared;
+    return DDP_OK;
+}
+
+static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    ddp_cuda_pick_desc pick = DDP_ZERO;
+    ddp_group_desc group = DDP_ZERO;
+    ddp__cuda_seed seed;
+    ddp__cuda_seat seat;
+    const char *notice;
+    ddp_result result;
+    int device = -1, choice = (int)desc->engine << 8 | (int)desc->order << 4 | (desc->comm != NULL);
+    pick.devices = desc->devices;
+    pick.device_count = desc->device_count;
+    pick.uuid = desc->uuid;
+    pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
+#if !defined(DDP_NO_NCCL)
+    if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
+#endif
+    if ((unsigned)desc->engine > DDP_CUDA_ENGINE_STAGED || (unsigned)desc->order > DDP_ORDER_ANY || desc->timeout_ms < 0) {
+        ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order, desc->timeout_ms);
+        choice = -1;
+    }
+    result = ddp__cuda_pick(control, &pick, device, choice, &seat);
+    if (result == DDP_OK) result = ddp__cuda_engine(desc, seat.shared, &group.backend, &notice);
+    if (result != DDP_OK) return result;
+    memset(&seed, 0, sizeof seed);
+    seed.control = control;
+    seed.device = seat.device;
+    seed.stream = desc->stream;
+    seed.comm_stream = desc->comm_stream;
+    seed.comm = desc->comm;
+    group.device = ddp_device_cuda();
+    group.order = desc->order;
+    group.name = desc->name;
+    group.timeout_ms = desc->timeout_ms;
+    group.backend_user = &seed;
+    result = ddp_group_create_on(out, control, &group);
+    if (result == DDP_OK && notice) ddp_group_log(*out, notice);
+    return result;
 }
 
 //== public ======================================================================================== >>impl-public
@@ -1443,7 +3402,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
     cudaError_t error;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, &mine);
+    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine);
     if (result != DDP_OK) return result;
     error = DDP__CUDA_RUNTIME->set_device(mine.device);
     if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaSetDevice");
@@ -1451,10 +3410,28 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
     return DDP_OK;
 }
 
+DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
+    ddp_cuda_desc all_defaults = DDP_ZERO;
+    if (out) *out = NULL;
+    if (!out || !control) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_group_create: out or control is NULL; control is a group of ddp_group_create or ddp_launch");
+    return ddp__cuda_group_create(out, control, desc ? desc : &all_defaults);
+}
+
+DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
+    if (!group || ddp_group_device(group) != ddp_device_cuda())
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s", group ? "not one of GPUs" : "NULL");
+    ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMPUTE] = stream;
+    return DDP_OK;
+}
+
+DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) { return ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM]; }
+
 DDPDEF const ddp_device *ddp_device_cuda(void) {
     static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
-                                    ddp__cuda_device_sum_squares};
+                                    ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
+                                    ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
+                                    ddp__cuda_event_follow, ddp__cuda_event_done};
     return &cuda;
 }
 

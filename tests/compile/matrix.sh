@@ -161,6 +161,16 @@ case_cuda_linked() { # ddp.h in a C file, this header in one for nvcc, a C progr
     grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
 }
 case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work"; }
+case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
+case_cuda_example() { # as its comment builds it; it runs where there is a GPU, and says what is missing where there is none
+    need_cuda
+    nccl=-lnccl
+    echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
+    build "$NVCC" -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
+    if ./program 2 >out.log 2>&1; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
+    else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
+    fi
+}
 
 case_fast_math() { # refused with a sentence, unless asked for
     implementation >unit.c

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Builds the tests that need a GPU with nvcc alone and runs them; prints one table. Nothing is installed or fetched.
-#   sh tests/gpu/run.sh             build for the device here and run
+#   sh tests/gpu/run.sh             build for the device here and run: some minutes
 #   sh tests/gpu/run.sh build [DIR] only build, for sm_80, sm_90 and PTX: what a machine without a device can do
-#   sh tests/gpu/run.sh sanitize    run under compute-sanitizer: memcheck, then racecheck
-# $NVCC names the compiler. Status 77: there is no device.
+#   sh tests/gpu/run.sh sanitize    run everything, with fewer cases and ranks as threads, under compute-sanitizer: memcheck, racecheck, synccheck
+# $NVCC names the compiler. Logs lie in build/gpu. Status 77: there is no device.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 mode=${1:-run}
@@ -11,21 +11,107 @@ nvcc=${NVCC:-nvcc}
 build=${2:-build/gpu}
 if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
 mkdir -p "$build" || exit 1
+case $mode in run | build | sanitize) ;; *) sed -n '2,6s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1 ;; esac
 
-case $mode in
-build) targets='-gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90' ;;
-run | sanitize) targets='-arch=native' ;;
-*) sed -n '2,6s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1 ;;
-esac
-# The lists of targets and flags are split into words on purpose. No fused multiply-add on the host: it computes references.
-"$nvcc" -std=c++17 -O2 -lineinfo $targets -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off \
-    tests/gpu/test_kernels.cu -o "$build/test_kernels" || exit 1
-case $mode in
-build) echo "built $build/test_kernels" ;;
-run) "$build/test_kernels" ;;
-sanitize)
-    for tool in memcheck racecheck; do
-        echo "== $tool"
-        compute-sanitizer --tool $tool --error-exitcode 2 "$build/test_kernels" || exit 1
-    done ;;
-esac
+# --- building ---
+
+nccl=-lnccl
+if ! printf '#include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v) != ncclSuccess; }\n' >"$build/nccl.cu" ||
+    ! "$nvcc" -Wno-deprecated-gpu-targets "$build/nccl.cu" -lnccl -o "$build/nccl" >"$build/nccl.log" 2>&1; then
+    echo "NCCL is not installed: building with DDP_NO_NCCL"
+    nccl=-DDDP_NO_NCCL
+fi
+# program target... [-D...]. No fused multiply-add on the host: it computes references.
+compile() {
+    program=$1
+    source=tests/gpu/${program%_small}.cu
+    shift
+    "$nvcc" -std=c++17 $level -lineinfo "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off "$source" -o "$build/$program" $nccl \
+        >"$build/$program.log" 2>&1 || { cat "$build/$program.log"; echo "$source does not compile"; : >"$build/failed"; }
+}
+rm -f "$build/failed"
+level=-O2
+if [ "$mode" = build ]; then # all kernels are in test_kernels: the others are only seen to compile and link
+    compile test_kernels -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90 &
+    level=-O0
+    for program in test_conformance test_groups test_training; do compile $program -arch=compute_90; done
+    wait
+    [ ! -f "$build/failed" ] || exit 1
+    echo "built test_kernels test_conformance test_groups test_training in $build"
+    exit 0
+fi
+started=$(date +%s)
+for program in test_groups test_training; do compile $program -arch=native & done
+compile test_kernels_small -arch=native -DDDP_TEST_SMALL & # for the sanitizers
+if [ "$mode" = sanitize ]; then
+    compile test_conformance_small -arch=native -DDDP_TEST_SMALL &
+else
+    for program in test_conformance test_kernels; do compile $program -arch=native & done
+fi
+wait
+[ ! -f "$build/failed" ] || exit 1
+
+# --- running: one line of the table per program ---
+
+failed=0
+table=$build/table.txt
+: >"$table"
+row() { # title log command...
+    title=$1 log=$build/$2.log
+    shift 2
+    begin=$(date +%s)
+    if [ "$mode" = sanitize ]; then
+        # The library asks after every call; some tests make calls fail on purpose.
+        if [ "$tool" = memcheck ]; then set -- --report-api-errors no "$@"; fi
+        set -- env DDP_TEST_SANITIZED=1 compute-sanitizer --tool "$tool" --error-exitcode 2 "$@"
+    fi
+    timeout 240 "$@" >"$log" 2>&1
+    status=$?
+    result=ok
+    if [ $status -eq 77 ]; then
+        cat "$log"
+        exit 77
+    elif [ $status -ne 0 ]; then
+        result="FAILED ($status)"
+        failed=1
+        tail -n 30 "$log"
+    fi
+    printf '%-52s %-12s %4d s\n' "$title" "$result" $(($(date +%s) - begin)) | tee -a "$table"
+}
+# 1 rank runs in the program itself and starts CUDA there: it comes after the launches of processes.
+ranks() {
+    row "collectives, processes, 2 to 4 ranks on one GPU" conformance_processes "$build/test_conformance" processes 2 3 4 1
+    row "collectives, threads, 1 to 4 ranks on one GPU" conformance_threads "$build/test_conformance" threads 1 2 3 4
+    row "messages, splits, failures, leaks; processes" groups_processes "$build/test_groups" processes 2 3 4 1
+    row "messages, splits, failures, leaks; threads" groups_threads "$build/test_groups" threads 1 2 3 4
+    row "training, 1, 2, 4 ranks: the same bits; processes" training_processes "$build/test_training" processes 2 4 1
+    row "training, 1, 2, 4 ranks: the same bits; threads" training_threads "$build/test_training" threads 1 2 4
+    [ "$nccl" = -lnccl ] || return 0
+    row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
+    row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
+}
+
+if [ "$mode" = sanitize ]; then
+    for tool in memcheck racecheck synccheck; do
+        row "$tool: kernels against references" kernels_$tool "$build/test_kernels_small"
+        row "$tool: training, threads" training_$tool "$build/test_training" threads 1 2 4
+    done
+    tool=memcheck
+    row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3
+    row "memcheck: messages, splits, failures; threads" groups_memcheck "$build/test_groups" threads 1 2 3
+    [ "$nccl" != -lnccl ] || row "memcheck: NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
+else
+    row "kernels against references" kernels "$build/test_kernels"
+    sed -n '1p;/checks/p' "$build/kernels.log"
+    ranks
+    if command -v compute-sanitizer >/dev/null 2>&1; then
+        mode=sanitize
+        for tool in memcheck racecheck; do row "kernels under compute-sanitizer, $tool" kernels_$tool "$build/test_kernels_small"; done
+    else
+        printf '%-52s %-12s\n' "kernels under compute-sanitizer" "not there" | tee -a "$table"
+    fi
+fi
+printf '\n%s\n' "$(head -n 1 "$build"/kernels*.log | grep device)"
+cat "$table"
+echo "$(($(date +%s) - started)) s with building; $([ "$nccl" = -lnccl ] && echo "with NCCL" || echo "without NCCL")"
+exit $failed

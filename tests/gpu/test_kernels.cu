@@ -1,7 +1,9 @@
 /*  test_kernels.cu - the kernels of ddp_cuda.cuh on a real device; see support/cuda_kernels.h. Status 77: there is no device. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
+#if !defined(DDP_TEST_SMALL)
 #define DDP_TEST_LARGE
+#endif
 #include "../support/cuda_kernels.h"
 
 /* Work on a stream of one's own that does not wait for the default stream. */

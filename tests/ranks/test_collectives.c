@@ -5,11 +5,19 @@
     One launch per W runs: the cross of kind x dtype x op x count x memory x place x blocking/async; sizes around the
     places where an implementation may change its method; and a long random sequence with random delays, in which up to
     three asynchronous calls are in flight. From W = 8 on, where two cores make everything slow, a chosen few of these. Everything is compared bit for bit with the reference of ranks.h, and memory that a
-    call must leave alone with a copy. Under mpirun or torchrun, mode env does the same without launching. */
+    call must leave alone with a copy. Under mpirun or torchrun, mode env does the same without launching.
+
+    tests/gpu/test_conformance.cu includes this file: each call is then made twice, on the CPU group and, while that may still be under way, on
+    a group over device memory whose buffers mirror those here, and the two are compared bit for bit. */
+#if !defined(TEST_DEVICE)
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
+#endif
 
+#if !defined(TEST_SLOW)
+#define TEST_SLOW DDP_TEST_SLOWDOWN
+#endif
 #define SLOTS 3      /* asynchronous cases in flight */
 #define GUARD 64     /* bytes around every buffer that must stay as they are */
 #define CANARY 0xa5
@@ -37,6 +45,10 @@ typedef struct ccase {
 
 typedef struct slot {
     unsigned char *arena[2][2]; /* [MEMORY_PRIVATE or _GROUP][SEND or RECV] */
+#if defined(TEST_DEVICE)
+    unsigned char *far[2][2];   /* their mirrors */
+    unsigned char *back;        /* what a mirror of recv holds in the end */
+#endif
     size_t capacity;
     unsigned char *shadow;      /* what the send buffer held */
     unsigned char *expect;
@@ -52,6 +64,9 @@ typedef struct rig {
     ddp_group *group;
     int rank, world_size;
     slot slots[SLOTS + 1];      /* the last one is for large cases */
+#if defined(TEST_DEVICE)
+    device_rank device;
+#endif
     uint64_t zero_signs;        /* see ranks_compare */
     long ran;
 } rig;
@@ -128,9 +143,8 @@ static void reference(const rig *g, const ccase *c, unsigned char *out) {
     data.seed = c->seed;
     data.specials = c->specials;
     switch (c->kind) {
-    case DDP_CALL_REDUCE:
-        if (g->rank != c->root) break; /* fall through */
-    case DDP_CALL_ALL_REDUCE:
+    case DDP_CALL_REDUCE: case DDP_CALL_ALL_REDUCE:
+        if (c->kind == DDP_CALL_REDUCE && g->rank != c->root) break;
         for (size_t i = 0; i < n; i++) ranks_store(out, i, size, ranks_reduced(&data, c->op, g->world_size, i));
         break;
     case DDP_CALL_REDUCE_SCATTER:
@@ -139,9 +153,8 @@ static void reference(const rig *g, const ccase *c, unsigned char *out) {
         break;
     case DDP_CALL_BROADCAST: ranks_fill(out, &data, c->root, 0, n); break;
     case DDP_CALL_SCATTER: ranks_fill(out, &data, c->root, (size_t)g->rank * n, n); break;
-    case DDP_CALL_GATHER:
-        if (g->rank != c->root) break; /* fall through */
-    case DDP_CALL_ALL_GATHER:
+    case DDP_CALL_GATHER: case DDP_CALL_ALL_GATHER:
+        if (c->kind == DDP_CALL_GATHER && g->rank != c->root) break;
         for (int r = 0; r < g->world_size; r++) ranks_fill(out + (size_t)r * n * size, &data, r, 0, n);
         break;
     case DDP_CALL_ALL_TO_ALL:
@@ -226,36 +239,78 @@ static void prepare(rig *g, slot *s, const ccase *c) {
     if (!s->in_place) memcpy(s->shadow, s->send - GUARD, s->send_extent * size + 2 * GUARD);
 }
 
-static ddp_result issue(rig *g, slot *s) {
+static ddp_result issue_on(const rig *g, ddp_group *group, const slot *s, unsigned char *at_send, unsigned char *at_recv, ddp_work *work) {
     const ccase *c = &s->c;
-    ddp_work *work = c->async ? &s->work : NULL;
     int odd = (int)(c->seed & 1), is_root = g->rank == c->root;
-    void *recv = s->recv_extent == 0 && odd ? NULL : s->recv;       /* where there is nothing, NULL is as good as a pointer */
-    const void *send = s->send_extent == 0 && odd ? NULL : s->send;
+    void *recv = s->recv_extent == 0 && odd ? NULL : at_recv;       /* where there is nothing, NULL is as good as a pointer */
+    const void *send = s->send_extent == 0 && odd ? NULL : at_send;
     switch (c->kind) {
-    case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(g->group, send, recv, c->count, c->dtype, c->op, work);
-    case DDP_CALL_REDUCE: return ddp_reduce(g->group, send, is_root || !odd ? recv : NULL, c->count, c->dtype, c->op, c->root, work);
-    case DDP_CALL_BROADCAST: return ddp_broadcast(g->group, recv, c->count, c->dtype, c->root, work);
-    case DDP_CALL_ALL_GATHER: return ddp_all_gather(g->group, send, recv, c->count, c->dtype, work);
-    case DDP_CALL_REDUCE_SCATTER: return ddp_reduce_scatter(g->group, send, recv, c->count, c->dtype, c->op, work);
-    case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(g->group, send, recv, c->count, c->dtype, work);
-    case DDP_CALL_GATHER: return ddp_gather(g->group, send, recv, c->count, c->dtype, c->root, work);
-    case DDP_CALL_SCATTER: return ddp_scatter(g->group, send, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(group, send, recv, c->count, c->dtype, c->op, work);
+    case DDP_CALL_REDUCE: return ddp_reduce(group, send, is_root || !odd ? recv : NULL, c->count, c->dtype, c->op, c->root, work);
+    case DDP_CALL_BROADCAST: return ddp_broadcast(group, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_ALL_GATHER: return ddp_all_gather(group, send, recv, c->count, c->dtype, work);
+    case DDP_CALL_REDUCE_SCATTER: return ddp_reduce_scatter(group, send, recv, c->count, c->dtype, c->op, work);
+    case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(group, send, recv, c->count, c->dtype, work);
+    case DDP_CALL_GATHER: return ddp_gather(group, send, recv, c->count, c->dtype, c->root, work);
+    case DDP_CALL_SCATTER: return ddp_scatter(group, send, recv, c->count, c->dtype, c->root, work);
     case DDP_CALL_ALL_GATHER_V: case DDP_CALL_ALL_TO_ALL_V: {
         /* the arrays are ours only until the call returns, also when it is asynchronous */
         size_t sc[DDP_MAX_LOCAL_RANKS], so[DDP_MAX_LOCAL_RANKS], rc[DDP_MAX_LOCAL_RANKS], ro[DDP_MAX_LOCAL_RANKS], se, re;
         ddp_result result;
         v_layout(c, g->rank, g->world_size, sc, so, rc, ro, &se, &re);
         if (c->kind == DDP_CALL_ALL_GATHER_V)
-            result = ddp_all_gather_v(g->group, send, se, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
+            result = ddp_all_gather_v(group, send, se, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
         else
-            result = ddp_all_to_all_v(g->group, send, sc, c->gaps ? so : NULL, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
+            result = ddp_all_to_all_v(group, send, sc, c->gaps ? so : NULL, recv, rc, c->gaps ? ro : NULL, c->dtype, work);
         memset(sc, 0xff, sizeof sc), memset(so, 0xff, sizeof so), memset(rc, 0xff, sizeof rc), memset(ro, 0xff, sizeof ro);
         return result;
     }
-    default: return ddp_barrier(g->group);
+    default: return ddp_barrier(group);
     }
 }
+
+#if defined(TEST_DEVICE)
+/* The mirror of a place in one of the arenas. */
+static unsigned char *far_of(const slot *s, const unsigned char *near) {
+    for (int m = 0; m < 4; m++)
+        if (near >= s->arena[m / 2][m % 2] && near < s->arena[m / 2][m % 2] + s->capacity) return s->far[m / 2][m % 2] + (near - s->arena[m / 2][m % 2]);
+    return NULL;
+}
+
+static ddp_result issue(rig *g, slot *s) {
+    size_t size = ranks_dtype_size(s->c.dtype);
+    int send_outer = s->in_place && s->send_outer;
+    ddp_result result = device_up(&g->device, far_of(s, s->send) - GUARD, s->send - GUARD, s->send_extent * size + 2 * GUARD);
+    if (result == DDP_OK && !send_outer) result = device_up(&g->device, far_of(s, s->recv) - GUARD, s->recv - GUARD, s->recv_extent * size + 2 * GUARD);
+    if (result == DDP_OK) result = issue_on(g, g->device.group, s, far_of(s, s->send), far_of(s, s->recv), s->c.async ? &s->work : NULL);
+    return result == DDP_OK ? issue_on(g, g->group, s, s->send, s->recv, NULL) : result;
+}
+
+static ddp_group *group_of(rig *g) { return g->device.group; }
+
+/* The same bits as the CPU group gave, guards included, in what was received and in what was sent. */
+static ddp_result compare_far(rig *g, slot *s, const char *text) {
+    size_t size = ranks_dtype_size(s->c.dtype);
+    for (int side = SEND; side <= RECV; side++) {
+        unsigned char *near = side == SEND ? s->send : s->recv;
+        size_t extent = side == SEND ? s->send_extent : s->recv_extent;
+        long at;
+        ddp_result result = device_down(&g->device, s->back, far_of(s, near) - GUARD, extent * size + 2 * GUARD);
+        if (result != DDP_OK) return result;
+        at = ranks_compare(s->back + GUARD, near, extent, s->c.dtype, 0, NULL);
+        RANKS_CHECK(g->group, at < 0, "%s: on the device element %ld of %zu of %s is %llx, on the CPU %llx (in_place=%d)", text, at, extent,
+                    side == SEND ? "send" : "recv", (unsigned long long)ranks_load(s->back + GUARD, (size_t)at, size),
+                    (unsigned long long)ranks_load(near, (size_t)at, size), s->in_place);
+        RANKS_CHECK(g->group, memcmp(s->back, near - GUARD, GUARD) == 0 && memcmp(s->back + GUARD + extent * size, near + extent * size, GUARD) == 0,
+                    "%s: on the device bytes around %s were changed", text, side == SEND ? "send" : "recv");
+    }
+    return DDP_OK;
+}
+#else
+static ddp_result issue(rig *g, slot *s) { return issue_on(g, g->group, s, s->send, s->recv, s->c.async ? &s->work : NULL); }
+static ddp_group *group_of(rig *g) { return g->group; }
+static ddp_result compare_far(rig *g, slot *s, const char *text) { (void)g; (void)s; (void)text; return DDP_OK; }
+#endif
 
 /* Ends the case in a slot, if there is one, and compares. */
 static ddp_result finish(rig *g, slot *s) {
@@ -263,6 +318,7 @@ static ddp_result finish(rig *g, slot *s) {
     size_t size = ranks_dtype_size(c->dtype), extent = s->in_place && s->send_outer ? s->send_extent : s->recv_extent;
     const unsigned char *have = s->in_place && s->send_outer ? s->send : s->recv;
     char text[256];
+    ddp_result result;
     uint64_t own = 0; /* only all_reduce gives all ranks the same elements */
     long at;
     if (!s->busy) return DDP_OK;
@@ -271,11 +327,13 @@ static ddp_result finish(rig *g, slot *s) {
     if (c->async && c->kind != DDP_CALL_BARRIER) {
         if (c->seed & 2) {
             int done = 0;
-            while (!done) RANKS_CHECK(g->group, ddp_test(g->group, &s->work, &done) == DDP_OK, "%s: ddp_test: %s", text, ddp_last_error());
+            while (!done) RANKS_CHECK(g->group, ddp_test(group_of(g), &s->work, &done) == DDP_OK, "%s: ddp_test: %s", text, ddp_last_error());
         }
-        RANKS_CHECK(g->group, ddp_wait(g->group, &s->work) == DDP_OK, "%s: %s", text, ddp_last_error());
-        RANKS_CHECK(g->group, ddp_wait(g->group, &s->work) == DDP_OK, "%s: waiting for nothing: %s", text, ddp_last_error());
+        RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: %s", text, ddp_last_error());
+        RANKS_CHECK(g->group, ddp_wait(group_of(g), &s->work) == DDP_OK, "%s: waiting for nothing: %s", text, ddp_last_error());
     }
+    result = compare_far(g, s, text);
+    if (result != DDP_OK) return result;
     at = ranks_compare(have, s->expect + GUARD, extent, c->dtype, is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
                        c->kind == DDP_CALL_ALL_REDUCE ? &g->zero_signs : &own);
     RANKS_CHECK(g->group, at < 0, "%s: element %ld of %zu is %llx, wanted %llx (in_place=%d)", text, at, extent,
@@ -463,7 +521,16 @@ static ddp_result make_slot(rig *g, slot *s, size_t capacity) {
         RANKS_OK(g->group, ddp_group_alloc(g->group, capacity, &memory));
         s->arena[MEMORY_GROUP][side] = (unsigned char *)memory;
         s->arena[MEMORY_PRIVATE][side] = (unsigned char *)aligned_alloc(64, (capacity + 63) / 64 * 64);
+#if defined(TEST_DEVICE)
+        RANKS_OK(g->group, ddp_group_alloc(g->device.group, capacity, &memory));
+        s->far[MEMORY_GROUP][side] = (unsigned char *)memory;
+        RANKS_OK(g->group, ddp_device_cuda()->alloc(NULL, capacity, &memory));
+        s->far[MEMORY_PRIVATE][side] = (unsigned char *)memory;
+#endif
     }
+#if defined(TEST_DEVICE)
+    s->back = (unsigned char *)malloc(capacity);
+#endif
     s->shadow = (unsigned char *)malloc(capacity);
     s->expect = (unsigned char *)malloc(capacity);
     return DDP_OK;
@@ -473,7 +540,14 @@ static ddp_result free_slot(rig *g, slot *s) {
     for (int side = SEND; side <= RECV; side++) {
         RANKS_OK(g->group, ddp_group_free(g->group, s->arena[MEMORY_GROUP][side]));
         free(s->arena[MEMORY_PRIVATE][side]);
+#if defined(TEST_DEVICE)
+        RANKS_OK(g->group, ddp_group_free(g->device.group, s->far[MEMORY_GROUP][side]));
+        ddp_device_cuda()->free(NULL, s->far[MEMORY_PRIVATE][side]);
+#endif
     }
+#if defined(TEST_DEVICE)
+    free(s->back);
+#endif
     free(s->shadow);
     free(s->expect);
     return DDP_OK;
@@ -481,14 +555,14 @@ static ddp_result free_slot(rig *g, slot *s) {
 
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
-    int few = DDP_TEST_SLOWDOWN > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
+    int slow = TEST_SLOW, few = slow > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
     long stride = w <= 2 ? 1 : w <= 4 ? 7 : 41;
     ddp_result result;
-    if (few) stride = stride * (DDP_TEST_SLOWDOWN > 1 ? 13 : 3) - 2;
+    if (few) stride = stride * (slow > 1 ? 13 : 3) - 2;
     result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);
     if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 1000 : 100);
-    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / DDP_TEST_SLOWDOWN, 4711u + (uint64_t)w);
-    if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / DDP_TEST_SLOWDOWN);
+    if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / slow, 4711u + (uint64_t)w);
+    if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / slow);
     return result;
 }
 
@@ -503,7 +577,15 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     g->rank = ddp_rank(world);
     g->world_size = ddp_world_size(world);
     small = g->world_size < 8 ? (size_t)g->world_size * 4200 * 8 + 4096 : 65536;
+#if defined(TEST_LARGE_BYTES)
+    large = TEST_LARGE_BYTES;
+#else
     large = g->world_size < 8 ? (size_t)(g->world_size <= 4 ? 3 * g->world_size + 2 : 5) << 20 : (size_t)g->world_size * 5010 * 4 + 4096;
+#endif
+#if defined(TEST_DEVICE)
+    result = device_rank_open(&g->device, world, large > small ? large : small);
+    if (result != DDP_OK) return result;
+#endif
     for (int i = 0; i <= SLOTS; i++) {
         result = make_slot(g, &g->slots[i], i < SLOTS ? small : large);
         if (result != DDP_OK) return result;
@@ -518,6 +600,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         result = free_slot(g, &g->slots[i]);
         if (result != DDP_OK) return result;
     }
+#if defined(TEST_DEVICE)
+    result = device_rank_close(&g->device);
+    if (result != DDP_OK) return result;
+#endif
     if (g->rank == 0) printf("ok: %s W=%d: %ld cases in %.1f s\n", ranks_mode_name(p->mode), g->world_size, g->ran, ranks_now() - start);
     fflush(stdout);
     free(g);

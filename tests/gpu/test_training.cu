@@ -1,0 +1,248 @@
+/*  test_training.cu - a training loop over device memory has the same bits on 1, 2 and 4 ranks, and those of plain loops on the CPU.
+
+    test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu.
+
+    Two linear layers with a ReLU between, mean squared error, four micro-batches a step: accumulated pairwise, reduced in buckets, clipped, and
+    stepped by AdamW. All arithmetic rounds operation by operation, so that the CPU gives the reference. */
+#include "../support/device.h"
+
+enum { IN = 33, HIDDEN = 57, OUT = 9, BATCH = 8, MICRO = 4, STEPS = 7, PARAMS = 4 };
+enum { W1, B1, W2, B2 };
+static const size_t lengths[PARAMS] = {HIDDEN * IN, HIDDEN, OUT * HIDDEN, OUT};
+enum { TOTAL = HIDDEN * IN + HIDDEN + OUT * HIDDEN + OUT };
+
+/* Where gradients lie: placed by the reducer, side by side, or apart. */
+enum { GRADS_PLACED, GRADS_ADJACENT, GRADS_APART, GRAD_KINDS };
+
+/* Everything is device memory, or in the reference host memory. */
+typedef struct trainer {
+    const ddp_device *device;
+    device_rank *d; /* NULL = the reference */
+    float *value[PARAMS], *grad[PARAMS], *first[PARAMS], *second[PARAMS];
+    float *x, *y, *h, *error, *back; /* of a micro-batch */
+    unsigned char *memory;
+} trainer;
+
+//== the model ==============================================================================
+
+/* A number that depends on its indices, between -1 and 1, and is exact in f32. */
+static float number(uint64_t what, uint64_t index) {
+    return (float)((int64_t)(ranks_mix(what * UINT64_C(0x10000001) + index) >> 44) - (1 << 19)) / (float)(1 << 19);
+}
+
+/* out[b][o] = bias[o] + sum over i of weight[o][i] in[b][i], then the ReLU or the difference to a target. */
+struct linear {
+    enum { WIDTH = 1 };
+    const float *weight, *bias, *in, *target;
+    float *out;
+    int in_count, out_count;
+    template <int N> DDP__HD void run(size_t at) const {
+        size_t b = at / (size_t)out_count, o = at % (size_t)out_count;
+        float sum = bias[o];
+        for (int i = 0; i < in_count; i++) sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[o * (size_t)in_count + (size_t)i], in[b * (size_t)in_count + (size_t)i]));
+        out[at] = target ? ddp__cuda_add(sum, -target[at]) : sum > 0 ? sum : 0;
+    }
+};
+
+/* back[b][i] = sum over o of weight[o][i] error[b][o], where h[b][i] is not 0. */
+struct backward {
+    enum { WIDTH = 1 };
+    const float *weight, *error, *h;
+    float *back;
+    int in_count, out_count;
+    template <int N> DDP__HD void run(size_t at) const {
+        size_t b = at / (size_t)in_count, i = at % (size_t)in_count;
+        float sum = 0;
+        for (int o = 0; o < out_count; o++) sum = ddp__cuda_add(sum, ddp__cuda_mul(weight[(size_t)o * (size_t)in_count + i], error[b * (size_t)out_count + (size_t)o]));
+        back[at] = h[at] > 0 ? sum : 0;
+    }
+};
+
+/* grad[o][i] = sum over b of error[b][o] in[b][i]; in == NULL is the bias. */
+struct outer {
+    enum { WIDTH = 1 };
+    const float *error, *in;
+    float *grad;
+    int in_count, out_count;
+    template <int N> DDP__HD void run(size_t at) const {
+        size_t o = at / (size_t)in_count, i = at % (size_t)in_count;
+        float sum = 0;
+        for (size_t b = 0; b < BATCH; b++) {
+            float e = error[b * (size_t)out_count + o];
+            sum = ddp__cuda_add(sum, in ? ddp__cuda_mul(e, in[b * (size_t)in_count + i]) : e);
+        }
+        grad[at] = sum;
+    }
+};
+
+/* The same element code on a stream, or here. */
+template <class F> static ddp_result apply(trainer *t, const F &f, size_t count) {
+    ddp__cuda_split split = {0, count, count};
+    if (t->d) return ddp__cuda_each(f, split, t->d->stream, "test");
+    for (size_t i = 0; i < count; i++) f.template run<1>(i);
+    return DDP_OK;
+}
+
+static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
+    float host[BATCH * (IN + OUT)];
+    uint64_t sample = (uint64_t)(step * MICRO + micro) * BATCH;
+    linear hidden = {t->value[W1], t->value[B1], t->x, NULL, t->h, IN, HIDDEN}, top = {t->value[W2], t->value[B2], t->h, t->y, t->error, HIDDEN, OUT};
+    outer w2 = {t->error, t->h, t->grad[W2], HIDDEN, OUT}, b2 = {t->error, NULL, t->grad[B2], 1, OUT};
+    backward back = {t->value[W2], t->error, t->h, t->back, HIDDEN, OUT};
+    outer w1 = {t->back, t->x, t->grad[W1], IN, HIDDEN}, b1 = {t->back, NULL, t->grad[B1], 1, HIDDEN};
+    for (uint64_t i = 0; i < BATCH * IN; i++) host[i] = number(1, sample * IN + i);
+    for (uint64_t i = 0; i < BATCH * OUT; i++) host[BATCH * IN + i] = number(2, sample * OUT + i);
+    t->device->copy(t->x, host, BATCH * IN * sizeof(float));
+    t->device->copy(t->y, host + BATCH * IN, BATCH * OUT * sizeof(float));
+    RANKS_OK(world, apply(t, hidden, BATCH * HIDDEN));
+    RANKS_OK(world, apply(t, top, BATCH * OUT));
+    RANKS_OK(world, apply(t, w2, OUT * HIDDEN));
+    RANKS_OK(world, apply(t, b2, OUT));
+    RANKS_OK(world, apply(t, back, BATCH * HIDDEN));
+    RANKS_OK(world, apply(t, w1, HIDDEN * IN));
+    RANKS_OK(world, apply(t, b1, HIDDEN));
+    return DDP_OK;
+}
+
+static ddp_result adamw(trainer *t, ddp_group *world, int step) {
+    for (int i = 0; i < PARAMS; i++) {
+        ddp_cuda_step_desc desc = DDP_ZERO, d;
+        ddp__cuda_adamw<DDP_F32> f = {};
+        desc.master = t->value[i];
+        desc.grad = t->grad[i];
+        desc.first = t->first[i];
+        desc.second = t->second[i];
+        desc.count = lengths[i];
+        desc.step = step + 1;
+        desc.lr = 0.01f;
+        desc.weight_decay = 0.1f;
+        if (t->d) { RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream)); continue; }
+        RANKS_OK(world, ddp__cuda_step_check(&desc, &d, "test"));
+        ddp__cuda_step_fill<DDP_F32>(&f, &d);
+        RANKS_OK(world, apply(t, f, lengths[i]));
+    }
+    return DDP_OK;
+}
+
+//== training ===============================================================================
+
+static ddp_result trainer_make(trainer *t, ddp_group *world, device_rank *d, int grads) {
+    enum { GAP = 16, WORK = BATCH * (IN + 2 * OUT + 2 * HIDDEN), FLOATS = 4 * (TOTAL + PARAMS * GAP) + WORK };
+    float host[TOTAL], *at;
+    void *memory = NULL;
+    memset(t, 0, sizeof *t);
+    t->d = d;
+    t->device = d ? ddp_device_cuda() : ddp_device_cpu();
+    RANKS_OK(world, t->device->alloc(d ? d->group : world, FLOATS * sizeof(float), &memory));
+    t->memory = (unsigned char *)memory;
+    at = (float *)memory;
+    t->x = at, at += BATCH * IN;
+    t->y = at, at += BATCH * OUT;
+    t->h = at, at += BATCH * HIDDEN;
+    t->error = at, at += BATCH * OUT;
+    t->back = at, at += BATCH * HIDDEN;
+    for (int kind = 0; kind < 4; kind++)
+        for (int i = PARAMS - 1; i >= 0; i--) { /* gradients side by side lie in the order of buckets */
+            float **list = kind == 0 ? t->value : kind == 1 ? t->first : kind == 2 ? t->second : t->grad;
+            list[i] = kind == 3 && grads == GRADS_PLACED ? NULL : at;
+            at += lengths[i] + (kind == 3 && grads == GRADS_ADJACENT ? 0 : GAP);
+        }
+    for (int i = 0; i < PARAMS; i++) { /* only rank 0 has the right ones */
+        for (size_t k = 0; k < lengths[i]; k++) host[k] = 0.2f * number(3 + (uint64_t)i, k) * (float)(ddp_rank(world) == 0);
+        t->device->copy(t->value[i], host, lengths[i] * sizeof(float));
+    }
+    return DDP_OK;
+}
+
+static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out) {
+    static const char *const names[PARAMS] = {"w1", "b1", "w2", "b2"};
+    ddp_group *group = d ? d->group : world;
+    int rank = ddp_rank(group), each = MICRO / ddp_world_size(group), last;
+    ddp_param params[PARAMS];
+    ddp_reducer_desc reducer_desc = DDP_ZERO;
+    ddp_accumulator_desc accumulator_desc = DDP_ZERO;
+    ddp_reducer *reducer;
+    ddp_accumulator *accumulator;
+    ddp_result result;
+    trainer t;
+    result = trainer_make(&t, world, d, grads);
+    if (result != DDP_OK) return result;
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < PARAMS; i++) {
+        params[i].name = names[i];
+        params[i].value.data = t.value[i];
+        params[i].value.dtype = DDP_F32;
+        params[i].value.ndim = i == W1 || i == W2 ? 2 : 1;
+        params[i].value.shape[0] = i == W1 || i == B1 ? HIDDEN : OUT;
+        params[i].value.shape[1] = i == W1 ? IN : i == W2 ? HIDDEN : 0;
+        params[i].grad.data = t.grad[i];
+    }
+    reducer_desc.params = params;
+    reducer_desc.param_count = PARAMS;
+    reducer_desc.micro_batch_count = each;
+    reducer_desc.bucket_cap_bytes = 4000; /* several buckets */
+    reducer_desc.first_bucket_bytes = 1000;
+    RANKS_OK(world, ddp_reducer_create(&reducer, group, &reducer_desc));
+    accumulator_desc.params = params;
+    accumulator_desc.param_count = PARAMS;
+    accumulator_desc.micro_batch_count = each;
+    accumulator_desc.reducer = reducer;
+    RANKS_OK(world, ddp_accumulator_create(&accumulator, group, &accumulator_desc));
+    for (int i = 0; i < PARAMS; i++) t.grad[i] = (float *)params[i].grad.data;
+    for (int step = 0; step < STEPS; step++) {
+        float norm;
+        for (int m = 0; m < each; m++) {
+            result = gradients(&t, world, step, rank * each + m);
+            if (result != DDP_OK) return result;
+            for (int i = PARAMS - 1; i >= 0; i--) RANKS_OK(world, ddp_accumulator_ready(accumulator, i));
+            RANKS_OK(world, ddp_accumulator_next(accumulator, &last));
+        }
+        RANKS_OK(world, ddp_reducer_wait(reducer));
+        RANKS_OK(world, ddp_reducer_clip_grad_norm(reducer, 0.7f, &norm));
+        RANKS_CHECK(world, norm > 0.01f, "step %d: the norm is %g", step, (double)norm);
+        result = adamw(&t, world, step);
+        if (result != DDP_OK) return result;
+    }
+    for (int i = 0; i < PARAMS; out += lengths[i++]) t.device->copy(out, t.value[i], lengths[i] * sizeof(float));
+    ddp_accumulator_destroy(accumulator);
+    ddp_reducer_destroy(reducer);
+    t.device->free(group, t.memory);
+    return DDP_OK;
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    static const char *const kinds[GRAD_KINDS] = {"placed", "adjacent", "apart"};
+    static thread_local float reference[TOTAL], mine[TOTAL];
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *alone;
+    device_rank d;
+    ddp_result result;
+    desc.init_method = "self://";
+    RANKS_OK(world, ddp_group_create(&alone, &desc));
+    result = train(alone, NULL, GRADS_PLACED, reference);
+    ddp_group_destroy(alone);
+    if (result == DDP_OK) result = device_rank_open(&d, world, 64);
+    for (int grads = 0; grads < GRAD_KINDS && result == DDP_OK; grads++) {
+        double moved = 0;
+        result = train(world, &d, grads, mine);
+        if (result != DDP_OK) break;
+        for (int i = 0; i < TOTAL; i++) {
+            RANKS_CHECK(world, memcmp(&mine[i], &reference[i], 4) == 0, "gradients %s: parameter %d is %.9g, on the CPU %.9g", kinds[grads], i, (double)mine[i], (double)reference[i]);
+            moved += fabs((double)mine[i]);
+        }
+        RANKS_CHECK(world, moved > 1, "nothing was trained");
+    }
+    if (result != DDP_OK) return result;
+    result = device_rank_close(&d);
+    if (result != DDP_OK) return result;
+    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
+    fflush(stdout);
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int defaults[] = {1, 2, 4, 0};
+    ranks_mode mode;
+    int failures = ranks_each(argc, argv, defaults, 120, &mode, rank_main);
+    return failures < 0 ? 2 : failures != 0;
+}

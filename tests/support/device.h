@@ -1,0 +1,137 @@
+/*  device.h - ddp_cuda.cuh, and groups over device memory, for the tests that run on a GPU.
+
+    With DDP_TEST_ON_CPU the machine is the fake one of fake_gpu.h: the same test proves its own logic, and the order of everything on
+    streams, without a device. Ranks have a device each there, as races are told by device.
+
+    A host buffer has a mirror on the device. Data reaches it, and comes back, through a compute stream of the rank's own that is busy meanwhile
+    and that nothing waits for on the host: a call that does not order itself behind that stream, or work after it that the stream does not
+    see, shows as wrong data. */
+#ifndef DDP_TEST_DEVICE_H
+#define DDP_TEST_DEVICE_H
+
+#if defined(DDP_TEST_ON_CPU)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" /* each test needs some of it */
+#include "fake_nccl.h"
+#pragma GCC diagnostic pop
+struct ddp__cuda_runtime;
+static const struct ddp__cuda_runtime *device_runtime(void);
+#define DDP__CUDA_RUNTIME device_runtime()
+#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__CUDA_STAGE ((size_t)16384) /* many rounds with little data */
+#endif
+#define DDP_IMPLEMENTATION
+#include "../../ddp_cuda.cuh"
+#include "ranks.h"
+
+typedef struct device_rank {
+    ddp_group *cpu, *group; /* the world, and the group over device memory */
+    cudaStream_t stream;
+    unsigned char *scratch; /* on the device: what comes and goes */
+    size_t scratch_bytes;
+} device_rank;
+
+/* Every test makes its groups here: staged, or over NCCL where $DDP_TEST_ENGINE says nccl. In tree order. */
+static ddp_cuda_engine device_engine = DDP_CUDA_ENGINE_STAGED;
+static RANKS_UNUSED ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out);
+
+#if defined(DDP_TEST_ON_CPU)
+static const struct ddp__cuda_runtime *device_runtime(void) {
+    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
+    return &table;
+}
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* work is late anyway */
+
+/* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
+static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
+static int device_ranks, device_pid, device_failures;
+static int device_machine(int by) { /* what was out of order so far */
+    int failures;
+    pthread_mutex_lock(&device_lock);
+    if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {
+        static uint64_t seed;
+        fake_start(4, ++seed);
+        device_pid = (int)getpid();
+        device_ranks = 0;
+    }
+    device_ranks += by;
+    if (device_ranks == 0) {
+        std::string left = fake_left();
+        device_failures += fake_failures() + !left.empty();
+        if (!left.empty()) printf("FAIL left behind:\n%s", left.c_str());
+        fflush(stdout);
+    }
+    failures = device_failures;
+    pthread_mutex_unlock(&device_lock);
+    return failures;
+}
+#else
+static __global__ void device_spin(long long cycles) { for (long long start = clock64(); clock64() - start < cycles;) {} }
+static RANKS_UNUSED void device_delay(cudaStream_t stream) { device_spin<<<1, 1, 0, stream>>>(20000); } /* about 10 us */
+static int device_machine(int by) { (void)by; return 0; }
+#endif
+
+static RANKS_UNUSED ddp_result device_rank_open(device_rank *d, ddp_group *world, size_t scratch_bytes) {
+    int device;
+    ddp_cuda_pick_desc pick = DDP_ZERO;
+    void *memory = NULL;
+    memset(d, 0, sizeof *d);
+    device_engine = getenv("DDP_TEST_ENGINE") && strcmp(getenv("DDP_TEST_ENGINE"), "nccl") == 0 ? DDP_CUDA_ENGINE_NCCL : DDP_CUDA_ENGINE_STAGED;
+    device_machine(1);
+    pick.allow_shared = 1;
+    d->cpu = world;
+    RANKS_OK(world, ddp_cuda_pick(world, &pick, &device));
+    RANKS_CHECK(world, DDP__CUDA_RUNTIME->stream_create(&d->stream, 0) == cudaSuccess, "no stream");
+    ddp_cuda_use_stream(d->stream);
+    RANKS_OK(world, device_group(world, d->stream, &d->group));
+    RANKS_OK(world, ddp_device_cuda()->alloc(NULL, scratch_bytes, &memory));
+    d->scratch = (unsigned char *)memory;
+    d->scratch_bytes = scratch_bytes;
+    return DDP_OK;
+}
+
+static RANKS_UNUSED ddp_result device_rank_close(device_rank *d) {
+    int failures;
+    ddp_device_cuda()->free(NULL, d->scratch);
+    ddp_group_destroy(d->group);
+    ddp_cuda_use_stream(0);
+    DDP__CUDA_RUNTIME->stream_destroy(d->stream);
+    RANKS_OK(d->cpu, ddp_cuda_check());
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    failures = device_machine(-1);
+    RANKS_CHECK(d->cpu, failures == 0, "%d things are out of order on the machine", failures);
+    return DDP_OK;
+}
+
+/* Returns while the copy may still be under way on the compute stream. */
+static RANKS_UNUSED ddp_result device_up(device_rank *d, void *far, const void *near, size_t size_bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    if (size_bytes == 0) return DDP_OK;
+    RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
+    ddp_device_cuda()->copy(d->scratch, near, size_bytes); /* waits: what the stream still had to do with scratch is over */
+    device_delay(d->stream);
+    RANKS_CHECK(d->cpu, cuda->memcpy_async(far, d->scratch, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying up");
+    return DDP_OK;
+}
+
+/* What far holds for work that is put on the compute stream now. */
+static RANKS_UNUSED ddp_result device_down(device_rank *d, void *near, const void *far, size_t size_bytes) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
+    if (size_bytes == 0) return DDP_OK;
+    RANKS_CHECK(d->cpu, size_bytes <= d->scratch_bytes, "scratch is too small");
+    RANKS_CHECK(d->cpu, cuda->memcpy_async(d->scratch, far, size_bytes, cudaMemcpyDeviceToDevice, d->stream) == cudaSuccess, "copying down");
+    ddp_device_cuda()->copy(near, d->scratch, size_bytes);
+    return DDP_OK;
+}
+
+static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group **out) {
+    ddp_cuda_desc desc = DDP_ZERO;
+    desc.name = "gpu";
+    desc.allow_shared = 1;
+    desc.engine = device_engine;
+    desc.order = DDP_ORDER_TREE;
+    desc.stream = stream;
+    return ddp_cuda_group_create(out, world, &desc);
+}
+
+#endif /* DDP_TEST_DEVICE_H */

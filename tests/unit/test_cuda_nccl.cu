@@ -1,0 +1,941 @@
+/*  test_cuda_nccl.cu - groups over NCCL, on the fake machine of support/fake_nccl.h: ranks are threads with a device each.
+
+    Every program runs under many seeds, which choose the order of streams. In all of them no two accesses race, no data is wrong, the fake finds
+    nothing to complain about, and nothing is left in the end. Beside that: the exact calls of CUDA and NCCL, who waits for whom, what a watchdog
+    makes of a rank that does not come, and an error at every single call. Nothing here says anything about a GPU. */
+#include "../support/fake_nccl.h"
+struct ddp__cuda_runtime;
+static const struct ddp__cuda_runtime *fake_runtime(void);
+#define DDP__CUDA_RUNTIME fake_runtime()
+#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__NCCL_PATIENCE_MS 50
+#define DDP_IMPLEMENTATION
+#include "../../ddp_cuda.cuh"
+#include "../support/ranks.h"
+
+static const ddp__cuda_runtime *fake_runtime(void) {
+    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
+    return &table;
+}
+
+#define N 600 /* elements of a buffer; W divides it */
+#define MAX_RANKS 4
+
+/* ---- running a program ---- */
+
+typedef struct rank_state {
+    ddp_group *cpu, *group;
+    cudaStream_t stream;
+    int rank, size;
+    float *in, *out, *keep, *spare; /* N, N, 16 N and N floats on the device */
+    int kept, counts[16];
+    float expected[16 * N];         /* what keep holds in the end */
+} rank_state;
+
+typedef ddp_result (*program_fn)(rank_state *s);
+
+static struct {
+    program_fn run;
+    ddp_cuda_desc desc;
+    ddp_order order;
+    int timeout_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    const char *function; /* of which function; NULL any */
+    ddp_result result[MAX_RANKS];
+    char line[MAX_RANKS][512];
+} job;
+
+static int failures, checks;
+
+static void check(int good, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void check(int good, const char *format, ...) {
+    va_list args;
+    __atomic_add_fetch(&checks, 1, __ATOMIC_RELAXED);
+    if (good || __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED) > 40) return;
+    va_start(args, format);
+    printf("%s, seed %llu: ", ranks_current, (unsigned long long)fake.seed);
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
+}
+
+static float *floats(size_t count) {
+    void *p = NULL;
+    return fake_malloc(&p, count * sizeof(float)) == cudaSuccess ? (float *)p : NULL;
+}
+
+static float value(int rank, int round, int i) { return (float)((rank + 1) * (round + 2) + i % 17); }
+
+/* Kernels of the compute stream. */
+static void fill(rank_state *s, float *p, int count, int round) {
+    int rank = s->rank;
+    fake_launch_work(s->stream, "fill", {{p, (size_t)count * 4, 1}}, [p, count, rank, round] { for (int i = 0; i < count;
+        i++) ((float *)fake_view(p))[i] = value(rank, round, i); });
+}
+static void spoil(rank_state *s, float *p, int count) {
+    fake_launch_work(s->stream, "spoil", {{p, (size_t)count * 4, 1}}, [p, count] { for (int i = 0; i < count; i++) ((float *)fake_view(p))[i] = -1e9f; });
+}
+/* Remembers what p holds for the work that comes now, and what it should. */
+static float *keep(rank_state *s, const float *p, int count) {
+    float *to = s->keep + s->kept * N, *expected = s->expected + s->kept * N;
+    s->counts[s->kept++] = count;
+    fake_launch_work(s->stream, "keep", {{p, (size_t)count * 4, 0}, {to, (size_t)count * 4, 1}}, [p, to, count] { memcpy(fake_view(to),
+        fake_view(p), (size_t)count * 4); });
+    return expected;
+}
+
+static ddp_result look_back(rank_state *s) {
+    static thread_local float host[16 * N];
+    RANKS_CHECK(s->cpu, fake_memcpy(host, s->keep, (size_t)s->kept * N * 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    for (int k = 0; k < s->kept; k++)
+        for (int i = k * N; i < k * N + s->counts[k]; i++)
+            RANKS_CHECK(s->cpu, host[i] == s->expected[i], "seed %d: result %d element %d is %g instead of %g", (int)fake.seed, k, i % N,
+                (double)host[i], (double)s->expected[i]);
+    return DDP_OK;
+}
+
+/* A communicator and a communication stream of the user's, which outlive the group. */
+static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
+    ncclUniqueId id;
+    if (s->rank == 0) ncclGetUniqueId(&id);
+    RANKS_OK(s->cpu, ddp_broadcast(s->cpu, &id, sizeof id, DDP_U8, 0, NULL));
+    RANKS_CHECK(s->cpu, ncclCommInitRank(&desc->comm, s->size, id, s->rank) == ncclSuccess, "no communicator");
+    RANKS_CHECK(s->cpu, fake_stream_create(&desc->comm_stream, 1) == cudaSuccess, "no stream");
+    return DDP_OK;
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    rank_state *s = (rank_state *)calloc(1, sizeof *s);
+    ddp_cuda_desc desc = job.desc;
+    ddp_result result;
+    (void)user;
+    s->cpu = world;
+    s->rank = ddp_rank(world);
+    s->size = ddp_world_size(world);
+    fake_set_device(s->rank);
+    fake_stream_create(&s->stream, 0);
+    s->in = floats(N);
+    s->out = floats(N);
+    s->keep = floats(16 * N);
+    s->spare = floats(N);
+    fake_memset(s->keep, 0, 16 * N * 4, s->stream);
+    fake_synchronize(s->stream);
+    fake_record_from_here();
+    desc.stream = s->stream;
+    desc.order = job.order;
+    if (job.fault && s->rank == 1) fake_fail(job.function, 1, job.fault, 0, job.sticky);
+    if (job.own_comm && make_own(s, &desc) != DDP_OK) return DDP_ERR_ENGINE;
+    result = ddp_cuda_group_create(&s->group, world, &desc);
+    if (result == DDP_OK) result = job.run(s);
+    job.result[s->rank] = result;
+    snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
+    ddp_group_destroy(s->group);
+    if (job.fault && s->rank == 1) fake_fault_fired(1);
+    if (job.own_comm) {
+        check(ncclCommDestroy(desc.comm) == ncclSuccess, "the user's communicator has gone with the group");
+        fake_stream_destroy(desc.comm_stream);
+    }
+    fake_free(s->in);
+    fake_free(s->out);
+    fake_free(s->keep);
+    fake_free(s->spare);
+    fake_stream_destroy(s->stream);
+    free(s);
+    return job.may_fail ? DDP_OK : result;
+}
+
+/* Runs a program on ranks of their own device each. */
+static void run_on(int size, uint64_t seed, program_fn program) {
+    ddp_launch_desc launch = DDP_ZERO;
+    ddp_result result;
+    std::string left;
+    job.run = program;
+    fake_start(size, seed);
+    launch.world_size = size;
+    launch.mode = DDP_LAUNCH_THREADS;
+    launch.group.timeout_ms = job.timeout_ms ? job.timeout_ms : 30000;
+    launch.no_affinity = 1;
+    fake.patient = job.patient;
+    memset(job.result, 0, sizeof job.result);
+    result = ddp_launch(&launch, rank_main, NULL);
+    fake_host_fence();
+    if (job.mismatch) check(fake_expect("mismatch: collective") > 0, "W=%d: the calls did not differ", size);
+    check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
+    check(fake_failures() == 0, "W=%d: the fake has something to say%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
+    left = fake_left();
+    check(left.empty(), "W=%d: left behind%s%s\n%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str(), left.c_str());
+}
+
+static void run_seeds(program_fn program, int seeds) {
+    for (int size = 1; size <= MAX_RANKS; size++)
+        for (int seed = 0; seed < seeds; seed++) run_on(size, (uint64_t)seed, program);
+}
+
+/* What ranks did on their device since fake_record_from_here must hold none of these. */
+static ddp_result never(rank_state *s, const char *const *words) {
+    std::string record = fake_record(s->rank);
+    for (; *words; words++) RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words, record.c_str());
+    return DDP_OK;
+}
+static const char *const no_host_waits[] = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
+
+/* ---- collectives ---- */
+
+static float summed(int size, int round, int i) {
+    float sum = 0;
+    for (int r = 0; r < size; r++) sum += value(r, round, i);
+    return sum;
+}
+
+/* One collective between kernels that fill its input and spoil both buffers behind it. */
+static ddp_result collective(rank_state *s, int kind, int round, int async) {
+    ddp_work work = DDP_ZERO, *w = async ? &work : NULL;
+    int part = N / s->size, root = round % s->size, me = s->rank, n = N;
+    float *expected;
+    size_t counts[MAX_RANKS], mine[MAX_RANKS];
+    for (int r = 0; r < s->size; r++) { counts[r] = (size_t)(part - r); mine[r] = (size_t)(part - me); }
+    fill(s, s->in, N, round);
+    spoil(s, s->out, N);
+    if (kind == 0) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, w));
+    if (kind == 1) RANKS_OK(s->cpu, ddp_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, root, w));
+    if (kind == 2) RANKS_OK(s->cpu, ddp_broadcast(s->group, s->in, N, DDP_F32, root, w));
+    if (kind == 3) RANKS_OK(s->cpu, ddp_all_gather(s->group, s->in, s->out, (size_t)part, DDP_F32, w));
+    if (kind == 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, (size_t)part, DDP_F32, DDP_OP_SUM, w));
+    if (kind == 5) RANKS_OK(s->cpu, ddp_all_to_all(s->group, s->in, s->out, (size_t)part, DDP_F32, w));
+    if (kind == 6) RANKS_OK(s->cpu, ddp_gather(s->group, s->in, s->out, (size_t)part, DDP_F32, root, w));
+    if (kind == 7) RANKS_OK(s->cpu, ddp_scatter(s->group, s->in, s->out, (size_t)part, DDP_F32, root, w));
+    if (kind == 8) RANKS_OK(s->cpu, ddp_all_gather_v(s->group, s->in, mine[0], s->out, counts, NULL, DDP_F32, w));
+    if (kind == 9) RANKS_OK(s->cpu, ddp_all_to_all_v(s->group, s->in, counts, NULL, s->out, mine, NULL, DDP_F32, w));
+    if (kind == 10) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_AVG, w));
+    if (async) fill(s, s->spare, N, round);
+    RANKS_OK(s->cpu, ddp_wait(s->group, &work));
+    if (kind == 1 || kind == 6) n = me == root ? N : 0;
+    if (kind == 4 || kind == 7) n = part;
+    if (kind == 8) n = s->size * part - s->size * (s->size - 1) / 2;
+    if (kind == 9) n = s->size * (int)mine[0];
+    if (n > 0) {
+        expected = keep(s, kind == 2 || kind == 10 ? s->in : s->out, n);
+        for (int i = 0, r = 0, at = 0; i < n; i++, at++) { /* element `at` of what comes from rank r */
+            int length = kind == 8 ? (int)counts[r] : kind == 9 ? (int)mine[0] : part;
+            if (at == length) { at = 0; r++; }
+            int start = 0; /* of my part in what rank r has */
+            for (int k = 0; kind == 9 && k < me; k++) start += part - k;
+            expected[i] = kind == 0 ? summed(s->size, round, i) : kind == 1 ? value(s->size - 1, round, i) : kind == 2 ? value(root, round, i)
+                : kind == 3 || kind == 6 || kind == 8 ? value(r, round, at) : kind == 4 ? summed(s->size, round, me * part + i)
+                : kind == 5 ? value(r, round, me * part + at) : kind == 7 ? value(root, round, me * part + i) : kind == 9 ? value(r, round, start + at)
+                : summed(s->size, round, i) / (float)s->size;
+        }
+    }
+    spoil(s, s->in, N);
+    spoil(s, s->out, N);
+    return DDP_OK;
+}
+
+static ddp_result collectives(rank_state *s) {
+    for (int kind = 0; kind < 11; kind++) { /* the first of each may make buffers */
+        RANKS_OK(s->cpu, collective(s, kind, kind, kind % 2));
+    }
+    RANKS_OK(s->cpu, look_back(s));
+    s->kept = 0;
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_record_from_here();
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    for (int kind = 0; kind < 11; kind++) RANKS_OK(s->cpu, collective(s, kind, kind + 1, (kind + 1) % 2));
+    RANKS_OK(s->cpu, never(s, no_host_waits));
+    return look_back(s);
+}
+
+/* Several under way at once, waited for in another order. */
+static ddp_result several(rank_state *s) {
+    ddp_work work[3] = {DDP_ZERO, DDP_ZERO, DDP_ZERO};
+    float *expected;
+    for (int round = 0; round < 3; round++) {
+        for (int k = 0; k < 3; k++) {
+            fill(s, s->in + 200 * k, 200, round + k);
+            RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in + 200 * k, s->in + 200 * k, 200, DDP_F32, DDP_OP_SUM, &work[k]));
+        }
+        for (int k = 2; k >= 0; k--) {
+            RANKS_OK(s->cpu, ddp_wait(s->group, &work[k]));
+            expected = keep(s, s->in + 200 * k, 200);
+            for (int i = 0; i < 200; i++) expected[i] = summed(s->size, round + k, i);
+        }
+    }
+    return look_back(s);
+}
+
+/* ddp_test says done only when the data is there. */
+static ddp_result tested(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    int done = 0;
+    fill(s, s->in, N, 1);
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work));
+    while (!done) RANKS_OK(s->cpu, ddp_test(s->group, &work, &done));
+    RANKS_CHECK(s->cpu, ((float *)fake_view(s->out))[N - 1] == summed(s->size, 1, N - 1), "done, and the data is not there");
+    RANKS_OK(s->cpu, ddp_wait(s->group, &work));
+    return DDP_OK;
+}
+
+/* Calls follow the stream that was set last. */
+static ddp_result other_stream(rank_state *s) {
+    cudaStream_t first = s->stream, second;
+    float *expected;
+    fake_stream_create(&second, 0);
+    for (int round = 0; round < 4; round++) {
+        s->stream = round % 2 ? second : first;
+        RANKS_OK(s->cpu, ddp_cuda_set_stream(s->group, s->stream));
+        fill(s, round % 2 ? s->in : s->spare, N, round);
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, round % 2 ? s->in : s->spare, round % 2 ? s->in : s->spare, N, DDP_F32, DDP_OP_SUM, NULL));
+        expected = keep(s, round % 2 ? s->in : s->spare, N);
+        for (int i = 0; i < N; i++) expected[i] = summed(s->size, round, i);
+    }
+    fake_synchronize(first);
+    fake_synchronize(second);
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_cuda_set_stream(s->group, first));
+    fake_stream_destroy(second);
+    s->stream = first;
+    return DDP_OK;
+}
+
+/* Sends and receives: a ring in a batch, a pair without one, and asynchronous ones. */
+static ddp_result messages(rank_state *s) {
+    int next = (s->rank + 1) % s->size, before = (s->rank + s->size - 1) % s->size;
+    ddp_work work = DDP_ZERO, back = DDP_ZERO;
+    float *expected;
+    if (s->size == 1) return DDP_OK;
+    for (int round = 0; round < 3; round++) {
+        fill(s, s->in, N, round);
+        spoil(s, s->out, N);
+        if (round == 0) {
+            RANKS_OK(s->cpu, ddp_batch_begin(s->group));
+            RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 3, NULL));
+            RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, before, 3, NULL));
+            RANKS_OK(s->cpu, ddp_batch_end(s->group));
+        } else if (round == 1) {
+            if (s->rank % 2 == 0 && s->rank + 1 < s->size) RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, s->rank + 1, 0, NULL));
+            if (s->rank % 2 == 1) RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, s->rank - 1, 0, NULL));
+            if (s->rank % 2 == 0) { spoil(s, s->in, N); continue; }
+        } else {
+            if (s->rank == 0) RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 0, &work));
+            RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, before, 0, &back));
+            if (s->rank != 0) { RANKS_OK(s->cpu, ddp_wait(s->group, &back)); RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 0, &work)); }
+            RANKS_OK(s->cpu, ddp_wait(s->group, &work));
+            RANKS_OK(s->cpu, ddp_wait(s->group, &back));
+        }
+        expected = keep(s, s->out, N);
+        for (int i = 0; i < N; i++) expected[i] = value(before, round, i);
+        spoil(s, s->in, N);
+    }
+    return look_back(s);
+}
+
+/* The bits of the CPU, whatever NCCL's own order is. */
+static ddp_result tree(rank_state *s) {
+    static const ddp_op ops[] = {DDP_OP_SUM, DDP_OP_AVG};
+    float *mine = (float *)malloc(N * 4), *expected, *from = s->in;
+    int rank = s->rank, odd = N - 7;
+    for (int k = 0; k < 6; k++) {
+        size_t count = k < 2 ? (size_t)odd : (size_t)(N / s->size); /* per rank: reduce_scatter */
+        ddp_work work = DDP_ZERO;
+        for (int i = 0; i < N; i++) mine[i] = ldexpf((float)(random() % 20011), (int)(random() % 30) - rank);
+        float *copy = (float *)malloc(N * 4);
+        memcpy(copy, mine, N * 4);
+        fake_launch_work(s->stream, "fill", {{from, N * 4, 1}}, [from, copy] { memcpy(fake_view(from), copy, N * 4); free(copy); });
+        spoil(s, s->out, N);
+        if (k < 2) RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], NULL));
+        else if (k < 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], &work));
+        else RANKS_OK(s->cpu, ddp_reduce(s->group, s->in, s->out, count, DDP_F32, ops[k % 2], s->size - 1, &work));
+        RANKS_OK(s->cpu, ddp_wait(s->group, &work));
+        if (k >= 4 && s->rank != s->size - 1) { RANKS_OK(s->cpu, ddp_reduce(s->cpu, mine, NULL, count, DDP_F32, ops[k % 2], s->size - 1, NULL)); continue; }
+        expected = keep(s, s->out, (int)count);
+        if (k < 2) RANKS_OK(s->cpu, ddp_all_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
+        else if (k < 4) RANKS_OK(s->cpu, ddp_reduce_scatter(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], NULL));
+        else RANKS_OK(s->cpu, ddp_reduce(s->cpu, mine, expected, count, DDP_F32, ops[k % 2], s->size - 1, NULL));
+        spoil(s, s->in, N);
+        spoil(s, s->out, N);
+    }
+    free(mine);
+    return look_back(s);
+}
+
+/* Splits work beside their parent, and end before it. */
+static ddp_result splits(rank_state *s) {
+    ddp_group *half = NULL, *none = NULL;
+    float *expected;
+    RANKS_OK(s->cpu, ddp_group_split(s->group, s->rank % 2, -s->rank, &half));
+    RANKS_OK(s->cpu, ddp_group_split(s->group, s->rank == 0 ? -1 : 7, 0, &none));
+    RANKS_CHECK(s->cpu, !none == (s->rank == 0), "a split without color");
+    for (int round = 0; round < 3; round++) {
+        fill(s, s->in, N, round);
+        RANKS_OK(s->cpu, ddp_all_reduce(half, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
+        expected = keep(s, s->out, N);
+        for (int i = 0; i < N; i++) {
+            expected[i] = 0;
+            for (int r = s->rank % 2; r < s->size; r += 2) expected[i] += value(r, round, i);
+        }
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_SUM, NULL));
+        expected = keep(s, s->in, N);
+        for (int i = 0; i < N; i++) expected[i] = summed(s->size, round, i);
+    }
+    RANKS_OK(s->cpu, look_back(s));
+    ddp_group_destroy(none);
+    ddp_group_destroy(half);
+    return DDP_OK;
+}
+
+/* Group memory is zeroed before anybody uses it, and is gone with the group. */
+static ddp_result group_memory(rank_state *s) {
+    void *first = NULL, *second = NULL;
+    float *expected;
+    RANKS_OK(s->cpu, ddp_group_alloc(s->group, N * 4, &first));
+    RANKS_OK(s->cpu, ddp_group_alloc(s->group, N * 4, &second));
+    expected = keep(s, (float *)first, N);
+    for (int i = 0; i < N; i++) expected[i] = 0;
+    fill(s, (float *)first, N, 1);
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, first, second, N, DDP_F32, DDP_OP_SUM, NULL));
+    expected = keep(s, (float *)second, N);
+    for (int i = 0; i < N; i++) expected[i] = summed(s->size, 1, i);
+    RANKS_OK(s->cpu, look_back(s));
+    return ddp_group_free(s->group, first); /* second stays */
+}
+
+/* A captured step is played again and again. */
+static ddp_result captured_step(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    float *expected;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0)); /* what is made once is made before */
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->spare, N, DDP_F32, DDP_OP_MAX, NULL));
+    RANKS_OK(s->cpu, look_back(s));
+    s->kept = 0;
+    fake_relax_capture();
+    fake_synchronize(s->stream);
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_capture_begin(s->stream);
+    fill(s, s->in, N, 5);
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->out, s->spare, N, DDP_F32, DDP_OP_MAX, &work));
+    RANKS_OK(s->cpu, ddp_wait(s->group, &work));
+    spoil(s, s->in, N);
+    fake_graph *graph = fake_capture_end(s->stream);
+    for (int round = 0; round < 3; round++) {
+        spoil(s, s->spare, N);
+        fake_graph_launch(graph, s->stream);
+        expected = keep(s, s->spare, N);
+        for (int i = 0; i < N; i++) expected[i] = summed(s->size, 5, i);
+    }
+    return look_back(s);
+}
+
+/* A group goes while its work is still on the stream. */
+static ddp_result not_waited_for(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    fill(s, s->in, N, 1);
+    return ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
+}
+
+/* The calling thread may have another device current. */
+static ddp_result from_elsewhere(rank_state *s) {
+    for (int kind = 0; kind < 3; kind++) {
+        fake_set_device(s->rank);
+        fill(s, s->in, N, kind);
+        fake_set_device((s->rank + 1) % s->size);
+        RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, kind == 2 ? DDP_OP_MAX : DDP_OP_SUM, NULL));
+        fake_set_device(s->rank);
+        float *expected = keep(s, s->out, N);
+        for (int i = 0; i < N; i++) expected[i] = kind == 2 ? value(s->size - 1, kind, i) : summed(s->size, kind, i);
+    }
+    return look_back(s);
+}
+
+/* ---- gradients ---- */
+
+#define PARAMS 5
+static int uses[] = {100, 60, 200, 40, 200}; /* elements of each parameter: N in all */
+
+typedef struct training { int adjacent, given, steps; ddp_dtype comm_dtype; int find_unused, micro_batches; } training;
+static training plan;
+
+static void backward(rank_state *s, float *grad, int count, int step, int p) {
+    int rank = s->rank;
+    fake_launch_work(s->stream, "backward", {{grad, (size_t)count * 4, 1}},
+                     [grad, count, step, p, rank] { for (int i = 0; i < count; i++) ((float *)fake_view(grad))[i] = value(rank, step + p, i); });
+}
+
+static void optimizer(rank_state *s, const float *grad, float *weight, int count) {
+    fake_launch_work(s->stream, "optimizer", {{grad, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 1}},
+                     [grad, weight, count] { for (int i = 0; i < count; i++) ((float *)fake_view(weight))[i] += ((float *)fake_view(grad))[i]; });
+}
+
+/* Buckets are reduced behind the kernels that make their gradients, and before those that use them; no host waits for it after the first step. */
+static ddp_result trains(rank_state *s) {
+    ddp_param params[PARAMS];
+    ddp_reducer *reducer = NULL;
+    ddp_reducer_desc desc = DDP_ZERO;
+    float *weights = s->keep, *grads = s->spare;
+    memset(params, 0, sizeof params);
+    for (int p = 0, at = 0; p < PARAMS; at += uses[p++]) {
+        params[p].value.data = weights + at;
+        params[p].value.dtype = DDP_F32;
+        params[p].value.ndim = 1;
+        params[p].value.shape[0] = uses[p];
+        if (plan.given) params[p].grad.data = plan.adjacent ? grads + at : (p % 2 ? s->in : s->spare) + at;
+    }
+    desc.params = params;
+    desc.param_count = PARAMS;
+    desc.bucket_cap_bytes = 800;
+    desc.first_bucket_bytes = 400;
+    desc.comm_dtype = plan.comm_dtype;
+    desc.find_unused = plan.find_unused;
+    RANKS_OK(s->cpu, ddp_reducer_create(&reducer, s->group, &desc));
+    for (int step = 0; step < plan.steps; step++) {
+        if (step == 2) {
+            RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+            fake_record_from_here();
+            RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+        }
+        for (int p = PARAMS - 1; p >= 0; p--) {
+            if (plan.find_unused && p == 1 && step % 2) continue;
+            backward(s, (float *)params[p].grad.data, uses[p], step, p);
+            RANKS_OK(s->cpu, ddp_reducer_ready(reducer, p));
+        }
+        RANKS_OK(s->cpu, ddp_reducer_wait(reducer));
+        for (int p = 0; p < PARAMS; p++) optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, uses[p]);
+    }
+    if (!plan.find_unused && s->size > 1) RANKS_OK(s->cpu, never(s, no_host_waits));
+    s->kept = 1;
+    s->counts[0] = N;
+    for (int p = 0, at = 0; p < PARAMS; at += uses[p++])
+        for (int i = 0; i < uses[p]; i++) {
+            s->expected[at + i] = 0;
+            for (int step = 0; step < plan.steps; step++)
+                if (!(plan.find_unused && p == 1 && step % 2)) s->expected[at + i] += summed(s->size, step + p, i) / (float)s->size;
+        }
+    RANKS_OK(s->cpu, look_back(s));
+    ddp_reducer_destroy(reducer);
+    return DDP_OK;
+}
+
+static void reducers(void) {
+    for (int way = 0; way < 5; way++) {
+        memset(&plan, 0, sizeof plan);
+        plan.steps = 5;
+        plan.given = way != 0;
+        plan.adjacent = way == 1;
+        plan.find_unused = way == 3;
+        if (way == 4) plan.comm_dtype = DDP_BF16;
+        for (int seed = 0; seed < 8; seed++) { run_on(2, (uint64_t)seed, trains); run_on(4, (uint64_t)seed, trains); }
+    }
+}
+
+/* ---- failures ---- */
+
+static int settled; /* ranks that have their error */
+
+/* Waits for the group to fail; its line. */
+static ddp_result fails(rank_state *s, char *line, size_t size_bytes) {
+    double limit = ddp_now() + 20 * DDP_TEST_SLOWDOWN;
+    ddp_result result = DDP_OK;
+    while (result == DDP_OK && ddp_now() < limit) {
+        result = ddp_group_status(s->group);
+        if (result == DDP_OK) ranks_sleep_us(1000);
+    }
+    snprintf(line, size_bytes, "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, result != DDP_OK, "the group did not fail");
+    __atomic_add_fetch(&settled, 1, __ATOMIC_SEQ_CST);
+    return DDP_OK;
+}
+
+/* The last rank does not come. The others' streams are freed by the watchdog, and all are told who is behind, and in what. */
+static ddp_result one_is_missing(rank_state *s) {
+    ddp_work work = DDP_ZERO;
+    char line[512], name[32];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    if (s->rank < s->size - 1) {
+        ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, &work);
+        if (result == DDP_OK) result = ddp_wait(s->group, &work);
+        fake_synchronize(s->stream); /* returns once the communicator is aborted */
+    } else {
+        while (__atomic_load_n(&settled, __ATOMIC_SEQ_CST) < s->size - 1) ranks_sleep_us(1000);
+    }
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    snprintf(name, sizeof name, "rank %d", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "all_reduce") && strstr(line, "seq=2"), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    RANKS_CHECK(s->cpu, strstr(ddp_last_error(), name), "the line is: %s", ddp_last_error());
+    return DDP_OK;
+}
+
+/* NCCL reports an error from behind, on one rank. */
+static ddp_result error_from_behind(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    return DDP_OK;
+}
+
+static ddp_result one_aborts(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    if (s->rank == 0) RANKS_OK(s->cpu, ddp_group_abort(s->group));
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "rank 0"), "the line is: %s", line);
+    return DDP_OK;
+}
+
+/* A rank leaves while the others count on it. */
+static ddp_result one_leaves(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank == 0) return DDP_OK;
+    ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    fake_synchronize(s->stream);
+    return fails(s, line, sizeof line);
+}
+
+/* The last rank counts otherwise: everybody is told both calls. */
+static ddp_result different_calls(rank_state *s) {
+    char line[512];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    ddp_all_reduce(s->group, s->in, s->out, s->rank == s->size - 1 ? N - 4 : N, DDP_F32, DDP_OP_SUM, NULL);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "count=600") && strstr(line, "count=596") && ddp_group_status(s->group) == DDP_ERR_MISMATCH, "the line is: %s", line);
+    return DDP_OK;
+}
+
+static void watchdogs(void) {
+    static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves, different_calls};
+    for (int k = 0; k < 5; k++)
+        for (int size = 2; size <= MAX_RANKS; size++)
+            for (int seed = 0; seed < 4; seed++) {
+                settled = 0;
+                job.timeout_ms = 300 * DDP_TEST_SLOWDOWN;
+                job.patient = 1;
+                job.mismatch = k == 4;
+                run_on(size, (uint64_t)seed, programs[k]);
+            }
+    job.timeout_ms = job.patient = job.mismatch = 0;
+}
+
+/* A bit of everything. Objects that were made are unmade whatever happens. */
+static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **reducer, ddp_param *params) {
+    ddp_work work = DDP_ZERO;
+    ddp_reducer_desc desc = DDP_ZERO;
+    void *memory = NULL;
+    ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (result == DDP_OK) result = ddp_all_to_all(s->group, s->in, s->out, N / 4, DDP_F32, &work);
+    if (result == DDP_OK) result = ddp_wait(s->group, &work);
+    if (result == DDP_OK) result = ddp_batch_begin(s->group);
+    if (result == DDP_OK) result = ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL);
+    if (result == DDP_OK) result = ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL);
+    if (result == DDP_OK) result = ddp_batch_end(s->group);
+    if (result == DDP_OK) result = ddp_group_split(s->group, 0, -s->rank, half);
+    if (result == DDP_OK) result = ddp_all_reduce(*half, s->in, s->out, N, DDP_F32, DDP_OP_AVG, NULL);
+    if (result == DDP_OK) result = ddp_group_alloc(s->group, 4096, &memory);
+    if (result == DDP_OK) result = ddp_group_free(s->group, memory);
+    for (int p = 0; p < 2; p++) {
+        params[p].value.data = s->keep + p * N;
+        params[p].value.dtype = DDP_F32;
+        params[p].value.ndim = 1;
+        params[p].value.shape[0] = 100;
+    }
+    desc.params = params;
+    desc.param_count = 2;
+    if (result == DDP_OK) result = ddp_reducer_create(reducer, s->group, &desc);
+    for (int step = 0; step < 3; step++) {
+        for (int p = 0; p < 2 && result == DDP_OK; p++) {
+            backward(s, (float *)params[p].grad.data, 100, step, p);
+            result = ddp_reducer_ready(*reducer, p);
+        }
+        if (result == DDP_OK) result = ddp_reducer_wait(*reducer);
+        for (int p = 0; p < 2 && result == DDP_OK; p++) optimizer(s, (float *)params[p].grad.data, (float *)params[p].value.data, 100);
+    }
+    if (result != DDP_OK) return result;
+    s->kept = 2;
+    s->counts[0] = s->counts[1] = 100;
+    for (int p = 0; p < 2; p++)
+        for (int i = 0; i < 100; i++) {
+            s->expected[p * N + i] = 0;
+            for (int step = 0; step < 3; step++) s->expected[p * N + i] += summed(s->size, step + p, i) / (float)s->size;
+        }
+    return DDP_OK;
+}
+
+static ddp_result everything(rank_state *s) {
+    ddp_group *half = NULL;
+    ddp_reducer *reducer = NULL;
+    ddp_param params[2];
+    memset(params, 0, sizeof params);
+    ddp_result result = everything_in(s, &half, &reducer, params);
+    std::string text = result == DDP_OK ? "" : ddp_last_error();
+    if (result == DDP_OK) result = ddp_group_status(s->group);
+    if (!fake_fault_fired(result == DDP_OK && s->rank == 1) && result == DDP_OK) result = look_back(s);
+    ddp_reducer_destroy(reducer);
+    ddp_group_destroy(half);
+    return text.empty() ? result : ddp_fail(result, "%s", text.c_str());
+}
+
+/* The nth call of function (NULL: of any that does not poll) fails on rank 1, once or for good. 0: there is no such call. */
+static int told, silent;
+static int error_at(const char *function, int n, int sticky) {
+    static std::vector<std::string> seen; /* each call is complained about once */
+    std::string name;
+    const char *call, *line = job.line[1];
+    job.timeout_ms = 400 * DDP_TEST_SLOWDOWN;
+    job.patient = job.may_fail = 1;
+    job.fault = n;
+    job.function = function;
+    job.sticky = sticky;
+    run_on(2, (uint64_t)n, everything);
+    job.timeout_ms = job.patient = job.may_fail = job.fault = job.sticky = 0;
+    job.function = NULL;
+    if (!fake_fault_fired(1)) return 0;
+    if (job.result[1] == DDP_OK) { silent++; return 1; }
+    told++;
+    call = fake.fault.text.c_str();
+    name = fake.fault.text.substr(0, fake.fault.text.find('('));
+    if (sticky || std::find(seen.begin(), seen.end(), name) != seen.end()) return 1;
+    if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
+    check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
+    check(!strstr(job.line[0], "timed out"), "call %d, %s, fails on rank 1, and rank 0 only times out: %s", n, call, job.line[0]);
+    check(function || job.result[0] != DDP_OK, "call %d, %s, fails on rank 1, and rank 0 does not hear of it", n, call); /* polls: it may be through */
+    return 1;
+}
+
+/* An error at every single call: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
+static void errors_everywhere(void) {
+    static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
+    int stride = DDP_TEST_SLOWDOWN > 1 ? 7 : 1;
+    for (int sticky = 0; sticky < 2; sticky++) {
+        for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {}
+        for (int k = 0; k < 5; k++)
+            for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {}
+    }
+    printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
+    check(told > (stride > 1 ? 20 : 100), "%d errors were told", told);
+}
+
+/* ---- the exact calls ---- */
+
+/* Runs of events made or unmade become one line. */
+static std::string folded(const std::string &record) {
+    std::string out, last;
+    int times = 0;
+    for (size_t at = 0, end; at <= record.size(); at = end + 1) {
+        end = std::min(record.find('\n', at), record.size());
+        std::string line = record.substr(at, end - at), name = line.substr(0, line.find('('));
+        int event = name == "cudaEventCreateWithFlags" || name == "cudaEventDestroy";
+        if (times && (!event || name != last.substr(0, last.find('(')))) {
+            out += times > 1 ? std::to_string(times) + " x " + last.substr(0, last.find('(')) + "\n" : last + "\n";
+            times = 0;
+        }
+        if (event) { times++; last = line; }
+        else if (!line.empty()) out += line + "\n";
+    }
+    return out;
+}
+
+/* What rank 0 of 2 has called since the last look, polling left out, must be this. Both ranks come here. */
+static ddp_result calls_are(rank_state *s, const char *what, const char *wanted) {
+    std::string record;
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    record = folded(fake_record(0));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_record_from_here();
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank == 0) check(record == wanted, "%s calls\n%sinstead of\n%s", what, record.c_str(), wanted);
+    return DDP_OK;
+}
+
+static ddp_result sequences(rank_state *s) {
+    ddp_group *half = NULL;
+    ddp_work work[2] = {DDP_ZERO, DDP_ZERO};
+    void *memory = NULL;
+    RANKS_OK(s->cpu, calls_are(s, "ddp_cuda_group_create",
+             "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
+             "33 x cudaEventCreateWithFlags\n"
+             "cudaMalloc(65536) = m5\n"
+             "cudaMalloc(16) = m6\n"
+             "cudaMemsetAsync(m6, 0, 16, s2)\n"
+             "ncclGetUniqueId()\n"
+             "ncclCommInitRankConfig(2, 0, non-blocking) = c1\n"));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
+    RANKS_OK(s->cpu, calls_are(s, "the first ddp_all_reduce",
+             "cudaEventCreateWithFlags(no timing) = e34\n"
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
+             "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
+             "cudaEventRecord(e1, s2)\n"
+             "cudaEventRecord(e34, s2)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
+    RANKS_OK(s->cpu, calls_are(s, "ddp_all_reduce",
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
+             "ncclAllReduce(m1, m2, 600 f32, sum, c1, s2)\n"
+             "cudaEventRecord(e2, s2)\n"
+             "cudaEventRecord(e34, s2)\n"
+             "cudaStreamWaitEvent(s1, e34)\n"));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->in, N, DDP_F32, DDP_OP_SUM, &work[0]));
+    RANKS_OK(s->cpu, ddp_broadcast(s->group, s->out, N, DDP_F32, 1, &work[1]));
+    RANKS_OK(s->cpu, calls_are(s, "two asynchronous calls",
+             "cudaEventRecord(e34, s1)\n"
+             "cudaStreamWaitEvent(s2, e34)\n"
+             "ncclAllReduce(m1, m1, 600 f32, sum, c1, s2)\n"
+             "cudaEventRecord(e3, s2)\n"
+             "cudaEventRecord(e34, s2)\n"
+             "cudaEventCreateWithFlags(no timing) = e35\n"
+             "cudaEventRecord(e35, s1)\n"
+             "cudaStreamWaitEvent(s2, e35)\n"
+             "ncclBroadcast(m2, m2, 600 f32, 1, c1, s2)\n"
+             "cudaEventRecord(e4, s2)\n"
+             "cudaEventRecord(e35, s2)\n"));
+    RANKS_OK(s->cpu, ddp_wait(s->group, &work[0]));
+    RANKS_OK(s->cpu, ddp_wait(s->group, &work[1]));
+    RANKS_OK(s->cpu, calls_are(s, "their waits",
+             "cudaStreamWaitEvent(s1, e34)\n"
+             "cudaStreamWaitEvent(s1, e35)\n"));
+    RANKS_OK(s->cpu, ddp_all_to_all(s->group, s->in, s->out, N / 2, DDP_F32, NULL));
+    RANKS_OK(s->cpu, calls_are(s, "ddp_all_to_all",
+             "cudaEventRecord(e35, s1)\n"
+             "cudaStreamWaitEvent(s2, e35)\n"
+             "ncclGroupStart()\n"
+             "cudaMemcpyAsync(m2, m1, 1200, DeviceToDevice, s2)\n"
+             "ncclSend(m1+1200, 300 f32, 1, c1, s2)\n"
+             "ncclRecv(m2+1200, 300 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "cudaEventRecord(e5, s2)\n"
+             "cudaEventRecord(e35, s2)\n"
+             "cudaStreamWaitEvent(s1, e35)\n"));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL)); /* makes the scratch */
+    RANKS_OK(s->cpu, calls_are(s, "the first reduction in tree order",
+             "cudaEventRecord(e35, s1)\n"
+             "cudaStreamWaitEvent(s2, e35)\n"
+             "ncclGroupStart()\n"
+             "ncclSend(m1+1216, 296 f32, 1, c1, s2)\n"
+             "ncclRecv(m5+1216, 304 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "kernel(s2)\n"
+             "ncclGroupStart()\n"
+             "ncclSend(m2, 304 f32, 1, c1, s2)\n"
+             "ncclRecv(m2+1216, 296 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "cudaEventRecord(e6, s2)\n"
+             "cudaEventRecord(e35, s2)\n"
+             "cudaStreamWaitEvent(s1, e35)\n"));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
+    RANKS_OK(s->cpu, calls_are(s, "a reduction in tree order",
+             "cudaEventRecord(e35, s1)\n"
+             "cudaStreamWaitEvent(s2, e35)\n"
+             "ncclGroupStart()\n"
+             "ncclSend(m1+1216, 296 f32, 1, c1, s2)\n"
+             "ncclRecv(m5+1216, 304 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "kernel(s2)\n"
+             "ncclGroupStart()\n"
+             "ncclSend(m2, 304 f32, 1, c1, s2)\n"
+             "ncclRecv(m2+1216, 296 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "cudaEventRecord(e7, s2)\n"
+             "cudaEventRecord(e35, s2)\n"
+             "cudaStreamWaitEvent(s1, e35)\n"));
+    RANKS_OK(s->cpu, ddp_batch_begin(s->group));
+    RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL));
+    RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL));
+    RANKS_OK(s->cpu, ddp_batch_end(s->group));
+    RANKS_OK(s->cpu, calls_are(s, "a batch",
+             "cudaEventCreateWithFlags(no timing) = e36\n"
+             "cudaEventRecord(e36, s1)\n"
+             "cudaStreamWaitEvent(s2, e36)\n"
+             "ncclGroupStart()\n"
+             "ncclSend(m1, 600 f32, 1, c1, s2)\n"
+             "ncclRecv(m2, 600 f32, 1, c1, s2)\n"
+             "ncclGroupEnd()\n"
+             "cudaEventRecord(e8, s2)\n"
+             "cudaEventRecord(e36, s2)\n"
+             "cudaStreamWaitEvent(s1, e36)\n"));
+    RANKS_OK(s->cpu, ddp_group_alloc(s->group, 4096, &memory));
+    RANKS_OK(s->cpu, calls_are(s, "ddp_group_alloc",
+             "ncclMemAlloc(4096) = m7\n"
+             "cudaMemsetAsync(m7, 0, 4096, s2)\n"
+             "cudaStreamSynchronize(s2)\n"
+             "ncclCommWindowRegister(c1, m7, 4096, 1)\n"));
+    RANKS_OK(s->cpu, ddp_group_free(s->group, memory));
+    RANKS_OK(s->cpu, calls_are(s, "ddp_group_free",
+             "cudaStreamSynchronize(s2)\n"
+             "cudaStreamSynchronize(s1)\n"
+             "ncclCommWindowDeregister(c1)\n"
+             "ncclMemFree(m7)\n"));
+    RANKS_OK(s->cpu, ddp_group_split(s->group, 0, -s->rank, &half));
+    RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
+             "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
+             "33 x cudaEventCreateWithFlags\n"
+             "cudaMalloc(65536) = m8\n"
+             "cudaMalloc(16) = m9\n"
+             "cudaMemsetAsync(m9, 0, 16, s3)\n"
+             "ncclCommSplit(c1, 1, 1) = c2\n"));
+    ddp_group_destroy(half);
+    RANKS_OK(s->cpu, calls_are(s, "ddp_group_destroy of a split",
+             "ncclCommFinalize(c2)\n"
+             "ncclCommDestroy(c2)\n"
+             "33 x cudaEventDestroy\n"
+             "cudaFree(m8)\n"
+             "cudaFree(m9)\n"
+             "cudaStreamDestroy(s3)\n"));
+    ddp_group_destroy(s->group);
+    s->group = NULL;
+    return calls_are(s, "ddp_group_destroy",
+             "ncclCommFinalize(c1)\n"
+             "ncclCommDestroy(c1)\n"
+             "33 x cudaEventDestroy\n"
+             "cudaFree(m5)\n"
+             "cudaFree(m6)\n"
+             "3 x cudaEventDestroy\n"
+             "cudaStreamDestroy(s2)\n");
+}
+
+/* ---- main ---- */
+
+static void both_orders(program_fn program, int seeds) {
+    job.order = DDP_ORDER_ANY;
+    run_seeds(program, seeds);
+    job.order = DDP_ORDER_TREE;
+    run_seeds(program, seeds);
+    job.order = DDP_ORDER_DEFAULT;
+}
+
+static const char *only; /* a part of a case's name */
+#define CASE(...) do { ranks_current = #__VA_ARGS__; if (strstr(#__VA_ARGS__, only) && !failures) { __VA_ARGS__; } } while (0)
+int main(int argc, char **argv) {
+    only = argc > 1 ? argv[1] : "";
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    watchdog_start(150);
+    CASE(run_on(2, 0, sequences));
+    CASE(both_orders(collectives, 12));
+    CASE(run_seeds(several, 16));
+    CASE(run_seeds(tested, 8));
+    CASE(both_orders(other_stream, 8));
+    CASE(run_seeds(messages, 12));
+    job.order = DDP_ORDER_TREE;
+    CASE(run_seeds(tree, 8));
+    job.order = DDP_ORDER_DEFAULT;
+    CASE(run_seeds(splits, 8));
+    CASE(run_seeds(group_memory, 8));
+    CASE(both_orders(captured_step, 8));
+    CASE(run_seeds(not_waited_for, 12));
+    CASE(both_orders(from_elsewhere, 4));
+    job.own_comm = 1;
+    CASE(both_orders(collectives, 4));
+    job.own_comm = 0;
+    CASE(reducers());
+    CASE(watchdogs());
+    CASE(errors_everywhere());
+    printf("%d checks, %d failed\n", checks, failures);
+    return failures != 0;
+}
