@@ -142,7 +142,7 @@ def judged(results, misses, op, memory, ranks, size, tag, peer):
             miss += " (its setting: %s; %.2f times its own choice)" % (SETTINGS.get(best, best), stock[0])
         bare = results.bare(op, memory, ranks, size, tag, peer)
         if bare:
-            miss += "; the bare loops: %.2f times%s" % (bare[0], ", so it cannot be had here" if bare[0] < required else "")
+            miss += "; the bare loops: %.2f times%s" % (bare[0], ", so it cannot be had here" if found[0] / 1.05 < bare[0] < required else "")
         misses.append(miss)
         return "**%.2f**" % found[0]
     return "%.2f" % found[0] if found[0] < 10 else "%.1f" % found[0]
