@@ -1050,13 +1050,13 @@ enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp
 #define DDP__TWO_RUNS_BYTES ((size_t)64 << 10)
 #endif
 
-/* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
+/* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. gcc unrolls when asked. */
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* a loop full of sanitizer checks may stay scalar */
 #define DDP__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define DDP__INDEPENDENT _Pragma("GCC ivdep")
+#define DDP__INDEPENDENT _Pragma("GCC ivdep") _Pragma("GCC unroll 8")
 #endif
 #define DDP__ALIGNED64 __attribute__((aligned(64)))
 #define DDP__FORCED_INLINE static inline __attribute__((always_inline))
@@ -1232,131 +1232,45 @@ static void ddp__divide(void *data, size_t count, ddp_dtype dtype, uint64_t divi
 
 //== reducing ======================================================================================= >>impl-tree
 
-/* out[i] = a op b, and (a op b) op (c op d): one inner node and two levels of the tree. out may be any of the inputs. */
-typedef void (*ddp__merge2_fn)(void *out, const void *a, const void *b, size_t count);
-typedef void (*ddp__merge4_fn)(void *out, const void *a, const void *b, const void *c, const void *d, size_t count);
-typedef struct ddp__merge { ddp__merge2_fn two; ddp__merge4_fn four; } ddp__merge;
-
-#define DDP__SUM_PROD_FNS(type, suffix)                                                      \
-    DDP__FORCED_INLINE type ddp__sum_##suffix(type a, type b) { return (type)(a + b); }      \
-    DDP__FORCED_INLINE type ddp__prod_##suffix(type a, type b) { return (type)(a * b); }
-DDP__SUM_PROD_FNS(float, f32) DDP__SUM_PROD_FNS(double, f64) DDP__SUM_PROD_FNS(uint8_t, u8) DDP__SUM_PROD_FNS(uint32_t, u32) DDP__SUM_PROD_FNS(uint64_t, u64)
-#undef DDP__SUM_PROD_FNS
-
-/* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0 (of two equal values the signs are or-ed, and-ed), so the
-   result does not depend on the order. */
-#define DDP__FLOAT_LESS_FN(name, less, join, type, word, suffix)                                                  \
-    DDP__FORCED_INLINE type ddp__##name##_##suffix(type a, type b) {                                              \
-        word x = ddp__##suffix##_bits(a), y = ddp__##suffix##_bits(b), tie = a == b ? x join y : y;               \
-        return ddp__##suffix##_from_bits(((a less b) | (a != a)) ? x : tie);                                      \
+/* One or two levels of the tree in one pass: out[i] = a op b, or (a op b) op (c op d) where in_count is 4. out may be any of the inputs. */
+typedef void (*ddp__merge_fn)(void *out, const void *const *in, int in_count, size_t count);
+#define DDP__MERGE_FN(op, suffix)                                                                                                 \
+    static void ddp__merge_##op##_##suffix(void *out, const void *const *in, int in_count, size_t count) {                        \
+        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                          \
+        const ddp__any_##suffix *a = (const ddp__any_##suffix *)in[0], *b = (const ddp__any_##suffix *)in[1];                     \
+        const ddp__any_##suffix *c = (const ddp__any_##suffix *)in[in_count - 2], *d = (const ddp__any_##suffix *)in[in_count - 1]; \
+        if (in_count == 2) DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(a[i], b[i]));                                         \
+        else DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(a[i], b[i]), ddp__##op##_##suffix(c[i], d[i]))); \
     }
-DDP__FLOAT_LESS_FN(min, <, |, float, uint32_t, f32) DDP__FLOAT_LESS_FN(min, <, |, double, uint64_t, f64)
-DDP__FLOAT_LESS_FN(max, >, &, float, uint32_t, f32) DDP__FLOAT_LESS_FN(max, >, &, double, uint64_t, f64)
-#undef DDP__FLOAT_LESS_FN
+#define DDP__MERGE(op, type, suffix, expression)                                                     \
+    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) { return (type)(expression); }      \
+    DDP__MERGE_FN(op, suffix)
+#define DDP__SUM_PROD(type, suffix) DDP__MERGE(sum, type, suffix, a + b) DDP__MERGE(prod, type, suffix, a * b)
+#define DDP__MIN_MAX(type, suffix) DDP__MERGE(min, type, suffix, a < b ? a : b) DDP__MERGE(max, type, suffix, a > b ? a : b)
+DDP__SUM_PROD(float, f32) DDP__SUM_PROD(double, f64) DDP__SUM_PROD(uint8_t, u8) DDP__SUM_PROD(uint32_t, u32) DDP__SUM_PROD(uint64_t, u64)
+DDP__MIN_MAX(int8_t, i8) DDP__MIN_MAX(uint8_t, u8) DDP__MIN_MAX(int32_t, i32) DDP__MIN_MAX(int64_t, i64) DDP__MIN_MAX(uint64_t, u64)
 
-#define DDP__MERGE_FNS(op, suffix)                                                                                      \
-    static void ddp__merge2_##op##_##suffix(void *out, const void *a, const void *b, size_t count) {                    \
-        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                \
-        const ddp__any_##suffix *p = (const ddp__any_##suffix *)a, *q = (const ddp__any_##suffix *)b;                   \
-        DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(p[i], q[i]));                                                  \
-    }                                                                                                                   \
-    static void ddp__merge4_##op##_##suffix(void *out, const void *a, const void *b, const void *c, const void *d, size_t count) { \
-        ddp__any_##suffix *o = (ddp__any_##suffix *)out;                                                                \
-        const ddp__any_##suffix *p = (const ddp__any_##suffix *)a, *q = (const ddp__any_##suffix *)b;                   \
-        const ddp__any_##suffix *r = (const ddp__any_##suffix *)c, *s = (const ddp__any_##suffix *)d;                   \
-        DDP__FOR_EACH(count, o[i] = ddp__##op##_##suffix(ddp__##op##_##suffix(p[i], q[i]), ddp__##op##_##suffix(r[i], s[i]))); \
-    }
-#define DDP__LESS_FNS(type, suffix)                                                              \
-    DDP__FORCED_INLINE type ddp__min_##suffix(type a, type b) { return a < b ? a : b; }                 \
-    DDP__FORCED_INLINE type ddp__max_##suffix(type a, type b) { return a > b ? a : b; }
-DDP__LESS_FNS(int8_t, i8) DDP__LESS_FNS(uint8_t, u8) DDP__LESS_FNS(int32_t, i32) DDP__LESS_FNS(int64_t, i64) DDP__LESS_FNS(uint64_t, u64)
-DDP__MERGE_FNS(sum, f32) DDP__MERGE_FNS(sum, f64) DDP__MERGE_FNS(sum, u8) DDP__MERGE_FNS(sum, u32) DDP__MERGE_FNS(sum, u64)
-DDP__MERGE_FNS(prod, f32) DDP__MERGE_FNS(prod, f64) DDP__MERGE_FNS(prod, u8) DDP__MERGE_FNS(prod, u32) DDP__MERGE_FNS(prod, u64)
-DDP__MERGE_FNS(min, f32) DDP__MERGE_FNS(min, f64) DDP__MERGE_FNS(min, i8) DDP__MERGE_FNS(min, u8) DDP__MERGE_FNS(min, i32)
-DDP__MERGE_FNS(min, i64) DDP__MERGE_FNS(min, u64)
-DDP__MERGE_FNS(max, f32) DDP__MERGE_FNS(max, f64) DDP__MERGE_FNS(max, i8) DDP__MERGE_FNS(max, u8) DDP__MERGE_FNS(max, i32)
-DDP__MERGE_FNS(max, i64) DDP__MERGE_FNS(max, u64)
-#undef DDP__MERGE_FNS
-#undef DDP__LESS_FNS
+/* IEEE 754-2019 minimum and maximum: NaN if either is, and -0 below +0, so the result does not depend on the order. Of two equal values one and
+   other are both, and their signs are or-ed, and-ed. One selection after the other: nested ones do not vectorise. */
+#define DDP__FLOAT_LESS(op, less, join, type, suffix)                                                         \
+    DDP__FORCED_INLINE type ddp__##op##_##suffix(type a, type b) {                                            \
+        type one = a less b ? a : b, other = b less a ? b : a;                                                \
+        one = ddp__##suffix##_from_bits(ddp__##suffix##_bits(one) join ddp__##suffix##_bits(other));          \
+        one = b != b ? b : one;                                                                               \
+        return a != a ? a : one;                                                                              \
+    }                                                                                                         \
+    DDP__MERGE_FN(op, suffix)
+DDP__FLOAT_LESS(min, <, |, float, f32) DDP__FLOAT_LESS(min, <, |, double, f64)
+DDP__FLOAT_LESS(max, >, &, float, f32) DDP__FLOAT_LESS(max, >, &, double, f64)
 
 /* Integer sums and products wrap, so signed types take the unsigned code. f16 and bf16 have been made f32. */
-static ddp__merge ddp__merge_for(ddp_dtype dtype, ddp_op op) {
-    ddp__merge merge;
-#define DDP__PICK(name, suffix) (merge.two = ddp__merge2_##name##_##suffix, merge.four = ddp__merge4_##name##_##suffix)
-#define DDP__PICK_ORDERED(suffix) (op == DDP_OP_MIN ? DDP__PICK(min, suffix) : DDP__PICK(max, suffix))
-#define DDP__PICK_ANY(ordered, wrapped)                                                                   \
-    (op == DDP_OP_PROD ? DDP__PICK(prod, wrapped) : op == DDP_OP_MIN || op == DDP_OP_MAX ? DDP__PICK_ORDERED(ordered) : DDP__PICK(sum, wrapped))
-    switch (dtype) {
-    case DDP_F64: DDP__PICK_ANY(f64, f64); break;
-    case DDP_I8: DDP__PICK_ANY(i8, u8); break;
-    case DDP_U8: DDP__PICK_ANY(u8, u8); break;
-    case DDP_I32: DDP__PICK_ANY(i32, u32); break;
-    case DDP_I64: DDP__PICK_ANY(i64, u64); break;
-    case DDP_U64: DDP__PICK_ANY(u64, u64); break;
-    default: DDP__PICK_ANY(f32, f32); break;
-    }
-#undef DDP__PICK
-#undef DDP__PICK_ORDERED
-#undef DDP__PICK_ANY
-    return merge;
-}
-
-/* The gradient path, f32 SUM and AVG of 2 to 4 sources into 1 to 4 destinations, in one pass over memory. A SUM is scaled by 1, which
-   changes no bit and costs nothing beside the loads. */
-#define DDP__IN2(T) const T *a = (const T *)src[0], *b = (const T *)src[1];
-#define DDP__IN3(T) DDP__IN2(T) const T *c = (const T *)src[2];
-#define DDP__IN4(T) DDP__IN3(T) const T *d = (const T *)src[3];
-#define DDP__OUT1 ddp__any_f32 *w = (ddp__any_f32 *)dst[0];
-#define DDP__OUT2 DDP__OUT1 ddp__any_f32 *x = (ddp__any_f32 *)dst[1];
-#define DDP__OUT3 DDP__OUT2 ddp__any_f32 *y = (ddp__any_f32 *)dst[2];
-#define DDP__OUT4 DDP__OUT3 ddp__any_f32 *z = (ddp__any_f32 *)dst[3];
-#define DDP__READ2 (a[i] + b[i])
-#define DDP__READ3 ((a[i] + b[i]) + c[i])
-#define DDP__READ4 ((a[i] + b[i]) + (c[i] + d[i]))
-#define DDP__WRITE1 w[i] = value
-#define DDP__WRITE2 DDP__WRITE1; x[i] = value
-#define DDP__WRITE3 DDP__WRITE2; y[i] = value
-#define DDP__WRITE4 DDP__WRITE3; z[i] = value
-#define DDP__FUSED_FN(W, D, name, finish)                                                                            \
-    static void ddp__fused_##name##W##_##D(void *const *dst, const void *const *src, size_t count, size_t runs, float factor) { \
-        DDP__IN##W(ddp__any_f32) DDP__OUT##D                                                                         \
-        DDP__FOR_EACH_RUN(count, runs, float value = DDP__READ##W finish factor; DDP__WRITE##D);                     \
-    }
-DDP__FUSED_FN(2, 1, mul, *) DDP__FUSED_FN(2, 2, mul, *) DDP__FUSED_FN(2, 3, mul, *) DDP__FUSED_FN(2, 4, mul, *)
-DDP__FUSED_FN(3, 1, mul, *) DDP__FUSED_FN(3, 2, mul, *) DDP__FUSED_FN(3, 3, mul, *) DDP__FUSED_FN(3, 4, mul, *)
-DDP__FUSED_FN(4, 1, mul, *) DDP__FUSED_FN(4, 2, mul, *) DDP__FUSED_FN(4, 3, mul, *) DDP__FUSED_FN(4, 4, mul, *)
-DDP__FUSED_FN(2, 1, div, /) DDP__FUSED_FN(2, 2, div, /) DDP__FUSED_FN(2, 3, div, /) DDP__FUSED_FN(2, 4, div, /)
-DDP__FUSED_FN(3, 1, div, /) DDP__FUSED_FN(3, 2, div, /) DDP__FUSED_FN(3, 3, div, /) DDP__FUSED_FN(3, 4, div, /)
-DDP__FUSED_FN(4, 1, div, /) DDP__FUSED_FN(4, 2, div, /) DDP__FUSED_FN(4, 3, div, /) DDP__FUSED_FN(4, 4, div, /)
-
-/* The same into one destination past the caches, four elements at a time. ddp__stream_end follows. */
-#if defined(__SSE2__)
-typedef float ddp__any_f32x4 __attribute__((vector_size(16), may_alias, aligned(1)));
-#define DDP__STREAM_FN(W)                                                                                      \
-    static void ddp__fused_stream##W(void *const *dst, const void *const *src, size_t count, size_t runs, float factor) { \
-        DDP__IN##W(ddp__any_f32x4)                                                                             \
-        for (size_t i = 0; i < count * runs / 4; i++) _mm_stream_ps((float *)dst[0] + 4 * i, (__m128)(DDP__READ##W * factor)); \
-    }
-DDP__STREAM_FN(2) DDP__STREAM_FN(3) DDP__STREAM_FN(4)
-#define DDP__STREAM_ROW {ddp__fused_stream2, ddp__fused_stream3, ddp__fused_stream4}
-#else
-#define DDP__STREAM_ROW {ddp__fused_mul2_1, ddp__fused_mul3_1, ddp__fused_mul4_1} /* never asked for */
-#endif
-
-/* Runs of count elements, one behind the other. Returns 0 where there is no fused loop. */
-static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, size_t runs, uint64_t divisor, int stream) {
-#define DDP__FUSED_ROW(name) {ddp__fused_##name##_1, ddp__fused_##name##_2, ddp__fused_##name##_3, ddp__fused_##name##_4}
-    typedef void (*fused_fn)(void *const *, const void *const *, size_t, size_t, float);
-    static const fused_fn fused[2][3][4] = {{DDP__FUSED_ROW(mul2), DDP__FUSED_ROW(mul3), DDP__FUSED_ROW(mul4)},
-                                            {DDP__FUSED_ROW(div2), DDP__FUSED_ROW(div3), DDP__FUSED_ROW(div4)}};
-    static const fused_fn streamed[3] = DDP__STREAM_ROW;
-#undef DDP__FUSED_ROW
-    int divide = (divisor & (divisor - 1)) != 0;
-    float factor = divide ? (float)divisor : 1.0f / (float)divisor;
-    if (src_count < 2 || src_count > 4 || dst_count < 1 || dst_count > 4) return 0;
-    if (stream && (divide || dst_count > 1 || count % 4 || ((uintptr_t)dst[0] & 15))) return 0;
-    (stream ? streamed[src_count - 2] : fused[divide][src_count - 2][dst_count - 1])(dst, src, count, runs, factor);
-    return 1;
+static ddp__merge_fn ddp__merge_for(ddp_dtype dtype, ddp_op op) {
+#define DDP__BY_OP(wrapping, ordered)                                                        \
+    {ddp__merge_sum_##wrapping, ddp__merge_sum_##wrapping /* AVG */, ddp__merge_min_##ordered, ddp__merge_max_##ordered, ddp__merge_prod_##wrapping}
+    static const ddp__merge_fn by_dtype[][5] = {
+        DDP__BY_OP(f32, f32), DDP__BY_OP(f64, f64), DDP__BY_OP(f32, f32) /* F16 */, DDP__BY_OP(f32, f32) /* BF16 */,
+        DDP__BY_OP(u8, i8), DDP__BY_OP(u8, u8), DDP__BY_OP(u32, i32), DDP__BY_OP(u64, i64), DDP__BY_OP(u64, u64)};
+    return by_dtype[dtype - DDP_F32][op];
 }
 
 /* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
@@ -1374,143 +1288,143 @@ static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     memcpy(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
 }
 
-/* What was written past the caches is there for others before anything written later. */
-static void ddp__stream_end(void) {
+/* Stores past the caches, where this CPU can; what ddp__stream_end follows is there for others before anything written later. */
+typedef float ddp__any_f32x4 __attribute__((vector_size(16), may_alias, aligned(1)));
 #if defined(__SSE2__)
-    _mm_sfence();
+#define DDP__STREAM(out, value) _mm_stream_ps((float *)(void *)(out), (__m128)(value))
+static void ddp__stream_end(void) { _mm_sfence(); }
+#else
+#define DDP__STREAM(out, value) (*(ddp__any_f32x4 *)(void *)(out) = (value))
+static void ddp__stream_end(void) {}
 #endif
-}
 
-/* Copies past the caches; whole lines where the destination has them. ddp__stream_end follows. */
-static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) {
+static void ddp__copy_stream(void *dst, const void *src, size_t size_bytes) { /* whole lines past the caches */
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-#if defined(__SSE2__)
-    size_t head = (64 - ((uintptr_t)out & 63)) & 63;
+    size_t head = -(uintptr_t)out & 63;
     if (head > size_bytes) head = size_bytes;
     memcpy(out, in, head);
     for (out += head, in += head, size_bytes -= head; size_bytes >= 64; out += 64, in += 64, size_bytes -= 64)
-        for (int i = 0; i < 64; i += 16)
-            _mm_stream_si128((__m128i *)(void *)(out + i), _mm_loadu_si128((const __m128i *)(const void *)(in + i)));
-#endif
+        for (int i = 0; i < 64; i += 16) DDP__STREAM(out + i, *(const ddp__any_f32x4 *)(const void *)(in + i));
     memcpy(out, in, size_bytes);
+}
+
+typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
+    void *const *dst;
+    const void *const *src;
+    int dst_count, src_count;
+    ddp_dtype dtype;
+    size_t size;             /* of an element */
+    uint64_t divisor;
+    ddp__merge_fn merge;
+    int half, past;          /* f16 and bf16 add as f32; no output is a source, and all are written past the caches */
+} ddp__reduction;
+
+/* The gradient path, f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over memory; W and D are constants where this is
+   inlined. A SUM is scaled by 1, which changes no bit and costs nothing beside the loads. Runs of count elements, one behind the other. */
+#define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
+#define DDP__ONE(x) x[i]
+#define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
+#define DDP__FUSED_SUM(at) (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
+DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int divide, size_t first, size_t count, size_t runs) {
+    const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1), *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
+    ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1), *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
+    float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
+    if (D == 1 && r->past)
+        for (size_t i = 0; i < count; i += 4) DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
+    else
+        DDP__FOR_EACH_RUN(count, runs, float value = divide ? DDP__FUSED_SUM(DDP__ONE) / factor : DDP__FUSED_SUM(DDP__ONE) * factor;
+                          w[i] = value; if (D > 1) x[i] = value; if (D > 3) y[i] = value; if (D > 2) z[i] = value);
+}
+
+/* Returns 0 where there is no fused loop. */
+static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
+#define DDP__FUSED(W, D)                                                                           \
+    case 8 * W + D:                                                                                \
+        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 1, first, count, runs);             \
+        else ddp__fused(r, W, D, 0, first, count, runs);                                           \
+        return 1;
+    if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
+    if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16)) return 0; /* to several, blocks are faster */
+    switch (8 * r->src_count + r->dst_count) {
+    DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
+    default: return 0;
+    }
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
 
-/* Source index from element first on, as the type that adds: in place, or converted into *room. */
-static const void *ddp__source(const void *const *src, int index, size_t first, size_t count, ddp_dtype dtype, ddp__block *room) {
-    const unsigned char *at = (const unsigned char *)src[index] + first * ddp_dtype_size(dtype);
-    if (dtype != DDP_F16 && dtype != DDP_BF16) return at;
-    ddp__load_f32((float *)(void *)*room, at, dtype, count, 0);
-    return *room;
+static void ddp__merge_two(const ddp__reduction *r, void *left, const void *right, size_t count) {
+    const void *const in[2] = {left, right};
+    r->merge(left, in, 2, count);
 }
 
-/* One block of the tree. Four sources at a time make a subtree, and a binary counter of those adds equal ones as they appear; what is
-   left at the end folds from the smallest up:   W=11:  [0..7] [8..10]   W=28:  [0..15] [16..23] [24..27]
-   level[k] holds a subtree that is not merged yet, the largest in level[0], which receives the result. 64 sources need five levels. */
-static void ddp__reduce_block(ddp__block level[5], const void *const *src, int src_count, size_t first, size_t count, ddp_dtype dtype,
-                              const ddp__merge *merge) {
+/* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
+   level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
+   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels. */
+static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
-    int depth = 0;
-    for (int base = 0; base < src_count; base += 4) {
-        int n = src_count - base < 4 ? src_count - base : 4;
-        for (int i = 0; i < n; i++) in[i] = ddp__source(src, base + i, first, count, dtype, &room[i]);
-        if (n == 4) merge->four(level[depth], in[0], in[1], in[2], in[3], count);
-        else if (n == 1) memcpy(level[depth], in[0], count * (dtype == DDP_F16 || dtype == DDP_BF16 ? 4 : ddp_dtype_size(dtype)));
-        else merge->two(level[depth], in[0], in[1], count);
-        if (n == 3) merge->two(level[depth], level[depth], in[2], count);
-        depth++;
-        if (n == 4)
-            for (int groups = base / 4 + 1; !(groups & 1); groups >>= 1, depth--)
-                merge->two(level[depth - 2], level[depth - 2], level[depth - 1], count);
-    }
-    for (; depth > 1; depth--) merge->two(level[depth - 2], level[depth - 2], level[depth - 1], count);
-}
-
-/* Bit k: destination k is none of the sources, and may be written past the caches, where this CPU can do so. */
-static uint64_t ddp__stream_mask(void *const *dst, int dst_count, const void *const *src, int src_count) {
-    uint64_t mask = 0;
-#if !defined(__SSE2__)
-    dst_count = 0;
-#endif
-    for (int k = 0; k < dst_count; k++) {
-        int apart = 1;
-        for (int j = 0; j < src_count; j++) apart &= dst[k] != src[j];
-        mask |= (uint64_t)apart << k;
-    }
-    return mask;
-}
-
-static void ddp__reduce_blocks(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
-                               ddp_op op, uint64_t divisor, uint64_t stream_mask) {
-    ddp__block level[6];
-    ddp__merge merge = ddp__merge_for(dtype, op);
-    int half = dtype == DDP_F16 || dtype == DDP_BF16;
-    size_t size = ddp_dtype_size(dtype), n;
-    size_t step = (stream_mask ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (half ? 4 : size);
-    const void *result = half ? level[1] : level[0];
-    for (size_t first = 0; first < count; first += n) {
-        n = count - first < step ? count - first : step;
-        if (stream_mask && first == 0) { /* the first block is short, so that later ones begin on a cache line */
-            size_t head = (64 - ((uintptr_t)dst[dst_count - 1] & 63)) & 63;
-            if (head && head % size == 0 && head / size < n) n = head / size;
+    int depth = 0, t = 0, n;
+    while ((n = r->src_count - t) > 0) {
+        n = n >= 4 ? 4 : n >= 2 ? 2 : 1;
+        for (int i = 0; i < n; i++) {
+            in[i] = (const unsigned char *)r->src[t + i] + first * r->size;
+            if (!r->half) continue;
+            ddp__load_f32((float *)(void *)room[i], in[i], r->dtype, count, 0);
+            in[i] = room[i];
         }
-        ddp__reduce_block(level, src, src_count, first, n, dtype, &merge);
-        ddp__divide(level[0], n, half ? DDP_F32 : dtype, divisor);
-        if (half) ddp__store_f32(level[1], dtype, (const float *)(const void *)level[0], n);
-        for (int k = 0; k < dst_count; k++) {
-            unsigned char *out = (unsigned char *)dst[k] + first * size;
-            if (stream_mask >> k & 1) ddp__copy_stream(out, result, n * size);
-            else memcpy(out, result, n * size);
-        }
+        if (n > 1) r->merge(level[depth++], in, n, count);
+        else if (depth) ddp__merge_two(r, level[depth - 1], in[0], count);
+        else memcpy(level[depth++], in[0], count * (r->half ? sizeof(float) : r->size));
+        for (t += n; depth > (t < r->src_count ? __builtin_popcount((unsigned)t) : 1); depth--)
+            ddp__merge_two(r, level[depth - 2], level[depth - 1], count);
     }
 }
 
-static int ddp__sums_f32(ddp_dtype dtype, ddp_op op) { return dtype == DDP_F32 && (op == DDP_OP_SUM || op == DDP_OP_AVG); }
-
-/* Elements [first, first + count) of ddp__reduce_tree. */
-static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *src, int src_count, size_t first, size_t count, ddp_dtype dtype,
-                            ddp_op op, uint64_t divisor, uint64_t stream_mask) {
-    void *to[DDP_MAX_LOCAL_RANKS];
-    const void *from[DDP_MAX_LOCAL_RANKS];
-    size_t offset = first * ddp_dtype_size(dtype);
-    for (int k = 0; k < dst_count; k++) to[k] = (unsigned char *)dst[k] + offset;
-    for (int k = 0; k < src_count; k++) from[k] = (const unsigned char *)src[k] + offset;
-    if (ddp__sums_f32(dtype, op) && ddp__reduce_fused(to, dst_count, from, src_count, count, 1, divisor, stream_mask != 0)) return;
-    ddp__reduce_blocks(to, dst_count, from, src_count, count, dtype, op, divisor, stream_mask);
+/* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
+static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
+    ddp__block level[5];
+    size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
+    if (ddp__reduce_fused(r, first, count, 1)) return;
+    for (; count; first += n, count -= n) {
+        size_t at = first * r->size;
+        n = r->past ? step - (((uintptr_t)r->dst[0] + at) & 63) / r->size : step;
+        if (n > count) n = count;
+        ddp__reduce_block(r, level, first, n);
+        ddp__divide(level[0], n, r->half ? DDP_F32 : r->dtype, r->divisor);
+        if (r->half) ddp__store_f32(level[1], r->dtype, (const float *)(const void *)level[0], n);
+        for (int k = 0; k < r->dst_count; k++)
+            if (r->past) ddp__copy_stream((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+            else memcpy((unsigned char *)r->dst[k] + at, level[r->half], n * r->size);
+    }
 }
 
 /* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
    DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in two runs at once, one through each half: hardware
-   prefetchers stop at the end of a page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are not read soon, so those that
-   are no source are written past the caches. */
+   prefetchers stop at the end of a page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are
+   not read soon, and are written past the caches unless one of them is a source. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
-    size_t size = ddp_dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
-    uint64_t stream_mask = 0;
-    int both; /* runs are done */
-    if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
-    if (src_count == 1 && divisor == 1) {
-        for (int k = 0; k < dst_count; k++)
-            if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * size);
-        return;
-    }
-    if (how == DDP__PAST) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
-    both = half && !stream_mask && ddp__sums_f32(dtype, op) && ddp__reduce_fused(dst, dst_count, src, src_count, half, 2, divisor, 0);
-    for (size_t first = 0; first < half && !both; first += run) {
-        ddp__reduce_run(dst, dst_count, src, src_count, first, run, dtype, op, divisor, stream_mask);
-        ddp__reduce_run(dst, dst_count, src, src_count, half + first, run, dtype, op, divisor, stream_mask);
-    }
-    if (count > 2 * half) ddp__reduce_run(dst, dst_count, src, src_count, 2 * half, count - 2 * half, dtype, op, divisor, stream_mask);
-    if (stream_mask) ddp__stream_end();
+    ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype), op == DDP_OP_AVG && divisor ? divisor : 1,
+                        ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST};
+    size_t run = DDP__RUN_BYTES / r.size, half = !how || count * r.size < DDP__TWO_RUNS_BYTES ? 0 : count / 2 / run * run;
+    for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
+    if (src_count == 1 && dst[0] == src[0] && dst_count == 1 && r.divisor == 1) return;
+    if (!half || !ddp__reduce_fused(&r, 0, half, 2))
+        for (size_t first = 0; first < half; first += run) {
+            ddp__reduce_run(&r, first, run);
+            ddp__reduce_run(&r, half + first, run);
+        }
+    ddp__reduce_run(&r, 2 * half, count - 2 * half);
+    if (r.past) ddp__stream_end();
 }
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
 #endif
+
 //== exact sums ===================================================================================== >>impl-exact
 
 /* Kulisch's long accumulator: a fixed-point number that spans every double.
