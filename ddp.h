@@ -495,6 +495,7 @@ typedef struct ddp_sampler_desc {
 typedef struct ddp_sampler {
     ddp_sampler_desc desc;        /* with every default resolved */
     uint64_t epoch;
+    uint64_t round, block;        /* a round of the dealing gives each rank a block: one sample, without global_batch */
     uint64_t origin;              /* entries of the order before this one were used up before a load */
     uint64_t gap_count, gap_used, gap_block; /* a load inside a global batch: gap_count blocks, the first gap_used entries of each are used up */
     uint64_t left;                /* entries of the order that are dealt, padding not counted */
@@ -5768,28 +5769,21 @@ static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t locatio
     return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
 }
 
-/* 0 when no token lies at the location. Nearly all draws end here, in 2 bytes per token instead of 13. */
-static inline uint64_t ddp__tokens_maybe(const ddp__tokens *t, uint64_t location) {
-    uint64_t bit = location >> t->filter_shift;
-    return t->filter[bit >> 6] >> (bit & 63) & 1;
-}
-
-static inline void ddp__tokens_expect(ddp__tokens *t, uint64_t location) {
-    uint64_t bit = location >> t->filter_shift;
-    t->filter[bit >> 6] |= UINT64_C(1) << (bit & 63);
-}
+/* The filter's bit is 0 where no token lies. Nearly all draws end here, in 2 bytes per token instead of 13. */
+static inline uint64_t *ddp__tokens_word(const ddp__tokens *t, uint64_t location) { return &t->filter[location >> t->filter_shift >> 6]; }
+static inline uint64_t ddp__tokens_bit(const ddp__tokens *t, uint64_t location) { return UINT64_C(1) << (location >> t->filter_shift & 63); }
 
 static inline void ddp__tokens_put(ddp__tokens *t, uint64_t location, uint64_t slot) {
     uint32_t *head = ddp__tokens_chain(t, location);
     t->node[slot] = location << t->slot_bits | *head;
     *head = (uint32_t)slot;
-    ddp__tokens_expect(t, location);
+    *ddp__tokens_word(t, location) |= ddp__tokens_bit(t, location);
 }
 
 /* Takes the token at a location out of the table; none when there is no token. */
 static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
     uint32_t *head = ddp__tokens_chain(t, location);
-    uint64_t slot = ddp__tokens_maybe(t, location) ? *head : t->none, before = t->none;
+    uint64_t slot = *ddp__tokens_word(t, location) & ddp__tokens_bit(t, location) ? *head : t->none, before = t->none;
     for (; slot != t->none && t->node[slot] >> t->slot_bits != location; slot = t->node[slot] & t->none) before = slot;
     if (slot == t->none) return slot;
     if (before == t->none) *head = (uint32_t)(t->node[slot] & t->none);
@@ -5799,10 +5793,6 @@ static inline uint64_t ddp__tokens_take(ddp__tokens *t, uint64_t location) {
 
 /* -- Dealing: which positions of the order are this rank's -- */
 
-/* A round gives each rank a block: one sample, without global_batch. */
-static uint64_t ddp__sampler_round(const ddp_sampler *s) { return (uint64_t)(s->desc.global_batch ? s->desc.global_batch : s->desc.num_replicas); }
-static uint64_t ddp__sampler_block(const ddp_sampler *s) { return ddp__sampler_round(s) / (uint64_t)s->desc.num_replicas; }
-
 /* How many of the first `entries` lie in [from, from + length) of their round. */
 static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t from, uint64_t length) {
     uint64_t rest = entries % round > from ? entries % round - from : 0;
@@ -5811,15 +5801,13 @@ static uint64_t ddp__sampler_count(uint64_t entries, uint64_t round, uint64_t fr
 
 /* Of the first `entries` dealt, how many are this rank's. */
 static int64_t ddp__sampler_share(const ddp_sampler *s, uint64_t entries) {
-    uint64_t block = ddp__sampler_block(s);
-    return (int64_t)ddp__sampler_count(entries, ddp__sampler_round(s), (uint64_t)s->desc.rank * block, block);
+    return (int64_t)ddp__sampler_count(entries, s->round, (uint64_t)s->desc.rank * s->block, s->block);
 }
 
 static uint64_t ddp__sampler_deal(const ddp_sampler *s, int64_t index) {
-    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank, round = ddp__sampler_round(s), block;
-    if (!s->desc.global_batch) return k * round + rank; /* spares the divisions by 1 */
-    block = ddp__sampler_block(s);
-    return k / block * round + rank * block + k % block;
+    uint64_t k = (uint64_t)index, rank = (uint64_t)s->desc.rank;
+    if (s->block == 1) return k * s->round + rank; /* spares the divisions by 1 */
+    return k / s->block * s->round + rank * s->block + k % s->block;
 }
 
 /* Position of a dealt entry. After a load inside a global batch what is dealt first is the rest of each of its blocks:
@@ -5835,7 +5823,7 @@ static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { ret
 
 /* Starts a dealing at position origin of an epoch. rest_of: NULL, or where a load found a global batch begun. */
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
-    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, round = ddp__sampler_round(s), gap;
+    uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
     s->epoch = epoch;
     s->mt_block = -1;
     s->origin = origin;
@@ -5845,8 +5833,8 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, 
     gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;   /* the order may end inside the batch */
     s->left = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
     s->total = s->left;
-    if (s->desc.drop_last) s->total -= s->left % round;
-    else if (!s->desc.no_pad && s->left % round) s->total += round - s->left % round;
+    if (s->desc.drop_last) s->total -= s->left % s->round;
+    else if (!s->desc.no_pad && s->left % s->round) s->total += s->round - s->left % s->round;
     s->length = ddp__sampler_share(s, s->total);
     s->first = s->cursor = s->window_count = 0;
     s->ended = 0;
@@ -5865,11 +5853,11 @@ static void ddp__sampler_undo_swaps(const ddp_sampler *s, ddp__tokens *t, const 
     uint64_t at;
     for (int64_t slot = t->slot; slot >= 0 && (at = ddp__sampler_position(s, t->first + slot)) >= base; slot--) {
         is_mine[at - base] = 1;
-        ddp__tokens_expect(t, target[at - base]);
+        *ddp__tokens_word(t, target[at - base]) |= ddp__tokens_bit(t, target[at - base]);
     }
     for (int i = top; i >= 0; i--) {
         stays[stay_count] = i;
-        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | (int)ddp__tokens_maybe(t, target[i])) != 0;
+        stay_count += (is_mine[i] | (target[i] < base + DDP__MT_WORDS) | ((*ddp__tokens_word(t, target[i]) & ddp__tokens_bit(t, target[i])) != 0)) != 0;
     }
     for (int c = 0; c < stay_count; c++) {
         __builtin_prefetch(ddp__tokens_chain(t, target[stays[c]]));
@@ -5917,7 +5905,7 @@ static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
             uint32_t draw = ddp__mt_temper(x[inside_out ? 2 * i : i]);
             if (inside_out) target[i] = ((uint64_t)draw << 32 | ddp__mt_temper(x[2 * i + 1])) % (j + 1);
             else target[i] = j + (room <= UINT32_MAX ? draw % (uint32_t)room : draw);
-            __builtin_prefetch(&t->filter[target[i] >> t->filter_shift >> 6]);
+            __builtin_prefetch(ddp__tokens_word(t, target[i]));
         }
         if (inside_out) ddp__sampler_undo_inside_out(t, target, (uint64_t)base, top);
         else ddp__sampler_undo_swaps(s, t, target, (uint64_t)base, top);
@@ -5967,21 +5955,25 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 
 #define DDP__SAMPLER_INVALID(...) ddp_fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
 
-static ddp_result ddp__sampler_desc_resolve(ddp_sampler_desc *d) {
+static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
+    ddp_sampler_desc *d = &s->desc;
     long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
-    int shuffle = (int)d->shuffle, rank = d->rank, replicas = d->num_replicas ? d->num_replicas : 1;
-    d->num_replicas = replicas;
+    int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
     if (n < 1) return DDP__SAMPLER_INVALID("init: dataset_size=%lld; set it to the number of samples, at least 1", n);
     if (replicas < 0) return DDP__SAMPLER_INVALID("init: num_replicas=%d is negative", replicas);
-    if (rank < 0 || rank >= replicas) return DDP__SAMPLER_INVALID("init: rank=%d, allowed are 0 to %d with num_replicas=%d", rank, replicas - 1, replicas);
-    if (shuffle < 0 || shuffle > (int)DDP_SHUFFLE_HASHED) return DDP__SAMPLER_INVALID("init: shuffle=%d is none of the ddp_shuffle values", shuffle);
+    if (d->rank < 0 || d->rank >= replicas)
+        return DDP__SAMPLER_INVALID("init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
+    if ((unsigned)d->shuffle > DDP_SHUFFLE_HASHED) return DDP__SAMPLER_INVALID("init: shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
     if (batch < 0) return DDP__SAMPLER_INVALID("init: global_batch=%lld is negative", batch);
     if (batch % replicas) return DDP__SAMPLER_INVALID("init: global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
-    if (n > INT64_MAX - (batch ? batch : replicas - 1))
-        return DDP__SAMPLER_INVALID("init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch ? batch : (long long)replicas);
+    if (!batch) batch = replicas;
+    if (n > INT64_MAX - (d->global_batch ? batch : batch - 1))
+        return DDP__SAMPLER_INVALID("init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
     if (window < 0) return DDP__SAMPLER_INVALID("init: window=%lld is negative", window);
     if (!d->alloc_fn != !d->free_fn) return DDP__SAMPLER_INVALID("init: set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
+    s->round = (uint64_t)batch;
+    s->block = s->round / (uint64_t)replicas;
     return DDP_OK;
 }
 
@@ -6009,7 +6001,7 @@ DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc 
     memset(sampler, 0, sizeof *sampler);
     if (!desc) return DDP__SAMPLER_INVALID("init: desc is NULL");
     sampler->desc = *desc;
-    result = ddp__sampler_desc_resolve(&sampler->desc);
+    result = ddp__sampler_resolve(sampler);
     if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
     if (result == DDP_OK && !desc->no_shuffle && desc->shuffle != DDP_SHUFFLE_HASHED) result = ddp__sampler_alloc(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
@@ -6052,7 +6044,7 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
     if (!s || !state || s->desc.dataset_size < 1)
         return DDP__SAMPLER_INVALID("save: sampler or state is NULL, or the sampler was not initialised");
     replicas = (uint64_t)s->desc.num_replicas;
-    in_block = s->ended ? 0 : (uint64_t)s->cursor % ddp__sampler_block(s);
+    in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * replicas;   /* entries used up by all ranks together */
     if (used > s->left) used = s->left;
     in_gap = s->gap_count * (s->gap_block - s->gap_used);
