@@ -5516,44 +5516,44 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     return result;
 }
 
-/* Lets the gradient join the top `joined` of `depth` levels; the sum goes to where those began, or back to the gradient. */
-static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int depth, int joined, int last) {
+/* Lets the gradient join levels; the sum goes to where the first of those began, or, in the step's last micro-batch, back to the gradient. */
+static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last) {
     const ddp_device *device = accumulator->group->device;
-    ddp_result result = ddp__compute(accumulator->group);
+    unsigned t = (unsigned)accumulator->micro_batch;
+    int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t); /* levels there are; the first one joined */
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
+    ddp_result result;
+    if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
+    result = ddp__compute(accumulator->group);
     for (size_t done = 0; done < count && result == DDP_OK; done += block) {
         size_t n = count - done < block ? count - done : block;
-        unsigned char *grad = (unsigned char *)tensor.data + done * size;
-        for (int k = depth - 1; k >= depth - joined; k--) {
-            unsigned char *left = levels + (size_t)k * accumulator->level_bytes + done * size;
-            device->add(k == depth - joined && !last ? left : grad, left, grad, n, tensor.dtype);
+        unsigned char *grad = (unsigned char *)tensor.data + done * size, *left = levels + (size_t)depth * accumulator->level_bytes + done * size;
+        if (lowest == depth) device->copy(left, grad, n * size);
+        for (int k = depth - 1; k >= lowest; k--) {
+            left -= accumulator->level_bytes;
+            device->add(k == lowest && !last ? left : grad, left, grad, n, tensor.dtype);
         }
-        if (joined == 0 && !last) device->copy(levels + (size_t)depth * accumulator->level_bytes + done * size, grad, n * size);
     }
     return result == DDP_OK ? ddp__device_check(accumulator->group) : result;
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
-    int t, depth, last, joined;
-    ddp_result result = DDP_OK;
+    int last;
+    ddp_result result;
     if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
     if (param_index < 0 || param_index >= accumulator->desc.param_count)
         return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
                          accumulator->desc.param_count);
-    t = accumulator->micro_batch;
     if (accumulator->announced[param_index])
         return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
-                         ddp__param_label(accumulator->desc.params, param_index).text, t);
+                         ddp__param_label(accumulator->desc.params, param_index).text, accumulator->micro_batch);
     accumulator->announced[param_index] = 1;
-    depth = __builtin_popcount((unsigned)t);
-    last = t + 1 == accumulator->desc.micro_batch_count;
-    joined = last ? depth : __builtin_ctz(~(unsigned)t);
-    if (depth > 0 || !last) result = ddp__accumulate(accumulator, param_index, depth, joined, last); /* a step of one micro-batch has no levels */
-    if (result != DDP_OK) return result;
-    return last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : DDP_OK;
+    last = accumulator->micro_batch + 1 == accumulator->desc.micro_batch_count;
+    result = ddp__accumulate(accumulator, param_index, last);
+    return result == DDP_OK && last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : result;
 }
 
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
@@ -6039,13 +6039,12 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
     const ddp_sampler *s = sampler;
-    uint64_t replicas, used, in_block, in_gap;
+    uint64_t used, in_block, in_gap;
     int untouched;
     if (!s || !state || s->desc.dataset_size < 1)
         return DDP__SAMPLER_INVALID("save: sampler or state is NULL, or the sampler was not initialised");
-    replicas = (uint64_t)s->desc.num_replicas;
     in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
-    used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * replicas;   /* entries used up by all ranks together */
+    used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
     if (used > s->left) used = s->left;
     in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (in_gap > s->left) in_gap = s->left;
@@ -6061,7 +6060,7 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
     state->no_shuffle = s->desc.no_shuffle != 0;
     state->position = untouched ? (int64_t)s->origin : used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
     state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
-    state->num_replicas = (int64_t)(untouched ? s->gap_count : replicas);
+    state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
     state->global_batch = untouched ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
     return DDP_OK;
 }
