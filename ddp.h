@@ -1003,8 +1003,7 @@ static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void 
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
     void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
-    if (!memory) ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d group=%s: %llu bytes could not be allocated", group->rank, group->world_size,
-                           group->name, (unsigned long long)size_bytes);
+    if (!memory) DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 
@@ -1169,23 +1168,7 @@ static void ddp__store_f32(void *data, ddp_dtype dtype, const float *DDP__RESTRI
     else DDP__FOR_EACH(count, wide[i] = (double)in[i]);
 }
 
-/* Any float type to any other, rounded once to nearest even, or a copy between equal types. dst and src do not overlap, or are equal with
-   types of equal size. */
-static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
-    float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
-    unsigned char *out = (unsigned char *)dst;
-    const unsigned char *in = (const unsigned char *)src;
-    if (dst_dtype == src_dtype && count && dst != src) memcpy(dst, src, count * dst_size);
-    if (dst_dtype == src_dtype) return;
-    for (size_t n; count; in += n * src_size, out += n * dst_size, count -= n) {
-        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
-        ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
-        ddp__store_f32(out, dst_dtype, block, n);
-    }
-}
-
-//== division ===================================================================================== >>impl-divide
+//== casts and division =========================================================================== >>impl-divide
 
 /* x / divisor * factor, rounded once: one of the two is 1. By a power of two the exact reciprocal gives the same bits, subnormals too, and is faster. */
 #define DDP__SCALE_FN(type, suffix)                                                                          \
@@ -1197,20 +1180,31 @@ static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype
 DDP__SCALE_FN(float, f32) DDP__SCALE_FN(double, f64)
 #undef DDP__SCALE_FN
 
-/* 0 for integers, which stay as they are. f16 and bf16 go by way of f32. */
-static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
+/* Any float type to any other by way of f32, scaled there, rounded once to nearest even. dst and src do not overlap, or are equal with types of equal size. */
+static void ddp__by_f32(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, uint64_t divisor, float factor) {
     float DDP__ALIGNED64 block[DDP__F32_BLOCK];
-    unsigned char *at = (unsigned char *)data;
+    size_t dst_size = ddp_dtype_size(dst_dtype), src_size = ddp_dtype_size(src_dtype);
+    unsigned char *out = (unsigned char *)dst;
+    const unsigned char *in = (const unsigned char *)src;
+    for (size_t n; count; in += n * src_size, out += n * dst_size, count -= n) {
+        n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
+        ddp__load_f32(block, in, src_dtype, n, dst_size == 2);
+        if (divisor != 1 || factor != 1.0f) ddp__scale_f32(block, n, divisor, factor);
+        ddp__store_f32(out, dst_dtype, block, n);
+    }
+}
+
+static void ddp__cast(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count) {
+    if (dst_dtype != src_dtype) ddp__by_f32(dst, dst_dtype, src, src_dtype, count, 1, 1.0f);
+    else if (count && dst != src) memcpy(dst, src, count * ddp_dtype_size(dst_dtype));
+}
+
+/* 0 for integers, which stay as they are. */
+static int ddp__scale_floats(void *data, size_t count, ddp_dtype dtype, uint64_t divisor, float factor) {
     if (dtype == DDP_F32) ddp__scale_f32((ddp__any_f32 *)data, count, divisor, factor);
     else if (dtype == DDP_F64) ddp__scale_f64((ddp__any_f64 *)data, count, divisor, (double)factor);
-    else if (!ddp__is_half(dtype)) return 0;
-    else
-        for (size_t n; count; at += 2 * n, count -= n) {
-            n = count < DDP__F32_BLOCK ? count : DDP__F32_BLOCK;
-            ddp__load_f32(block, at, dtype, n, 0);
-            ddp__scale_f32(block, n, divisor, factor);
-            ddp__store_f32(at, dtype, block, n);
-        }
+    else if (ddp__is_half(dtype)) ddp__by_f32(data, dtype, data, dtype, count, divisor, factor);
+    else return 0;
     return 1;
 }
 
@@ -5478,15 +5472,6 @@ static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
     if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
         return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d, but the reducer divides for %d; give both the same", d->micro_batch_count,
                                      d->reducer->desc.micro_batch_count);
-    for (int i = 0; i < d->param_count; i++) {
-        ddp_tensor grad = ddp__param_grad(&d->params[i]);
-        ddp__label label = ddp__param_label(d->params, i);
-        int64_t count = ddp_tensor_count(&grad);
-        if (count < 0 || !ddp_dtype_size(grad.dtype))
-            return DDP__ACCUMULATOR_FAIL("%s has no dtype or an impossible shape; fill in its ddp_tensor", label.text);
-        if (count > 0 && !grad.data)
-            return DDP__ACCUMULATOR_FAIL("%s: grad.data is NULL; create the reducer first, or point it at memory", label.text);
-    }
     return DDP_OK;
 }
 
@@ -5504,13 +5489,19 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator->desc = *desc;
     accumulator->first = (size_t *)(accumulator + 1);
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
-    for (int i = 0; i < desc->param_count; i++) {
+    for (int i = 0; i < desc->param_count && result == DDP_OK; i++) {
         ddp_tensor grad = ddp__param_grad(&desc->params[i]);
+        int64_t count = ddp_tensor_count(&grad);
+        ddp__label label = ddp__param_label(desc->params, i);
+        if (count < 0 || !ddp_dtype_size(grad.dtype))
+            result = DDP__ACCUMULATOR_FAIL("%s has no dtype or an impossible shape; fill in its ddp_tensor", label.text);
+        else if (count > 0 && !grad.data)
+            result = DDP__ACCUMULATOR_FAIL("%s: grad.data is NULL; create the reducer first, or point it at memory", label.text);
         accumulator->first[i] = accumulator->level_bytes;
-        accumulator->level_bytes += ddp__round_up((size_t)ddp_tensor_count(&grad) * ddp_dtype_size(grad.dtype), DDP__ALIGN);
+        accumulator->level_bytes += ddp__round_up((size_t)count * ddp_dtype_size(grad.dtype), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    if (result == DDP_OK && depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
     if (result == DDP_OK) *out = accumulator;
     else ddp_group_mfree(group, accumulator);
     return result;
@@ -5598,34 +5589,22 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
     return DDP_OK;
 }
 
-/* Counts the ranks that have a batch and notes the lowest of them. */
-static ddp_result ddp__join_ask(ddp_join *join, int have_batch, int *count) {
-    ddp_reducer *reducer = join->desc.reducer;
-    unsigned char mine = have_batch != 0;
-    const unsigned char *all = (const unsigned char *)reducer->host;
-    ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
-    *count = 0;
-    for (int r = reducer->world_size - 1; r >= 0 && result == DDP_OK; r--) {
-        if (!all[r]) continue;
-        join->lowest = r;
-        ++*count;
-    }
-    return result;
-}
-
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     ddp_reducer *reducer;
-    ddp_result result;
-    int count;
+    const unsigned char mine = have_batch != 0, *all;
     if (!join || !active) return ddp_fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
     reducer = join->desc.reducer;
+    all = (const unsigned char *)reducer->host;
     *active = 0;
     if (reducer->ready_count > 0)
         return ddp_fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
                          reducer->rank, reducer->world_size);
     for (;;) {
-        result = ddp__join_ask(join, have_batch, &count);
+        int count = 0;
+        ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
         if (result != DDP_OK) return result;
+        for (int r = reducer->world_size - 1; r >= 0; r--)
+            if (all[r]) { join->lowest = r; count++; }
         if (join->desc.mode == DDP_JOIN_STOP && count < reducer->world_size) return DDP_OK;
         if (count == 0) { /* values that missed steps come from a rank that took the last one */
             int stale = join->stale && !join->desc.step_fn;
@@ -5681,8 +5660,7 @@ static uint64_t ddp__sampler_mix64(uint64_t x) {       /* splitmix64's finisher 
 /* Few bits give a round little to mix, so a small N takes more rounds. */
 static void ddp__sampler_hash_setup(ddp_sampler *s) {
     uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
-    int bits = ddp__bit_length((uint64_t)s->desc.dataset_size - 1);
-    if (bits < 2) bits = 2;
+    int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2; /* at least one for each half */
     s->half_bits[0] = bits / 2;
     s->half_bits[1] = bits - bits / 2;
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
@@ -6052,7 +6030,6 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
     if (used < in_gap && !untouched)
         return DDP__SAMPLER_INVALID("save: the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
                                     (unsigned long long)(in_gap - used));
-    memset(state, 0, sizeof *state);
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
