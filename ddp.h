@@ -1341,13 +1341,13 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int di
 /* Returns 0 where there is no fused loop. */
 static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
 #define DDP__FUSED(W, D)                                                                           \
-    case 8 * W + D:                                                                                \
+    case 100 * W + D:                                                                              \
         if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 1, first, count, runs);             \
         else ddp__fused(r, W, D, 0, first, count, runs);                                           \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16)) return 0; /* to several, blocks are faster */
-    switch (8 * r->src_count + r->dst_count) {
+    switch (100 * r->src_count + r->dst_count) {
     DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
     default: return 0;
     }

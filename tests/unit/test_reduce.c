@@ -193,10 +193,10 @@ static unsigned char *arena, *outside; /* SOURCES_MAX slots each; offset bytes i
 static void *source[SOURCES_MAX], *pristine[SOURCES_MAX];
 
 /* Sets of destinations: number of arrays apart from the sources, then sources written in place. */
-typedef enum pattern { OUT_1, OUT_2, OUT_3, OUT_5, IN_FIRST, IN_LAST, IN_FIRST_AND_OUT, IN_ALL, IN_TWO_LAST, PATTERNS } pattern;
+typedef enum pattern { OUT_1, OUT_2, OUT_3, OUT_10, IN_FIRST, IN_LAST, IN_FIRST_AND_OUT, IN_ALL, IN_TWO_LAST, PATTERNS } pattern;
 
 static int destinations(pattern p, int src_count, void **dst, size_t offset) {
-    int n = 0, outs = p == OUT_1 ? 1 : p == OUT_2 ? 2 : p == OUT_3 ? 3 : p == OUT_5 ? 5 : p == IN_FIRST_AND_OUT ? 1 : 0;
+    int n = 0, outs = p == OUT_1 ? 1 : p == OUT_2 ? 2 : p == OUT_3 ? 3 : p == OUT_10 ? 10 : p == IN_FIRST_AND_OUT ? 1 : 0;
     if (p == IN_FIRST || p == IN_FIRST_AND_OUT) dst[n++] = source[0];
     if (p == IN_LAST || p == IN_TWO_LAST) dst[n++] = source[src_count - 1];
     if (p == IN_TWO_LAST && src_count > 1) dst[n++] = source[src_count - 2];
