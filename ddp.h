@@ -1412,7 +1412,11 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
                         ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST};
     size_t run = DDP__RUN_BYTES / r.size, half = !how || count * r.size < DDP__TWO_RUNS_BYTES ? 0 : count / 2 / run * run;
     for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
-    if (src_count == 1 && dst[0] == src[0] && dst_count == 1 && r.divisor == 1) return;
+    if (src_count == 1 && r.divisor == 1) {
+        for (int k = 0; k < dst_count; k++)
+            if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
+        return;
+    }
     if (!half || !ddp__reduce_fused(&r, 0, half, 2))
         for (size_t first = 0; first < half; first += run) {
             ddp__reduce_run(&r, first, run);
