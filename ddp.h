@@ -35,7 +35,7 @@ CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
     >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
-    >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
+    >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
     >>impl-public
 
 CONCEPTS
@@ -159,6 +159,7 @@ typedef struct ddp_device ddp_device;   /* >>spi */
 typedef struct ddp_reducer ddp_reducer;
 typedef struct ddp_accumulator ddp_accumulator;
 typedef struct ddp_join ddp_join;
+typedef struct ddp_mesh ddp_mesh;
 
 /* Handle of an asynchronous call; zero-initialised or from a finished wait it stands for nothing. Copying it is fine,
    waiting for it twice is not. */
@@ -195,6 +196,17 @@ typedef struct ddp_launch_desc {
     int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS alone */
     ddp_group_desc group; /* timeout_ms, order, name, allocators, ... of the world; init_method, rank and world_size are not read */
 } ddp_launch_desc;
+
+/* A grid of ranks, row-major: the last dimension runs fastest. shape {2, 2, 2}, names {"pp", "dp", "tp"}:
+
+                   tp 0  1                  tp 0  1
+       pp 0   dp 0    0  1      pp 1   dp 0    4  5        rank 6 is in tp {6, 7}, dp {4, 6} and pp {2, 6}
+              dp 1    2  3             dp 1    6  7 */
+typedef struct ddp_mesh_desc {
+    int ndim;                        /* required; 1 to DDP_MAX_NDIM */
+    int shape[DDP_MAX_NDIM];         /* ranks along each dimension; one entry may be 0 = what is left */
+    const char *names[DDP_MAX_NDIM]; /* required, all different; at most 15 bytes */
+} ddp_mesh_desc;
 
 /* What a bucket hook works on: count elements, contiguous, holding this rank's gradients (sums over its micro-batches).
    The hook leaves what every rank shall have; it divides by divisor itself. */
@@ -307,6 +319,16 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
    *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
+
+/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone, in that order.
+   Collective, the same desc on every rank. Errors: DDP_ERR_INVALID (a shape that does not make world_size, names); DDP_ERR_MISMATCH on every rank. */
+DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
+
+/* The mesh's own, until it is destroyed: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
+DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
+
+/* Destroys its groups. Not collective. NULL is ignored. */
+DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh);
 
 /* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error. Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_status(const ddp_group *group);
@@ -4412,6 +4434,104 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
+}
+
+//== meshes ============================================================================================== >>impl-mesh
+
+enum { DDP__MESH_NAME = 16 };
+struct ddp_mesh {
+    ddp_group *world, *group[DDP_MAX_NDIM];
+    int ndim, shape[DDP_MAX_NDIM];
+    char name[DDP_MAX_NDIM][DDP__MESH_NAME];
+    char text[256]; /* "pp=2 dp=2 tp=2" */
+};
+
+static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
+    int i = 0;
+    while (i < mesh->ndim && strcmp(mesh->name[i], name) != 0) i++;
+    return i;
+}
+
+/* Checks a desc and fills the mesh in, with the dimension that is left open. */
+static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, int world_size, const ddp_mesh_desc *desc) {
+    long long ranks = 1;
+    int open = -1;
+    for (int i = 0; i < desc->ndim; i++) {
+        const char *name = desc->names[i];
+        if (!name || !*name || strlen(name) >= DDP__MESH_NAME || strpbrk(name, " ="))
+            return ddp_fail(DDP_ERR_INVALID, "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =", i, name ? name : "",
+                             DDP__MESH_NAME - 1);
+        if (ddp__mesh_find(mesh, name) < mesh->ndim) return ddp_fail(DDP_ERR_INVALID, "two dimensions have the name \"%s\"", name);
+        if (desc->shape[i] < 0 || (desc->shape[i] == 0 && open >= 0))
+            return ddp_fail(DDP_ERR_INVALID, "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i, desc->shape[i]);
+        if (desc->shape[i] == 0) open = i;
+        else ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
+        mesh->shape[i] = desc->shape[i];
+        snprintf(mesh->name[i], sizeof mesh->name[i], "%s", name);
+        mesh->ndim = i + 1;
+    }
+    if (open >= 0 && world_size % ranks == 0) ranks *= mesh->shape[open] = (int)(world_size / ranks);
+    for (int i = 0; i < mesh->ndim; i++) {
+        size_t used = strlen(mesh->text);
+        snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i], mesh->shape[i]);
+    }
+    if (ranks == world_size) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, open >= 0 ? "%s is not possible: %lld ranks do not divide the world of %d" : "%s makes %lld ranks, and the world has %d",
+                     mesh->text, ranks, world_size);
+}
+
+/* Whether all ranks mean the same mesh. */
+static ddp_result ddp__mesh_compare(const ddp_mesh *mesh) {
+    ddp_group *world = mesh->world;
+    size_t size = sizeof mesh->text;
+    char *all = (char *)ddp_group_malloc(world, (size_t)world->world_size * size), zero[sizeof mesh->text];
+    ddp_result result = all ? ddp_all_gather(world, mesh->text, all, size, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    for (int r = 1; r < world->world_size && result == DDP_OK; r++) {
+        snprintf(zero, sizeof zero, "%s", all);
+        if (strcmp(zero, all + (size_t)r * size) == 0) continue;
+        result = ddp_fail(DDP_ERR_MISMATCH, "ranks made different meshes: rank 0 %.200s, rank %d %.200s", zero, r, all + (size_t)r * size);
+    }
+    ddp_group_mfree(world, all);
+    return result;
+}
+
+DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc) {
+    ddp_mesh *mesh;
+    ddp_result result;
+    int stride = 1;
+    if (out) *out = NULL;
+    if (!out || !world || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_mesh_create: out, world or desc is NULL");
+    if (desc->ndim < 1 || desc->ndim > DDP_MAX_NDIM)
+        return DDP__GROUP_FAIL(world, DDP_ERR_INVALID, "ddp_mesh_create: ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
+    mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
+    if (!mesh) return DDP_ERR_NO_MEMORY;
+    mesh->world = world;
+    result = ddp__mesh_resolve(mesh, world->world_size, desc);
+    if (result == DDP_OK) result = ddp__mesh_compare(mesh);
+    for (int i = mesh->ndim - 1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
+        int place = world->rank / stride % mesh->shape[i];
+        result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
+        if (result == DDP_OK) snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name, mesh->name[i]);
+    }
+    if (result != DDP_OK) {
+        result = DDP__GROUP_FAIL(world, result, "ddp_mesh_create: %s", ddp_last_error());
+        ddp_mesh_destroy(mesh);
+        return result;
+    }
+    *out = mesh;
+    return DDP_OK;
+}
+
+DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
+    int i = mesh && name ? ddp__mesh_find(mesh, name) : 0;
+    if (!mesh || !name) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
+    else if (i == mesh->ndim) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name, mesh->text);
+    return mesh && name && i < mesh->ndim ? mesh->group[i] : NULL;
+}
+
+DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
+    for (int i = 0; mesh && i < mesh->ndim; i++) ddp_group_destroy(mesh->group[i]);
+    if (mesh) ddp_group_mfree(mesh->world, mesh);
 }
 
 //== launch ============================================================================================== >>impl-launch
