@@ -818,6 +818,9 @@ typedef struct ddp__control {
 
 /* --- private to one rank --- */
 
+/* A result with its line, to keep while other calls fail or succeed. */
+typedef struct ddp__outcome { ddp_result result; char text[DDP__TEXT_MAX]; } ddp__outcome;
+
 typedef struct ddp__mapping {
     uint64_t offset;
     size_t size;
@@ -853,13 +856,12 @@ typedef struct ddp__op {
     int polling;                 /* a thread is inside the backend's p2p_poll */
     int done;
     int ordered;                 /* event marks, first, what was before it on the compute lane, then its end on the communication lane */
-    ddp_result result;
     uint64_t ticket;
     struct ddp__op *next;
     /* what follows outlives a reuse of the handle */
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
-    char text[DDP__TEXT_MAX];    /* its error line */
+    ddp__outcome outcome;
     size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
 
@@ -907,9 +909,37 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
+/* Leaves the function with a failure of call. */
+#define DDP__TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+
 /* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
 #define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
 #define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
+
+/* An argument of the public function `who` is wrong. group may be NULL. */
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad(const char *who, const ddp_group *group, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ddp__fail_v(DDP_ERR_INVALID, format, args);
+    va_end(args);
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: %s", who, ddp_last_error());
+    return DDP__RANK_FAIL(group, DDP_ERR_INVALID, "%s group=%s: %s", who, group->name, ddp_last_error());
+}
+
+/* Leave the function unless the condition holds; what follows it is what to tell. DDP__NEED: of the public function it stands in. */
+#define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
+#define DDP__NEED(condition, ...) DDP__CHECK(__func__, NULL, condition, __VA_ARGS__)
+
+/* Joins what has just happened; the first failure stays. */
+static void ddp__outcome_join(ddp__outcome *first, ddp_result result) {
+    if (result == DDP_OK || first->result != DDP_OK) return;
+    first->result = result;
+    snprintf(first->text, sizeof first->text, "%s", ddp_last_error());
+}
+
+static ddp_result ddp__outcome_tell(const ddp__outcome *first) {
+    return first->result == DDP_OK ? DDP_OK : ddp_fail(first->result, "%s", first->text);
+}
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
@@ -920,12 +950,25 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-DDPDEF const char *ddp_call_name(ddp_call_kind kind) {
-    static const char *const names[] = {"ddp_all_reduce", "ddp_reduce", "ddp_broadcast", "ddp_all_gather", "ddp_reduce_scatter",
-                                        "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
-                                        "ddp_barrier", "ddp_send", "ddp_recv"};
-    return names[kind];
-}
+/* What a buffer of a call holds: blocks of count elements, or as many elements as its array of counts says. */
+enum { DDP__NONE, DDP__ONE = 1, DDP__EACH = 2 /* a block for each rank */, DDP__ON_ROOT = 4 /* elsewhere none */, DDP__COUNTS = 8 };
+
+static const struct ddp__form { const char *name, *root; /* what that argument is called */ unsigned char send, recv; } ddp__forms[] = {
+    {"ddp_all_reduce", NULL, DDP__ONE, DDP__ONE},
+    {"ddp_reduce", "root", DDP__ONE, DDP__ONE | DDP__ON_ROOT},
+    {"ddp_broadcast", "root", DDP__NONE, DDP__ONE},
+    {"ddp_all_gather", NULL, DDP__ONE, DDP__EACH},
+    {"ddp_reduce_scatter", NULL, DDP__EACH, DDP__ONE},
+    {"ddp_all_to_all", NULL, DDP__EACH, DDP__EACH},
+    {"ddp_gather", "root", DDP__ONE, DDP__EACH | DDP__ON_ROOT},
+    {"ddp_scatter", "root", DDP__EACH | DDP__ON_ROOT, DDP__ONE},
+    {"ddp_all_gather_v", NULL, DDP__ONE, DDP__COUNTS},
+    {"ddp_all_to_all_v", NULL, DDP__COUNTS, DDP__COUNTS},
+    {"ddp_barrier", NULL, DDP__NONE, DDP__NONE},
+    {"ddp_send", "peer", DDP__ONE, DDP__NONE},
+    {"ddp_recv", "peer", DDP__NONE, DDP__ONE}};
+
+DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
 static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
@@ -3485,14 +3528,11 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     return result;
 }
 
-static inline ddp_result ddp__run_call(ddp_group *group, const ddp_call *call) {
-    ddp_result result = group->backend->run(group, group->state, call);
-    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
-}
-
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    call->seq = ++group->seq;
-    return ddp__run_call(group, call);
+    ddp_result result;
+    if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
+    result = group->backend->run(group, group->state, call);
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
 }
 
 /* SUM over ranks, then one division, in one pass. For tasks. */
@@ -3504,8 +3544,7 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
 }
 
 static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    if (task) return task(group, argument);
-    return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
+    return task ? task(group, argument) : ddp__execute(group, call);
 }
 
 /* A failure of a device on one rank takes the group down, since others count on its data. */
@@ -3558,8 +3597,7 @@ static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
-    op->result = result;
-    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+    ddp__outcome_join(&op->outcome, result);
     op->done = 1;
     pthread_cond_broadcast(&group->done_cond);
 }
@@ -3587,7 +3625,8 @@ static void ddp__queue_step(ddp_group *group, int polite) {
     if (group->head) pthread_cond_signal(&group->work_cond);
 }
 
-/* With the lock held, moves one send or receive on; two threads never poll the same one. */
+/* With the lock held, moves one send or receive on; two threads never poll the same one. op->next stays good: only the thread that polls an op
+   takes it off the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
     ddp_result result;
@@ -3602,15 +3641,6 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
         if (*link == op) { *link = op->next; break; }
     ddp__op_end(group, op, result);
-}
-
-static void ddp__p2p_step_all(ddp_group *group) {
-    ddp__op *ops[64];
-    int count = 0;
-    for (ddp__op *op = group->p2p; op && count < 64; op = op->next) ops[count++] = op;
-    for (int i = 0; i < count; i++)
-        for (ddp__op *op = group->p2p; op; op = op->next) /* the lock was released: it may be gone */
-            if (op == ops[i]) { ddp__p2p_step(group, op); break; }
 }
 
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
@@ -3632,7 +3662,7 @@ static void *ddp__thread_main(void *argument) {
             pthread_cond_wait(&group->work_cond, &group->lock);
             continue;
         }
-        ddp__p2p_step_all(group);
+        for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
         if (!group->p2p || (group->head && !group->running)) continue;
         pthread_mutex_unlock(&group->lock);
         ddp__p2p_rest(group, 1);
@@ -3652,11 +3682,16 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
-    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
-                                       group->world_size, group->name, strerror(error));
+    return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
 }
 
-static ddp__op *ddp__op_new(ddp_group *group) {
+/* The caller's arrays may go before the call ends. */
+static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
+    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
+}
+
+/* A handle for a call, or for a task. */
+static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
@@ -3670,11 +3705,22 @@ static ddp__op *ddp__op_new(ddp_group *group) {
     pthread_mutex_unlock(&group->lock);
     if (!op) return NULL;
     memset(op, 0, offsetof(ddp__op, older));
+    op->outcome.result = DDP_OK;
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
+    op->task = task;
+    op->argument = argument;
+    op->call.tag = DDP__FOR_TASK;
+    if (!call) return op;
+    op->call = *call;
+    op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
+    op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
+    op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
+    op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
     return op;
 }
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    if (!op) return;
     pthread_mutex_lock(&group->lock);
     op->ticket = 0;
     op->next = group->free_ops;
@@ -3699,7 +3745,8 @@ static int ddp__queue_enter(ddp_group *group, int take) {
     return place;
 }
 
-static void ddp__queue_leave(ddp_group *group) {
+static void ddp__queue_leave(ddp_group *group, int place) {
+    if (place != DDP__TOOK_QUEUE) return;
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     pthread_mutex_unlock(&group->lock);
@@ -3733,7 +3780,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result == DDP_OK ? ddp__op_join(group, op) : ddp_fail(op->result, "%s", op->text);
+    result = op->outcome.result == DDP_OK ? ddp__op_join(group, op) : ddp__outcome_tell(&op->outcome);
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3746,17 +3793,12 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     return DDP_OK;
 }
 
-/* The caller's arrays may go before the call ends. */
-static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
-    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
-}
-
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
    or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
     ddp_result result = DDP_OK;
-    int place, enqueues;
+    int place, enqueues, here;
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
     enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
@@ -3764,33 +3806,20 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
-        if (place == DDP__INSIDE_TASK) return result;
-        ddp__queue_leave(group);
-        return ddp__deliver(group, result);
+        ddp__queue_leave(group, place);
+        return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
     }
-    op = ddp__op_new(group);
+    here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
+    op = ddp__op_new(group, call, task, argument);
     result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
+    if (result == DDP_OK && here) ddp__op_end(group, op, ddp__op_run(group, op));
+    else if (result == DDP_OK) result = ddp__thread_start(group);
+    ddp__queue_leave(group, place);
     if (result != DDP_OK) {
-        if (op) ddp__op_free(group, op);
-        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
+        ddp__op_free(group, op);
         return result;
     }
-    op->task = task;
-    op->argument = argument;
-    op->call.tag = DDP__FOR_TASK; /* unless it is a call */
-    if (call) {
-        op->call = *call;
-        op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
-        op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
-        op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
-        op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
-    }
-    if (group->world_size == 1 || place != DDP__BEHIND_OTHERS) {
-        ddp__op_end(group, op, ddp__op_run(group, op));
-        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
-    } else {
-        result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+    if (!here) {
         pthread_mutex_lock(&group->lock);
         ddp__append(&group->head, &group->tail, op);
         pthread_cond_signal(&group->work_cond);
@@ -3812,7 +3841,7 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
 }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    DDP__NEED(group && fn, "group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
 }
 
@@ -3821,12 +3850,14 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     ddp__op *op;
     ddp_result result;
     int enqueues = group->backend->enqueues;
+    if (!enqueues && !group->backend->p2p_start)
+        return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
+                              group->backend->name);
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
-    op = ddp__op_new(group);
+    op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return DDP_ERR_NO_MEMORY;
-    op->call = *call;
     result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
@@ -3855,13 +3886,13 @@ static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *w
     pthread_mutex_lock(&group->lock);
     valid = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
-    if (!valid) ddp_fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
+    if (!valid) ddp__bad(who, group, "this work has been waited for already");
     return valid ? op : NULL;
 }
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     ddp__op *op;
-    if (!group || !work) return ddp_fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
+    DDP__NEED(group && work, "group or work is NULL");
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_wait");
     memset(work, 0, sizeof *work);
@@ -3870,7 +3901,7 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     ddp__op *op;
-    if (!group || !work || !done) return ddp_fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
+    DDP__NEED(group && work && done, "group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_test");
@@ -3879,13 +3910,13 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
-    if (!*done || op->result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
+    if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
     return group->device->event_test(group, op->event, done);
 }
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin: group is NULL");
-    if (group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin group=%s: a batch is open already; end it first", group->name);
+    DDP__NEED(group, "group is NULL");
+    DDP__CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
     group->in_batch = 1;
     return DDP_OK;
 }
@@ -3901,24 +3932,21 @@ static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
 }
 
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
-    ddp_result result = DDP_OK;
-    char text[DDP__TEXT_MAX] = "";
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
-    if (!group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
+    ddp__outcome first;
+    first.result = DDP_OK;
+    DDP__NEED(group, "group is NULL");
+    DDP__CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
-        result = ddp_group_enqueue(group, ddp__batch_run, NULL, NULL);
-        if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__outcome_join(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
         for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
     }
     while (group->batch) {
         ddp__op *op = group->batch;
-        ddp_result one;
         group->batch = op->next;
-        one = ddp__op_wait(group, op);
-        if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
+        ddp__outcome_join(&first, ddp__op_wait(group, op));
     }
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
+    return ddp__outcome_tell(&first);
 }
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
@@ -6200,15 +6228,34 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 //== public collectives =================================================================================== >>impl-public
 
-/* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
+/* The rest of the public functions stand beside what they are made of; here are the calls that move data: describe, check, submit. */
 
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    ddp__fail_v(DDP_ERR_INVALID, format, args);
-    va_end(args);
-    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp_call_name(call->kind), group->name,
-                     ddp_last_error());
+/* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
+typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
+
+static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
+    ddp__extent extent = {holds & DDP__ONE ? call->count : 0, 0, 0};
+    if (holds & DDP__EACH) {
+        extent.end = call->count * (size_t)group->world_size;
+        extent.own = call->count * (size_t)group->rank;
+    }
+    if (holds & DDP__ON_ROOT && call->root != group->rank) extent.end = extent.own = 0;
+    return extent;
+}
+
+/* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
+static int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
+                                 ddp__extent *extent) {
+    extent->end = extent->sum = 0;
+    for (int r = 0; r < group->world_size; r++) {
+        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
+        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
+        extent->sum += counts[r];
+        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
+    }
+    *offsets = packed;
+    extent->own = packed[group->rank];
+    return extent->end <= most;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -6216,162 +6263,109 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
-static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) {
-    int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
-                                                call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
-    size_t element = ddp_dtype_size(call->dtype), blocks;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp_call_name(call->kind));
+/* Calls as the user made them: checked, completed and issued. */
+static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
+#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
+    const struct ddp__form *form = &ddp__forms[call->kind];
+    const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
+    size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
+    ddp__extent send, recv;
+    DDP__CALL_NEED(group, "group is NULL");
+    DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
+                   group->world_size - 1);
+    DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+    DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op", (int)call->op);
     blocks = p2p ? 1 : (size_t)group->world_size;
-    if (rooted && (call->root < 0 || call->root >= group->world_size))
-        return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
-    if (!element) return ddp__bad_call(group, call, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
-    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) return ddp__bad_call(group, call, "op=%d is not a ddp_op", (int)call->op);
-    if (call->count > SIZE_MAX / 2 / element / blocks)
-        return ddp__bad_call(group, call, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks,
-                             ddp_dtype_name(call->dtype));
-    return DDP_OK;
+    most = SIZE_MAX / 2 / element;
+    DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
+                   blocks, ddp_dtype_name(call->dtype));
+    send = ddp__extent_of(group, call, form->send);
+    recv = ddp__extent_of(group, call, form->recv);
+    if (by_counts) {
+        DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
+        DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
+        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
+                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, recv_packed, &recv),
+                       "the counts do not fit in memory");
+        DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
+                       group->rank, call->recv_counts[group->rank]);
+        call->count = call->send_counts ? 0 : recv.sum;
+    }
+    if (p2p) {
+        DDP__CALL_NEED(call->root != group->rank, "peer is this rank itself; copy the buffer");
+        DDP__CALL_NEED(call->tag >= 0, "tag is negative; use 0 or more");
+    }
+    DDP__CALL_NEED(call->send || !send.end, "%s is NULL", p2p ? "buf" : "send");
+    DDP__CALL_NEED(call->recv || !recv.end, "%s is NULL", p2p ? "buf" : "recv");
+    if (ddp__overlap(call->send, send.end * element, call->recv, recv.end * element)) {
+        DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V, "send and recv overlap; this call is not done in place");
+        DDP__CALL_NEED((const unsigned char *)call->send + send.own * element == (unsigned char *)call->recv + recv.own * element,
+                       "send and recv overlap other than by its in-place rule");
+    }
+    if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
+    return p2p ? ddp__submit_p2p(group, call, work) : ddp__submit(group, call, work);
 }
 
-/* A buffer of a call holds no block of count elements, one, or one for each rank, whose own block is what an in-place call shares. */
-enum { DDP__ONE = 1, DDP__EACH = 2, DDP__ON_ROOT = 4 /* elsewhere none */ };
-
-static size_t ddp__blocks(const ddp_group *group, int root, int holds) {
-    if (holds & DDP__ON_ROOT && root != group->rank) return 0;
-    return holds & DDP__EACH ? (size_t)group->world_size : (size_t)(holds & DDP__ONE);
-}
-
-static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
-                                  int root, ddp_work *work) {
-    static const unsigned char holds[][2] = {/* send, recv of DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
-        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE},
-        {DDP__EACH, DDP__EACH}, {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
+static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
+                              int root, int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
-    const unsigned char *from = (const unsigned char *)send, *to = (unsigned char *)recv;
-    size_t block, own, send_blocks, recv_blocks;
-    ddp_result result;
     call.op = op;
     call.root = root;
-    result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    block = count * ddp_dtype_size(dtype);
-    own = (size_t)group->rank * block;
-    send_blocks = ddp__blocks(group, root, holds[kind][0]);
-    recv_blocks = ddp__blocks(group, root, holds[kind][1]);
-    if (count && send_blocks && !send) return ddp__bad_call(group, &call, "send is NULL");
-    if (count && recv_blocks && !recv) return ddp__bad_call(group, &call, "recv is NULL");
-    if (ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
-        if (kind == DDP_CALL_ALL_TO_ALL) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
-        if (from + (send_blocks > 1 ? own : 0) != to + (recv_blocks > 1 ? own : 0))
-            return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    }
-    if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
-    return ddp__submit(group, &call, work);
+    call.tag = tag;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 0, work);
 }
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+    return ddp__public(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, 0, work);
 }
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 0, work);
 }
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
+    return ddp__public(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, 0, work);
 }
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, 0, work);
 }
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
-}
-
-/* Fills packed offsets where none are given; 0 when the counts overflow. *end = one past the last element. */
-static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world_size, size_t element, size_t *packed, size_t *end) {
-    size_t at = 0, most = SIZE_MAX / 2 / element;
-    *end = 0;
-    for (int r = 0; r < world_size; r++) {
-        packed[r] = offsets ? offsets[r] : at;
-        if (counts[r] > most || packed[r] > most || at > most) return 0;
-        at += counts[r];
-        if (counts[r] && packed[r] + counts[r] > *end) *end = packed[r] + counts[r];
-    }
-    return *end <= most;
+    return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
 }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp_dtype_size(dtype);
-    ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
-    ddp_result result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
-    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end))
-        return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    if (recv_counts[group->rank] != send_count)
-        return ddp__bad_call(group, &call, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
-    if ((send_count && !send) || (end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_count * element, recv, end * element) &&
-        (const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element)
-        return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    for (int r = 0; r < group->world_size; r++) call.count += recv_counts[r];
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, send_count, dtype);
     call.recv_counts = recv_counts;
-    call.recv_offsets = offsets;
-    return ddp__submit(group, &call, work);
+    call.recv_offsets = recv_offsets;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp_dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
-    ddp_result result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (!send_counts || !recv_counts) return ddp__bad_call(group, &call, "send_counts or recv_counts is NULL");
-    if (!ddp__v_offsets(send_counts, send_offsets, group->world_size, element, from, &send_end) ||
-        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end))
-        return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_end * element, recv, recv_end * element))
-        return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
     call.send_counts = send_counts;
-    call.send_offsets = from;
+    call.send_offsets = send_offsets;
     call.recv_counts = recv_counts;
-    call.recv_offsets = to;
-    return ddp__submit(group, &call, work);
-}
-
-static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer,
-                           int tag, ddp_work *work) {
-    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
-    ddp_result result;
-    call.root = peer;
-    call.tag = tag;
-    result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
-    if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
-    if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start && !group->backend->enqueues)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                         ddp_call_name(kind), group->name, group->backend->name);
-    return ddp__submit_p2p(group, &call, work);
+    call.recv_offsets = recv_offsets;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
+    return ddp__public(group, DDP_CALL_SEND, buf, NULL, count, dtype, DDP_OP_SUM, peer, tag, work);
 }
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
+    return ddp__public(group, DDP_CALL_RECV, NULL, buf, count, dtype, DDP_OP_SUM, peer, tag, work);
 }
 
 #if defined(__cplusplus)
