@@ -4944,7 +4944,6 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     ddp_group *group = reducer->group;
     ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps};
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     if (ddp__reducer_is_alone(reducer)) {
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
@@ -4953,10 +4952,10 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
-    snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
-             ddp_result_name(result), bucket->index, reducer->stats.bucket_count, ddp_last_error());
-    if (reducer->world_size > 1) group->backend->poison(group, group->state, result, text); /* the first cause stays, if there is one */
-    return ddp_fail(result, "%s", text);
+    DDP__RANK_FAIL(reducer, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result), bucket->index,
+                   view.bucket_count, ddp_last_error());
+    if (reducer->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
+    return result;
 }
 
 /* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
@@ -4982,8 +4981,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     double begin = ddp_now();
     ddp_result result = DDP_OK;
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d reducer: no room was found for the packed gradients of the rebuilt buckets; "
-                         "free group memory and make a new reducer", group->rank, group->world_size);
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt buckets; "
+                              "free group memory and make a new reducer");
     if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
         result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
@@ -4998,8 +4997,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 /* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-    ddp_result result = ddp__compute(reducer->group);
-    if (result != DDP_OK) return result;
+    ddp_result result = DDP_OK;
+    DDP__TRY(ddp__compute(reducer->group));
     for (int k = bucket->first; k <= bucket->last; k++) {
         ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -5014,19 +5013,14 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 //== equal on all ranks ============================================================================= >>impl-schema
 
 #define DDP__SCHEMA_OPTIONS 8
-#define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
-#define DDP__REDUCER_FAIL DDP__RANK_FAIL
+#define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-/* What ranks tell each other at create: how far they got, and what must be equal. */
-typedef struct ddp__schema {
-    int64_t result;                   /* this rank's own; not DDP_OK = it takes no part, for the reason in text */
-    char text[DDP__TEXT_MAX];
-    uint64_t hash[2];                 /* of the last entry of the parameters, and of the buffers */
-    int64_t option[DDP__SCHEMA_OPTIONS];
-} ddp__schema;
+/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so that the last one
+   stands for all. Texts may be cut short: the hash has all of the name and shape. */
+typedef struct ddp__entry { uint64_t hash; char what[32], text[240]; } ddp__entry;
 
-/* One parameter or buffer. Texts may be cut short: the hash has all of the name and shape, and of the entries before. */
-typedef struct ddp__entry { uint64_t hash; char text[240]; } ddp__entry;
+/* What ranks tell each other at create: how far they got, and the hash of the last entry. A rank that failed takes no part. */
+typedef struct ddp__schema { ddp__outcome own; uint64_t hash; } ddp__schema;
 
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
@@ -5059,24 +5053,33 @@ static ddp_tensor ddp__param_grad(const ddp_param *param) {
     return grad;
 }
 
-/* One parameter or buffer as ranks compare it; hash is that of the entry before. After the last comes one that says so. */
-static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int buffers, int index, uint64_t hash) {
+/* Entry `index` of the list; hash is that of the entry before. After the last parameter, and the last buffer, comes one that says so. */
+static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint64_t hash) {
+    const ddp_reducer_desc *d = &reducer->desc;
+    const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
+        {"bucket_cap_bytes", (long long)d->bucket_cap_bytes}, {"first_bucket_bytes", (long long)d->first_bucket_bytes},
+        {"micro_batch_count", d->micro_batch_count}, {"find_unused", !!d->find_unused}, {"static_graph", !!d->static_graph},
+        {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast}};
+    int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     ddp__entry entry;
     memset(&entry, 0, sizeof entry);
-    if (index >= (buffers ? reducer->desc.buffer_count : reducer->desc.param_count)) {
-        snprintf(entry.text, sizeof entry.text, "no such %s", buffers ? "buffer" : "parameter");
-    } else if (buffers) {
-        hash = ddp__shape_text(hash, &reducer->desc.buffers[index], entry.text, sizeof entry.text);
+    if (param < 0) snprintf(entry.what, sizeof entry.what, "%s", options[index].name);
+    else snprintf(entry.what, sizeof entry.what, "%s %d", buffer < 0 ? "parameter" : "buffer", buffer < 0 ? param : buffer);
+    if (param < 0) {
+        snprintf(entry.text, sizeof entry.text, "%lld", options[index].value);
+    } else if (param == d->param_count || buffer >= d->buffer_count) {
+        snprintf(entry.text, sizeof entry.text, "no such %s", buffer < 0 ? "parameter" : "buffer");
+    } else if (buffer >= 0) {
+        hash = ddp__shape_text(hash, &d->buffers[buffer], entry.text, sizeof entry.text);
     } else {
-        const ddp_param *param = &reducer->desc.params[index];
-        const ddp__grad *own = &reducer->grads[index];
-        const char *name = param->name ? param->name : "";
+        const ddp__grad *own = &reducer->grads[param];
+        const char *name = d->params[param].name ? d->params[param].name : "";
         char value[96], gradient[96], tied[48] = "";
-        ddp_tensor grad = ddp__param_grad(param);
-        hash = ddp__shape_text(hash, &param->value, value, sizeof value);
+        ddp_tensor grad = ddp__param_grad(&d->params[param]);
+        hash = ddp__shape_text(hash, &d->params[param].value, value, sizeof value);
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp__hash_bytes(hash, name, strlen(name));
-        if (own->first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
+        if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
         snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
     }
     entry.hash = ddp__hash_bytes(hash, entry.text, sizeof entry.text);
@@ -5084,18 +5087,17 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int buffers, int
 }
 
 static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
-    if (!d) return DDP__CREATE_FAIL("desc is NULL");
-    if (!d->params || d->param_count < 1)
-        return DDP__CREATE_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    if (d->micro_batch_count < 0) return DDP__CREATE_FAIL("micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
-    if (d->comm_dtype != DDP_DTYPE_DEFAULT && d->comm_dtype != DDP_F16 && d->comm_dtype != DDP_BF16)
-        return DDP__CREATE_FAIL("comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
-    if (d->buffer_count < 0 || (d->buffer_count > 0 && !d->buffers))
-        return DDP__CREATE_FAIL("buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
+    DDP__CREATE_NEED(d, "desc is NULL");
+    DDP__CREATE_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
+    DDP__CREATE_NEED(d->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
+    DDP__CREATE_NEED(d->comm_dtype == DDP_DTYPE_DEFAULT || d->comm_dtype == DDP_F16 || d->comm_dtype == DDP_BF16,
+                     "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
+    DDP__CREATE_NEED(d->buffer_count == 0 || (d->buffer_count > 0 && d->buffers), "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers",
+                     d->buffer_count);
     for (int i = 0; i < d->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&d->buffers[i]);
-        if (count < 0 || !ddp_dtype_size(d->buffers[i].dtype) || (count > 0 && !d->buffers[i].data))
-            return DDP__CREATE_FAIL("buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(d->buffers[i].dtype) && (count == 0 || d->buffers[i].data),
+                         "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     return DDP_OK;
 }
@@ -5107,23 +5109,20 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     ddp_tensor grad = ddp__param_grad(&reducer->desc.params[index]);
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
     ddp__label label = ddp__param_label(reducer->desc.params, index);
-    const char *dtype = ddp_dtype_name(grad.dtype);
-    if (!ddp_dtype_size(value->dtype)) return DDP__CREATE_FAIL("%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
-    if (count < 0 || count > INT64_MAX / 16)
-        return DDP__CREATE_FAIL("%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative", label.text, value->ndim,
-                                DDP_MAX_NDIM);
-    if (count > 0 && !value->data) return DDP__CREATE_FAIL("%s: value.data is NULL; point it at the parameter", label.text);
-    if (grad.dtype != DDP_F32 && grad.dtype != DDP_F64 && grad.dtype != DDP_F16 && grad.dtype != DDP_BF16)
-        return DDP__CREATE_FAIL("%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16", label.text, dtype);
-    if (grad_count != count)
-        return DDP__CREATE_FAIL("%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text, (long long)grad_count,
-                                (long long)count);
-    if ((uintptr_t)grad.data % ddp_dtype_size(grad.dtype))
-        return DDP__CREATE_FAIL("%s: grad.data=%p is not aligned to %s", label.text, grad.data, dtype);
+    size_t size = ddp_dtype_size(grad.dtype);
+    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
+    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative",
+                     label.text, value->ndim, DDP_MAX_NDIM);
+    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter", label.text);
+    DDP__CREATE_NEED(grad.dtype >= DDP_F32 && grad.dtype <= DDP_BF16, "%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16",
+                     label.text, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
+                     (long long)grad_count, (long long)count);
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data, ddp_dtype_name(grad.dtype));
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
-    own->size_bytes = (size_t)count * ddp_dtype_size(grad.dtype);
+    own->size_bytes = (size_t)count * size;
     own->placed = !grad.data;
     own->expected = 1;
     own->first_use = index;
@@ -5162,26 +5161,25 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     for (int k = 1; k < count; k++) {
         int i = keys[k].index, first = grads[keys[k - 1].index].first_use;
         if (keys[k].address != keys[k - 1].address) continue;
-        if (grads[i].count != grads[first].count || grads[i].dtype != grads[first].dtype)
-            return DDP__CREATE_FAIL("%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
-                                    ddp__param_label(params, first).text, ddp__param_label(params, i).text);
+        DDP__CREATE_NEED(grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
+                         "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
+                         ddp__param_label(params, first).text, ddp__param_label(params, i).text);
         grads[i].first_use = first;
     }
     count = ddp__params_sort(reducer, 0);
     for (int k = 1; k < count; k++) {
         int before = keys[k - 1].index;
-        if (keys[k].address - keys[k - 1].address < grads[before].size_bytes)
-            return DDP__CREATE_FAIL("the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
-                                    ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
+        DDP__CREATE_NEED(keys[k].address - keys[k - 1].address >= grads[before].size_bytes,
+                         "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
+                         ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
     }
     return DDP_OK;
 }
 
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
-    ddp_result result = ddp__reducer_check_desc(desc);
     size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + 2 * sizeof(int);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_check_desc(desc));
     n = (size_t)desc->param_count;
     reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
@@ -5193,8 +5191,8 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
-    for (int i = 0; i < desc->param_count && result == DDP_OK; i++) result = ddp__reducer_take_param(reducer, i);
-    return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
+    for (int i = 0; i < desc->param_count; i++) DDP__TRY(ddp__reducer_take_param(reducer, i));
+    return ddp__reducer_check_memory(reducer);
 }
 
 /* host (count elements) becomes op over ranks of host. */
@@ -5209,69 +5207,55 @@ static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, si
 }
 
 /* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
-static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers) {
+static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer) {
     const ddp__entry *all = (const ddp__entry *)reducer->host;
     uint64_t hash = 0;
     for (int index = 0;; index++) {
-        ddp__entry mine = ddp__schema_entry(reducer, buffers, index, hash);
-        ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
-        if (result != DDP_OK) return result;
+        ddp__entry mine = ddp__schema_entry(reducer, index, hash);
+        DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
         for (int r = 1; r < reducer->world_size; r++)
             if (all[r].hash != all[0].hash)
-                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
-                                         buffers ? "buffer" : "parameter", index, all[0].text, all[r].text, r);
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %.180s on rank 0, %.180s on rank %d; pass the same on "
+                                      "every rank", mine.what, all[0].text, all[r].text, r);
         hash = mine.hash;
     }
 }
 
 /* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
-    static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
-                                                           "static_graph", "comm_dtype", "hook", "skip_initial_broadcast"};
-    const ddp_reducer_desc *d = &reducer->desc;
-    const int64_t option[DDP__SCHEMA_OPTIONS] = {(int64_t)d->bucket_cap_bytes, (int64_t)d->first_bucket_bytes, d->micro_batch_count, !!d->find_unused,
-                                                 !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
+    int entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
     const ddp__schema *all = (const ddp__schema *)reducer->host;
     ddp__schema mine;
     if (reducer->world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    memcpy(mine.option, option, sizeof option);
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
-    for (int kind = 0; kind < 2 && own == DDP_OK; kind++)
-        for (int i = 0; i <= (kind ? d->buffer_count : d->param_count); i++)
-            mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
-    ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
-    if (result != DDP_OK) return result;
-    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+    ddp__outcome_join(&mine.own, own);
+    for (int i = 0; i < entries && own == DDP_OK; i++) mine.hash = ddp__schema_entry(reducer, i, mine.hash).hash;
+    DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
+    if (own != DDP_OK) return ddp__outcome_tell(&mine.own);
     for (int r = 0; r < reducer->world_size; r++)
-        if (all[r].result != DDP_OK)
-            return DDP__RANK_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+        if (all[r].own.result != DDP_OK)
+            return DDP__RANK_FAIL(reducer, all[r].own.result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].own.text);
     for (int r = 1; r < reducer->world_size; r++)
-        for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
-            if (all[r].option[i] != all[0].option[i])
-                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
-                                         "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
-    for (int kind = 0; kind < 2; kind++)
-        for (int r = 1; r < reducer->world_size; r++)
-            if (all[r].hash[kind] != all[0].hash[kind]) return ddp__reducer_name_difference(reducer, kind);
+        if (all[r].hash != all[0].hash) return ddp__reducer_name_difference(reducer);
     return DDP_OK;
 }
 
 //== reducer ======================================================================================== >>impl-reducer
 
+#define DDP__REDUCER_NEED(reducer, condition, ...) DDP__CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
+
 /* Places the gradients that were NULL side by side, each dtype in reverse definition order: the order of the buckets. */
 static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
     size_t at = 0;
-    ddp_result result = reducer->arena_bytes ? ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena) : DDP_OK;
-    for (int d = 0; d < DDP__DTYPES && reducer->arena; d++)
+    if (reducer->arena_bytes) DDP__TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
+    for (int d = 0; d < DDP__DTYPES; d++)
         for (int i = reducer->desc.param_count - 1; i >= 0; i--) {
             ddp__grad *grad = &reducer->grads[i];
             if (!grad->placed || (int)grad->dtype != d) continue;
             grad->data = (unsigned char *)reducer->arena + at;
             at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
         }
-    return result;
+    return DDP_OK;
 }
 
 /* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
@@ -5280,7 +5264,6 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
     int32_t *links = (int32_t *)reducer->host;
     int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
-    ddp_result result;
     for (int k = 1; k < count; k++) {
         ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
         int gaps = left->placed && !reducer->desc.hook && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
@@ -5291,42 +5274,40 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
         links[i] = reducer->grads[i].next;
         links[n + i] = -links[i];
     }
-    result = ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN); /* the smallest, and minus the largest */
-    for (int i = 0; i < n && result == DDP_OK; i++) {
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
+    for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
     }
-    return result;
+    return DDP_OK;
 }
 
 /* The first count of the tensors that ranks share, values and then buffers, from root to everywhere; a tied value goes once. */
 static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
     int n = reducer->desc.param_count;
-    ddp_result result = DDP_OK;
-    for (int k = 0; k < count && result == DDP_OK; k++) {
+    for (int k = 0; k < count; k++) {
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
         size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
-            result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
+            DDP__TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
     }
-    return result;
+    return DDP_OK;
 }
 
 /* What follows once every rank has been given the same. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
-    ddp_result result = ddp__reducer_place(reducer);
-    if (result == DDP_OK) result = ddp__reducer_link(reducer);
+    DDP__TRY(ddp__reducer_place(reducer));
+    DDP__TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->walk[k] = n - 1 - k;
-    if (result == DDP_OK) result = ddp__buckets_plan(reducer);
-    if (result == DDP_OK && !reducer->desc.skip_initial_broadcast)
-        result = ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0);
-    for (int i = 0; i < n && result == DDP_OK; i++) {
+    DDP__TRY(ddp__buckets_plan(reducer));
+    if (!reducer->desc.skip_initial_broadcast) DDP__TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
+    for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp__param_grad(param);
         param->grad.data = reducer->grads[i].data;
     }
-    return result;
+    return DDP_OK;
 }
 
 /* Collective as far as group memory was allocated. */
@@ -5355,77 +5336,60 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
+    ddp__outcome failure = {DDP_OK, ""};
     ddp_reducer *reducer;
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     if (out) *out = NULL;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
+    DDP__NEED(group, "group is NULL");
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: %s", group->rank, group->world_size, ddp_last_error());
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
     }
-    result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
+    result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
-    if (result == DDP_OK) {
-        *out = reducer;
-        return DDP_OK;
-    }
-    memcpy(text, ddp_last_error(), sizeof text);
-    ddp__reducer_free(reducer);
-    return ddp_fail(result, "%s", text);
+    ddp__outcome_join(&failure, result);
+    if (result == DDP_OK) *out = reducer;
+    else ddp__reducer_free(reducer);
+    return ddp__outcome_tell(&failure);
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
-    if (param_index < 0 || param_index >= reducer->desc.param_count)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
-                                 reducer->desc.param_count);
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
+                      param_index, reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
-    if (grad->ready)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
-                                 "ddp_reducer_wait before the next", ddp__param_label(reducer->desc.params, param_index).text,
-                                 (unsigned long long)reducer->stats.steps);
-    if (!grad->expected)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
-                                 "for every step; leave static_graph 0 and set find_unused",
-                                 ddp__param_label(reducer->desc.params, param_index).text);
+    DDP__REDUCER_NEED(reducer, !grad->ready, "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
+                      ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
+    DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
+                      "static_graph 0 and set find_unused", ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
-    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
-        ddp_result result = ddp__bucket_issue(reducer, 0);
-        if (result != DDP_OK) return result;
-    }
+    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count &&
+           reducer->buckets[reducer->next_bucket].pending == 0) DDP__TRY(ddp__bucket_issue(reducer, 0));
     return DDP_OK;
 }
 
 /* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
-    ddp_result first = DDP_OK;
-    char text[DDP__TEXT_MAX];
+    ddp__outcome first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
-        ddp_result result = DDP_OK;
-        if (i < reducer->next_bucket) result = ddp_wait(reducer->group, &reducer->buckets[i].work);
-        else if (rest && first == DDP_OK) result = ddp__bucket_issue(reducer, 1);
-        if (result == DDP_OK || first != DDP_OK) continue;
-        first = result;
-        memcpy(text, ddp_last_error(), sizeof text);
+        if (i < reducer->next_bucket) ddp__outcome_join(&first, ddp_wait(reducer->group, &reducer->buckets[i].work));
+        else if (rest && first.result == DDP_OK) ddp__outcome_join(&first, ddp__bucket_issue(reducer, 1));
     }
-    return first == DDP_OK ? DDP_OK : ddp_fail(first, "%s", text);
+    return ddp__outcome_tell(&first);
 }
 
 /* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
-    ddp_result result;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
-    result = ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX));
     reducer->stats.unused_count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
@@ -5440,31 +5404,28 @@ static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
    rank that lacks one went on and the group stays whole. */
 static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
     int64_t *first = (int64_t *)reducer->host;
-    ddp_result result;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
-    result = ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN);
-    if (result != DDP_OK || *first == INT64_MAX) return result;
-    return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
-                             "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
-                             (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    DDP__TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
+    DDP__CHECK("ddp_reducer_wait", reducer->group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+               "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
+               (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    return DDP_OK;
 }
 
 /* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
     int32_t *walk = (int32_t *)reducer->host;
-    ddp_result result;
     memcpy(walk, reducer->ready_order, (size_t)count * sizeof walk[0]);
     for (int i = n - 1; i >= 0; i--)
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) walk[count++] = i;
     while (count < n) walk[count++] = -1;
     for (int k = 0; k < n && reducer->rank > 0; k++) walk[k] = INT32_MAX; /* rank 0's is the smallest */
-    result = ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
     memcpy(reducer->walk, walk, (size_t)n * sizeof walk[0]);
-    result = ddp__buckets_plan(reducer);
-    reducer->stats.rebuilt = result == DDP_OK;
-    return result;
+    DDP__TRY(ddp__buckets_plan(reducer));
+    reducer->stats.rebuilt = 1;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
@@ -5472,7 +5433,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     int find, missing = -1; /* missing: the first parameter that is */
     ddp_reducer_stats *stats;
     ddp_result result;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
+    DDP__NEED(reducer, "reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
     stats = &reducer->stats;
     find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
@@ -5500,10 +5461,9 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
-    if (reducer->ready_count > 0)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
-                                 "ddp_reducer_wait and the next backward", reducer->ready_count);
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
+                      "backward", reducer->ready_count);
     reducer->no_sync = on != 0;
     return DDP_OK;
 }
@@ -5511,12 +5471,9 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
     float length;
-    ddp_result result;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
-    if (!(max_norm > 0))
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    result = ddp__compute(reducer->group);
-    if (result != DDP_OK) return result;
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
@@ -5525,8 +5482,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
-    result = ddp__device_check(reducer->group);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__device_check(reducer->group));
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
@@ -5542,7 +5498,7 @@ DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
 }
 
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
-    if (!reducer || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_get_stats: reducer or stats is NULL");
+    DDP__NEED(reducer && stats, "reducer or stats is NULL");
     *stats = reducer->stats;
     return DDP_OK;
 }
