@@ -954,19 +954,12 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
 enum { DDP__NONE, DDP__ONE = 1, DDP__EACH = 2 /* a block for each rank */, DDP__ON_ROOT = 4 /* elsewhere none */, DDP__COUNTS = 8 };
 
 static const struct ddp__form { const char *name, *root; /* what that argument is called */ unsigned char send, recv; } ddp__forms[] = {
-    {"ddp_all_reduce", NULL, DDP__ONE, DDP__ONE},
-    {"ddp_reduce", "root", DDP__ONE, DDP__ONE | DDP__ON_ROOT},
-    {"ddp_broadcast", "root", DDP__NONE, DDP__ONE},
-    {"ddp_all_gather", NULL, DDP__ONE, DDP__EACH},
-    {"ddp_reduce_scatter", NULL, DDP__EACH, DDP__ONE},
-    {"ddp_all_to_all", NULL, DDP__EACH, DDP__EACH},
-    {"ddp_gather", "root", DDP__ONE, DDP__EACH | DDP__ON_ROOT},
-    {"ddp_scatter", "root", DDP__EACH | DDP__ON_ROOT, DDP__ONE},
-    {"ddp_all_gather_v", NULL, DDP__ONE, DDP__COUNTS},
-    {"ddp_all_to_all_v", NULL, DDP__COUNTS, DDP__COUNTS},
-    {"ddp_barrier", NULL, DDP__NONE, DDP__NONE},
-    {"ddp_send", "peer", DDP__ONE, DDP__NONE},
-    {"ddp_recv", "peer", DDP__NONE, DDP__ONE}};
+    {"ddp_all_reduce", NULL, DDP__ONE, DDP__ONE}, {"ddp_reduce", "root", DDP__ONE, DDP__ONE | DDP__ON_ROOT},
+    {"ddp_broadcast", "root", DDP__NONE, DDP__ONE}, {"ddp_all_gather", NULL, DDP__ONE, DDP__EACH},
+    {"ddp_reduce_scatter", NULL, DDP__EACH, DDP__ONE}, {"ddp_all_to_all", NULL, DDP__EACH, DDP__EACH},
+    {"ddp_gather", "root", DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {"ddp_scatter", "root", DDP__EACH | DDP__ON_ROOT, DDP__ONE},
+    {"ddp_all_gather_v", NULL, DDP__ONE, DDP__COUNTS}, {"ddp_all_to_all_v", NULL, DDP__COUNTS, DDP__COUNTS},
+    {"ddp_barrier", NULL, DDP__NONE, DDP__NONE}, {"ddp_send", "peer", DDP__ONE, DDP__NONE}, {"ddp_recv", "peer", DDP__NONE, DDP__ONE}};
 
 DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
@@ -3587,15 +3580,6 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
-static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
-    ddp_result result;
-    if (!op->ordered) return DDP_OK;
-    result = group->backend->status(group, group->state);
-    if (result != DDP_OK) return ddp__call_failed(group, &op->call, result);
-    return ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
-}
-
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
     ddp__outcome_join(&op->outcome, result);
     op->done = 1;
@@ -3654,19 +3638,15 @@ static void *ddp__thread_main(void *argument) {
     prctl(PR_SET_NAME, "ddp-comm");
     pthread_mutex_lock(&group->lock);
     while (!group->stopping) {
-        if (group->head && !group->running) {
-            ddp__queue_step(group, 1);
-            continue;
+        if (group->head && !group->running) ddp__queue_step(group, 1);
+        else if (!group->p2p) pthread_cond_wait(&group->work_cond, &group->lock);
+        else {
+            for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
+            if (!group->p2p || (group->head && !group->running)) continue;
+            pthread_mutex_unlock(&group->lock);
+            ddp__p2p_rest(group, 1);
+            pthread_mutex_lock(&group->lock);
         }
-        if (!group->p2p) {
-            pthread_cond_wait(&group->work_cond, &group->lock);
-            continue;
-        }
-        for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
-        if (!group->p2p || (group->head && !group->running)) continue;
-        pthread_mutex_unlock(&group->lock);
-        ddp__p2p_rest(group, 1);
-        pthread_mutex_lock(&group->lock);
     }
     pthread_mutex_unlock(&group->lock);
     return NULL;
@@ -3780,7 +3760,12 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->outcome.result == DDP_OK ? ddp__op_join(group, op) : ddp__outcome_tell(&op->outcome);
+    result = ddp__outcome_tell(&op->outcome);
+    if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
+        result = group->backend->status(group, group->state);
+        if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+        else result = ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
+    }
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3951,15 +3936,25 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
 
-/* What the environment, or the desc, says about this rank. This is the one place that reads the environment. */
+/* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
 typedef struct ddp__identity {
-    int found, rank, world_size, local_world_size;
+    const char *place;   /* what follows the scheme of init_method: host:port, or a path */
+    int found;           /* a launcher has said who this rank is */
+    int rank, world_size, local_rank, local_world_size;
+    ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
+
+/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
+typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
+static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
    this machine. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
+
+#define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
@@ -3970,26 +3965,24 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     errno = 0;
     long value = strtol(text, &end, 10);
     *out = *text ? (int)value : fallback;
-    if (!*text || (!*end && !errno && value >= 0 && value <= 1 << 30)) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
-                     name, text);
+    DDP__JOIN_NEED(!*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
+                   "%s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+    return DDP_OK;
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    int local_rank;
-    if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
+    DDP__TRY(ddp__env_int(from->rank, -1, &id->rank));
+    DDP__TRY(ddp__env_int(from->size, -1, &id->world_size));
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
-    if (id->rank < 0 || id->world_size < 0)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
-                         id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
-    if (ddp__env_int(from->local_rank, id->rank, &local_rank) != DDP_OK ||
-        ddp__env_int(from->local_size, id->world_size, &id->local_world_size) != DDP_OK) return DDP_ERR_INVALID;
-    if (id->world_size < 1 || id->rank >= id->world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
-                         id->world_size - 1);
-    if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
-                         *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
+    DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
+                   id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    DDP__TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
+    DDP__TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
+    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
+                   id->world_size - 1);
+    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size && id->local_rank < id->local_world_size,
+                   "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
+                   id->local_world_size, from->size, id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
@@ -4009,7 +4002,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     memset(id, 0, sizeof *id);
     for (int i = 0; i < LAUNCHERS; i++) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
-        if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
+        DDP__TRY(ddp__identity_from(id, &launchers[i]));
         if (!id->found) continue;
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
@@ -4021,7 +4014,24 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
+/* Who this rank is, where desc, which is resolved, does not say. With the above this is the one place that reads the environment. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone) {
+    memset(id, 0, sizeof *id);
+    id->rank = desc->rank;
+    id->world_size = desc->world_size;
+    if (desc->world_size > 0) {
+        snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
+    } else if (ddp__here.heap && !alone) {
+        id->heap = ddp__here.heap;
+        id->rank = ddp__here.rank;
+        id->world_size = (int)id->heap->job->world_size;
+    } else if (!alone) {
+        return ddp__identity_resolve(id);
+    }
+    id->local_rank = id->rank;
+    id->local_world_size = id->world_size;
+    return DDP_OK;
+}
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
    are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
@@ -4032,7 +4042,6 @@ typedef struct ddp__hello {
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
     char token[416];
 } ddp__hello;
-typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
@@ -4056,27 +4065,29 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* A welcome under way, with room for one file descriptor beside it. */
-typedef struct ddp__parcel {
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
+/* One packet: how the meeting went and, where *fd is not -1, a descriptor. Returns what sendmsg or recvmsg do. */
+static ssize_t ddp__pass(int socket, int receive, ddp__outcome *outcome, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
-} ddp__parcel;
-
-static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
-    memset(parcel, 0, sizeof *parcel);
-    parcel->data.iov_base = &parcel->welcome;
-    parcel->data.iov_len = sizeof parcel->welcome;
-    parcel->message.msg_iov = &parcel->data;
-    parcel->message.msg_iovlen = 1;
-    parcel->message.msg_control = parcel->control;
-    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
+    struct iovec data = {outcome, sizeof *outcome};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    memset(control, 0, sizeof control);
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (receive) {
+        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
+        return n;
+    }
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+    memcpy(CMSG_DATA(header), fd, sizeof *fd);
+    if (*fd < 0) message.msg_controllen = 0;
+    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
@@ -4090,20 +4101,13 @@ typedef struct ddp__lobby {
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
     int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
-    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
+    ddp__outcome outcome;
 } ddp__lobby;
 
 /* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
-    ddp__parcel parcel;
-    ddp__parcel_init(&parcel, lobby->heap_fd);
-    parcel.welcome.magic = DDP__MAGIC;
-    parcel.welcome.result = (int32_t)lobby->result;
-    if (lobby->result != DDP_OK) {
-        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
-        parcel.message.msg_controllen = 0;
-    }
-    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+static void ddp__dismiss(ddp__lobby *lobby, int fd) {
+    int none = -1;
+    ddp__pass(fd, 0, &lobby->outcome, lobby->outcome.result == DDP_OK ? &lobby->heap_fd : &none);
     close(fd);
 }
 
@@ -4144,23 +4148,23 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
         if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
         else close(fd); /* another user, or a flood */
     }
-    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
+    for (int i = 0; i < DDP__STRANGERS && lobby->outcome.result == DDP_OK; i++) {
         ddp__hello hello;
-        int fd = strangers[i];
+        int fd = strangers[i], pid = fd < 0 ? 0 : (int)ddp__peer_of(fd).pid;
         ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
         if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
         strangers[i] = -1;
-        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
+        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, pid);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;
-            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
+            lobby->pid[hello.rank] = pid;
             if (patience < lobby->deadline) lobby->deadline = patience;
         } else if (verdict == DDP_ERR_INVALID) {
             close(fd);
         } else {
-            lobby->result = verdict;
-            ddp__send_welcome(lobby, fd);
+            ddp__outcome_join(&lobby->outcome, verdict);
+            ddp__dismiss(lobby, fd);
         }
     }
 }
@@ -4176,10 +4180,10 @@ static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
         if (lobby->pid[r]) departed = r;
         else to_come++;
     }
-    if (lobby->result != DDP_OK || missing == 0) return 0;
+    if (lobby->outcome.result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    ddp__outcome_join(&lobby->outcome, to_come ? ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list)
+        : ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]));
     return 0;
 }
 
@@ -4188,16 +4192,17 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     ddp__lobby lobby = DDP_ZERO;
+    ddp_result result;
     lobby.listener = ddp__socket();
-    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
-        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
-                                           "MASTER_PORT", id->token);
-    } else {
-        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+    if (lobby.listener >= 0 && bind(lobby.listener, (struct sockaddr *)&address, length) == 0 && listen(lobby.listener, 128) == 0)
+        result = ddp__heap_create(out, id->world_size, 0, 0);
+    else if (errno == EADDRINUSE)
+        result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+    else result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "the socket of this job: %s", strerror(errno));
+    if (result != DDP_OK) {
+        close(lobby.listener);
+        return result;
     }
-    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
     lobby.id = id;
     lobby.heap_fd = (*out)->fd;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
@@ -4205,36 +4210,28 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     memset(lobby.fd, -1, sizeof lobby.fd);
     for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
     close(lobby.listener);
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
+    result = lobby.outcome.result;
+    for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
     for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
         if (lobby.fd[i] < 0) continue;
-        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
+        if (i < DDP_MAX_LOCAL_RANKS || result != DDP_OK) ddp__dismiss(&lobby, lobby.fd[i]);
         else close(lobby.fd[i]); /* of no rank */
     }
-    if (lobby.result == DDP_OK) return DDP_OK;
+    if (result == DDP_OK) return DDP_OK;
     ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
+    return DDP__JOIN_FAIL(id, result, "%s", lobby.outcome.text);
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
-static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
+static ddp_result ddp__await_answer(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
     int host = (int)ddp__peer_of(fd).pid;
-    ddp__parcel parcel;
-    const ddp__welcome *welcome = &parcel.welcome;
+    ddp__outcome answer;
     ssize_t n;
-    ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel, -1);
-    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
-        usleep(300);
+    while ((n = ddp__pass(fd, 1, &answer, heap_fd)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
     if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
-    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
-    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
-    return result;
+    if (n != (ssize_t)sizeof answer) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
+    if (answer.result != DDP_OK) return DDP__JOIN_FAIL(id, answer.result, "%.400s", answer.text);
+    return *heap_fd >= 0 ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
 }
 
 static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
@@ -4249,7 +4246,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
         if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
-    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "the socket of this job: %s", strerror(errno));
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
@@ -4257,27 +4254,16 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
         hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
         memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
+        result = ddp__await_answer(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
     close(fd);
-    if (result != DDP_OK) return result;
-    *out = ddp__heap_wrap(heap_fd, 0);
-    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
-}
-
-/* Meets the other ranks of this machine. */
-static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
+    if (result == DDP_OK && !(*out = ddp__heap_wrap(heap_fd, 0)))
+        return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
+    if (result != DDP_OK && heap_fd >= 0) close(heap_fd); /* a malformed answer may carry one */
+    return result;
 }
 
 //== groups ============================================================================================ >>impl-group
-
-/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
-static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
     ddp_group_desc none = DDP_ZERO;
@@ -4286,12 +4272,11 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    if (out->timeout_ms < 0)
-        return ddp_fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
-    if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
-        return ddp_fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
-    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp_fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
-    if (!out->alloc_fn != !out->free_fn) return ddp_fail(DDP_ERR_INVALID, "%s: set both alloc_fn and free_fn, or neither", who);
+    DDP__CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
+    DDP__CHECK(who, NULL, out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
+               "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
+    DDP__CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order", (int)out->order);
+    DDP__CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -4342,8 +4327,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 /* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
     ddp_group *group;
-    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL);
-    if (result != DDP_OK) return result;
+    ddp_result result;
+    DDP__TRY(ddp__group_new(&group, desc, backend, rank, world_size, NULL));
     result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
@@ -4352,9 +4337,8 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     ddp_group_desc d;
-    ddp_result result;
     if (out) *out = NULL;
-    if (!out || !control || !desc || !desc->backend) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create_on: out, control, desc or its backend is NULL");
+    DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
     d = control->desc;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user;
@@ -4362,63 +4346,72 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (desc->device) d.device = desc->device;
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
-    result = ddp__group_desc_resolve("ddp_group_create_on", &d, &d);
-    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size);
-    if (result == DDP_OK) ddp_group_set_local(*out, control->local_rank, control->local_world_size);
-    return result;
+    DDP__TRY(ddp__group_desc_resolve(__func__, &d, &d));
+    DDP__TRY(ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size));
+    ddp_group_set_local(*out, control->local_rank, control->local_world_size);
+    return DDP_OK;
 }
 
 static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
     char text[96];
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size));
     ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(*out, text);
     return DDP_OK;
 }
 
-/* Whatever launcher started us, or nobody. */
-static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
-    ddp__identity id = DDP_ZERO;
+static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    DDP__JOIN_NEED(id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
+    return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
+}
+
+/* With whatever launcher started us, or nobody. */
+static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
     ddp_result result;
-    if (desc->world_size > 0) {
-        id.rank = desc->rank;
-        id.world_size = id.local_world_size = desc->world_size;
-        snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (ddp__here.heap) {
-        return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
-    } else if (ddp__identity_resolve(&id) != DDP_OK) {
-        return DDP_ERR_INVALID;
+    if (id->heap) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
+    if (desc->backend) {
+        DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
+        ddp_group_set_local(*out, id->local_rank, id->local_world_size);
+        return DDP_OK;
     }
-    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
-    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
-    if (id.local_world_size < id.world_size)
+    if (id->world_size == 1) return ddp__create_self(out, desc, id);
+    if (id->local_world_size < id->world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
-                         "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
-    result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
-    if (result != DDP_OK) return result;
-    result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
+                         "machine: give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
+    if (id->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    DDP__TRY((id->rank == 0 ? ddp__rendezvous_host : ddp__rendezvous_visit)(id, desc->timeout_ms, &heap));
+    result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
     ddp__heap_release(heap);
     return result;
 }
 
+/* How ranks meet and what they get, by the scheme of init_method. */
+static const struct ddp__meeting {
+    const char *scheme;
+    int place; /* 1 = a host or a path follows */
+    ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, NULL}, {"file://", 1, NULL}};
+
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
+    const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
+    ddp__identity id;
     ddp_group_desc d;
-    ddp_result result;
-    if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
+    DDP__NEED(out, "out is NULL");
     *out = NULL;
-    result = ddp__group_desc_resolve("ddp_group_create", desc, &d);
-    if (result != DDP_OK) return result;
-    if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
-    if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
-    if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
+    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    while (meeting < end && (meeting->place ? strncmp(d.init_method, meeting->scheme, strlen(meeting->scheme)) : strcmp(d.init_method, meeting->scheme)))
+        meeting++;
+    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    if (!meeting->create)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
                          "on one machine", d.init_method);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    DDP__TRY(ddp__identity_of(&id, &d, meeting->create == ddp__create_self));
+    id.place = d.init_method + strlen(meeting->scheme);
+    return meeting->create(out, &d, &id);
 }
 
 /* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
@@ -4440,7 +4433,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int *members, count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_result result, opened = DDP_OK;
-    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
+    DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
     if (!table) return DDP_ERR_NO_MEMORY;
@@ -4467,14 +4460,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     ddp_result result;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
+    DDP__NEED(group, "group is NULL");
     result = group->backend->status(group, group->state);
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
+    return result == DDP_OK ? DDP_OK : DDP__GROUP_FAIL(group, result, "%s", ddp_last_error());
 }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
+    DDP__NEED(group, "group is NULL");
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
     group->backend->poison(group, group->state, DDP_ERR_POISONED, text);
     return DDP_OK;
@@ -4515,13 +4508,13 @@ DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { gr
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
-    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc: group or out is NULL");
-    if (size_bytes == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc group=%s: size_bytes is 0", group->name);
+    DDP__NEED(group && out, "group or out is NULL");
+    DDP__CHECK(__func__, group, size_bytes > 0, "size_bytes is 0");
     return group->backend->alloc(group, group->state, size_bytes, out);
 }
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
+    DDP__NEED(group, "group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
 
@@ -4579,14 +4572,13 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 
 /* The life of one rank. */
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
+    const ddp__place outside = ddp__here, here = {launch->heap, rank, launch->desc->devices ? launch->desc->devices[rank] + 1 : 0};
     ddp_group *world = NULL;
-    ddp__place outside = ddp__here;
     ddp_result result;
     ddp__error_text[0] = 0;
+    ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
-    ddp__here.heap = launch->heap;
-    ddp__here.rank = rank;
-    ddp__here.device_plus_1 = launch->desc->devices ? launch->desc->devices[rank] + 1 : 0;
+    ddp__here = here;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
@@ -4606,7 +4598,6 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     pthread_sigmask(SIG_SETMASK, mask, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() == parent) { /* otherwise the parent died before the line above */
-        ddp__take_cores(launch, rank);
         ddp__set_thread_variables(launch);
         result = ddp__rank_run(launch, rank);
     }
@@ -4621,9 +4612,8 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
     r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
-    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
-    ddp__note_failure(launch, rank, DDP_ERR_PEER_LOST);
+    ddp__note_failure(launch, rank, number ? DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number)
+        : DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status));
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
@@ -4682,7 +4672,6 @@ static void ddp__launch_processes(ddp__launch *launch) {
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
     prctl(PR_SET_NAME, "ddp-rank");
-    ddp__take_cores(t->launch, t->rank);
     ddp__rank_run(t->launch, t->rank);
     return NULL;
 }
@@ -4691,13 +4680,13 @@ static void ddp__launch_threads(ddp__launch *launch) {
     ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
     int set = ddp__set_thread_variables(launch);
     for (int r = 0; r < launch->world_size; r++) {
-        threads[r].launch = launch;
-        threads[r].rank = r;
-        int error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
-        threads[r].started = error == 0;
+        ddp__launched_thread *t = &threads[r];
+        t->launch = launch;
+        t->rank = r;
+        int error = pthread_create(&t->thread, NULL, ddp__launched_thread_main, t);
+        t->started = error == 0;
         if (!error) continue;
-        ddp_fail(DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
-        ddp__note_failure(launch, r, DDP_ERR_SYSTEM);
+        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error)));
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
@@ -4719,53 +4708,47 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
 }
 
 /* Joins the world that somebody else started. */
-static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
-    ddp_group_desc group = desc->group;
+static ddp_result ddp__launch_join(const ddp__launch *launch) {
+    const ddp_launch_desc *desc = launch->desc;
     ddp_group *world;
-    char text[DDP__TEXT_MAX];
+    ddp__outcome outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
-    ddp_result result;
-    group.init_method = NULL;
-    group.rank = group.world_size = 0;
-    result = ddp_group_create(&world, &group);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp_group_create(&world, &launch->group));
     if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
-    result = fn(world, user);
+    ddp__outcome_join(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_group_destroy(world);
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
+    return ddp__outcome_tell(&outcome);
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
     const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
     ddp__launch launch = DDP_ZERO;
     ddp__identity id;
-    if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
-    if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)d->mode > DDP_LAUNCH_THREADS) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)d->mode);
-    if (d->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", d->max_restarts);
-    if (d->device_count < 0 || (d->device_count > 0 && !d->devices))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", d->device_count);
-    launch.desc = d;
-    launch.group = d->group;
-    launch.group.rank = launch.group.world_size = 0;
-    ddp_result result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
-    if (result != DDP_OK) return result;
-    if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
+    ddp_result result = DDP_OK;
     int cores = ddp__usable_cores(&launch.cpus);
-    if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
+    DDP__NEED(fn, "fn is NULL");
+    DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS, "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size,
+              DDP_MAX_LOCAL_RANKS);
+    DDP__NEED((unsigned)d->mode <= DDP_LAUNCH_THREADS, "mode=%d is not a ddp_launch_mode", (int)d->mode);
+    DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative", d->max_restarts);
+    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices", d->device_count);
+    launch.desc = d;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
-    if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    if (launch.desc->devices && launch.desc->device_count < launch.world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: %d devices for %d ranks; list one for each rank", launch.desc->device_count, launch.world_size);
-    for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
+    launch.world_size = d->world_size ? d->world_size : cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
+    launch.group = d->group;
+    launch.group.init_method = NULL;
+    launch.group.rank = launch.group.world_size = 0;
+    DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
+    DDP__TRY(ddp__identity_of(&id, &launch.group, 0));
+    if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
+    DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
+              launch.world_size);
+    for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
-        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+        if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
     }
     return result;
 }
@@ -4851,11 +4834,22 @@ static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
-/* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
-static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket) {
-    const ddp__grad *grads = reducer->grads;
-    size_t size = ddp_dtype_size(bucket->dtype);
-    for (int k = bucket->first; k <= bucket->last; k++) {
+/* Appends the bucket of all that walk[first .. last] holds of one dtype, with its ranges; returns the bytes it needs in the flat buffer. */
+static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
+    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
+    ddp__grad *grads = reducer->grads;
+    size_t size = ddp_dtype_size(dtype);
+    memset(bucket, 0, sizeof *bucket);
+    bucket->reducer = reducer;
+    bucket->index = reducer->stats.bucket_count++;
+    bucket->first = first;
+    bucket->last = last;
+    bucket->dtype = dtype;
+    bucket->wire = ddp__wire_dtype(reducer, dtype);
+    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
+    for (int k = first; k <= last; k++)
+        if (grads[reducer->walk[k]].dtype == dtype) grads[reducer->walk[k]].bucket = bucket->index;
+    for (int k = first; k <= last; k++) {
         int i = reducer->walk[k], before = grads[i].previous;
         ddp__range *range = &bucket->ranges[bucket->range_count];
         if (grads[i].bucket != bucket->index || grads[i].count == 0 || (before >= 0 && grads[before].bucket == bucket->index)) continue;
@@ -4867,28 +4861,10 @@ static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket)
     for (int k = 0; k < bucket->range_count; k++) {
         ddp__range *range = &bucket->ranges[k];
         int large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
-        range->in_place = bucket->wire == bucket->dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
+        range->in_place = bucket->wire == dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
         if (!range->in_place) bucket->flat_count += range->count;
     }
     return bucket->flat_count * ddp_dtype_size(bucket->wire);
-}
-
-/* Appends the bucket of all that walk[first .. last] holds of one dtype; returns the bytes it needs in the flat buffer. */
-static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
-    memset(bucket, 0, sizeof *bucket);
-    bucket->reducer = reducer;
-    bucket->index = reducer->stats.bucket_count++;
-    bucket->first = first;
-    bucket->last = last;
-    bucket->dtype = dtype;
-    bucket->wire = ddp__wire_dtype(reducer, dtype);
-    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
-    for (int k = first; k <= last; k++) {
-        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        if (grad->dtype == dtype) grad->bucket = bucket->index;
-    }
-    return ddp__bucket_make_ranges(reducer, bucket);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
