@@ -789,7 +789,7 @@ typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: the rest is valid once it is there */
     uint64_t count;
     uint64_t signature;  /* kind, dtype, op, root */
-    uint64_t send, recv; /* heap offset + 1, or a pointer when ranks are threads; 0 = private memory */
+    uint64_t send, recv; /* as ddp__address tells */
     unsigned char data[24];
 } ddp__post;
 
@@ -2169,7 +2169,7 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
 #endif
 #define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from here on the ways of private data are worth comparing */
 
-/* Buffers that only some calls have, found in the announcements: a pointer into this process, or NULL for private memory. */
+/* A buffer of a peer, which is not private: a pointer into this process. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
     unsigned char *found = NULL;
     if (!address || l->heap->threads) return (unsigned char *)(uintptr_t)address;
@@ -2181,7 +2181,8 @@ static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
     return found;
 }
 
-/* How peers find [pointer, pointer + size): heap offset + 1, a plain pointer among threads, or 0. */
+/* How peers find [pointer, pointer + size): by heap offset + 1, by pointer among threads, otherwise by a pointer that is marked private; 0 = no buffer. */
+#define DDP__PRIVATE (UINT64_C(1) << 63)
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
     uint64_t found = 0;
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
@@ -2192,7 +2193,7 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
             if (inside < region->total && size <= region->total - inside) found = region->offset + inside + 1;
         }
     pthread_mutex_unlock(&l->heap->lock);
-    return found;
+    return found ? found : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
 /* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
@@ -2318,61 +2319,12 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     return DDP_OK;
 }
 
-/* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
-   slower than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander, so rank 0
-   proposes in its announcement what was fastest lately, now and then another way; each rank announces where its private data lies. */
-typedef struct ddp__proposal { uint64_t send; uint8_t way, readable; } ddp__proposal; /* in the data of a large call's announcement */
-
-static ddp__route *ddp__route_of(ddp__local *l, int kind, size_t size) {
-    int power = 0;
-    while (power < 15 && size >> (power + 21)) power++;
-    return &l->route[kind][power];
-}
-
-/* given: bytes of send that peers read. */
-static void ddp__route_propose(ddp__local *l, const ddp_call *call, int kind, size_t size, const void *send, size_t given) {
-    ddp__route *route = ddp__route_of(l, kind, size);
-    ddp__proposal mine;
-    int best = 0;
-    if (size < DDP__ROUTE_BYTES) return;
-    for (int way = 1; way < DDP__WAYS; way++)
-        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
-    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (DDP__WAYS - 1))) % DDP__WAYS;
-    memset(&mine, 0, sizeof mine);
-    mine.send = (uint64_t)(uintptr_t)send;
-    mine.way = (uint8_t)best;
-    mine.readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(send, given));
-    memcpy(ddp__post_of(l, l->rank, call->seq)->data, &mine, sizeof mine);
-}
-
-static ddp__proposal ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
-    ddp__proposal proposal;
-    memcpy(&proposal, ddp__post_of(l, rank, call->seq)->data, sizeof proposal);
-    return proposal;
-}
-
-/* After everybody's announcement: the way that rank 0 proposed, and the one that all can go. */
-static int ddp__route_way(const ddp__local *l, const ddp_call *call, size_t size, int *proposed) {
-    int way = size < DDP__ROUTE_BYTES ? (int)DDP__WAY_CACHED : (int)ddp__proposal_of(l, 0, call).way;
-    *proposed = way;
-    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
-        if (!ddp__proposal_of(l, r, call).readable) way = DDP__WAY_CACHED;
-    return way;
-}
-
-/* What a large call took. A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
-static void ddp__route_note(ddp__local *l, int kind, size_t size, int proposed, double seconds) {
-    double *known = &ddp__route_of(l, kind, size)->seconds[proposed];
-    if (size >= DDP__ROUTE_BYTES) *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
-}
-
-/* Copies size bytes from `at` in a peer's send buffer, group memory or private. A failed read poisons the group. */
-static int ddp__fetch(ddp__local *l, const ddp_call *call, int peer, void *dst, size_t at, size_t size) {
-    const ddp__post *post = ddp__post_of(l, peer, call->seq);
+/* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
+static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
     char text[DDP__TEXT_MAX];
     int error;
-    if (post->send) { memcpy(dst, ddp__resolve(l, post->send) + at, size); return 1; }
-    if (ddp__vm_read(ddp__pid_of(l, peer), dst, ddp__proposal_of(l, peer, call).send + at, size)) return 1;
+    if (!(address & DDP__PRIVATE)) { memcpy(dst, ddp__resolve(l, address), size); return 1; }
+    if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     error = errno;
     /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
@@ -2429,22 +2381,6 @@ static int ddp__scatters(const ddp_call *call) { return call->kind == DDP_CALL_R
 /* Whether rank r receives what this rank adds. */
 static int ddp__receives(const ddp__local *l, const ddp_call *call, int r) {
     return call->kind == DDP_CALL_ALL_REDUCE || r == (ddp__scatters(call) ? l->rank : call->root);
-}
-
-static ddp_result ddp__reduce_small(ddp_group *group, ddp__local *l, const ddp_call *call, size_t size) {
-    size_t block = ddp__scatters(call) ? size / (size_t)l->world_size : 0, mine = (size_t)l->rank * block;
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    void *out = call->recv;
-    ddp_result result;
-    if (size) memcpy(ddp__small_of(l, l->rank, call, size), call->send, size);
-    result = ddp__enter(group, l, call, 0, 0);
-    ddp__fetch_next_payload(l, call, size);
-    if (result != DDP_OK || (call->kind == DDP_CALL_REDUCE && call->root != l->rank)) return result;
-    for (int r = 0; r < l->world_size; r++)
-        sources[r] = (r == l->rank ? (const unsigned char *)call->send : ddp__small_of(l, r, call, size)) + mine;
-    ddp__reduce_tree(&out, 1, sources, l->world_size, call->count, call->dtype, call->op, call->divisor, DDP__CACHED);
-    if (l->world_size == 2) ddp__hand_back(l, ddp__small_of(l, !l->rank, call, size) + mine, block ? block : size);
-    return DDP_OK;
 }
 
 static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
@@ -2586,62 +2522,16 @@ static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp_
     return result;
 }
 
-/* reduce_scatter: reads the peers' parts a chunk at a time into the own slot, which stays in cache, and adds from there. */
-static ddp_result ddp__reduce_read(ddp_group *group, ddp__local *l, const ddp__staged *s) {
-    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    ddp_result result = ddp__await_passed(group, l, l->round); /* peers are done with the slot */
-    if (result != DDP_OK) return result;
-    for (size_t k = 0; k < s->rounds; k++) {
-        ddp__piece mine = ddp__piece_of(s, k, l->rank);
-        void *out = (unsigned char *)s->call->recv + mine.recv;
-        for (int i = 1; i < l->world_size; i++) {
-            int r = (l->rank + i) % l->world_size;
-            unsigned char *room = scratch + (size_t)r * s->share;
-            sources[r] = room;
-            if (!ddp__fetch(l, s->call, r, room, mine.send, mine.size)) return DDP_ERR_POISONED;
-        }
-        sources[l->rank] = (const unsigned char *)s->call->send + mine.send;
-        ddp__reduce_tree(&out, 1, sources, l->world_size, mine.size / s->element, s->call->dtype, s->call->op, s->call->divisor,
-                         ddp__how(s->block, out != sources[l->rank]));
-    }
-    return ddp__direct_end(group, l);
-}
-
-/* 1 when every rank that matters announced group memory. */
-static int ddp__all_direct(const ddp__local *l, const ddp_call *call, int need_send, int need_recv, int only_root_recv) {
-    for (int r = 0; r < l->world_size; r++) {
-        const ddp__post *post = ddp__post_of(l, r, call->seq);
-        if (need_send && !post->send) return 0;
-        if (need_recv && (!only_root_recv || r == call->root) && !post->recv) return 0;
-    }
-    return 1;
-}
-
-/* A reduce_scatter so large that rank 0 proposes the way. */
-static ddp_result ddp__reduce_routed(ddp_group *group, ddp__local *l, const ddp_call *call, ddp__staged *s) {
-    int proposed, way = ddp__route_way(l, call, s->size, &proposed);
-    double start = ddp_now();
-    ddp_result result;
-    s->past = way == DDP__WAY_PAST;
-    if (way == DDP__WAY_READ) l->round = s->first - 1;
-    result = way == DDP__WAY_READ ? ddp__reduce_read(group, l, s) : ddp__reduce_staged(group, l, s, 0);
-    ddp__route_note(l, DDP__ROUTE_SCATTER, s->size, proposed, ddp_now() - start);
-    return result;
-}
-
+/* all_reduce and reduce of more than a small message. */
 static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    int rooted = call->kind == DDP_CALL_REDUCE, scatters = ddp__scatters(call);
-    size_t size = call->count * ddp_dtype_size(call->dtype) * (scatters ? (size_t)l->world_size : 1);
-    int takes = !scatters && (!rooted || call->root == l->rank), routed = scatters && size >= DDP__ROUTE_BYTES, surely_staged;
-    uint64_t send, recv;
+    size_t size = call->count * ddp_dtype_size(call->dtype);
+    uint64_t send = ddp__address(l, call->send, size), recv = 0, all;
+    int surely_staged;
     ddp__staged s;
     ddp_result result;
-    if (size <= ddp__small_limit(l)) return ddp__reduce_small(group, l, call, size);
-    send = ddp__address(l, call->send, size);
-    recv = !takes ? 0 : call->recv == call->send ? send : ddp__address(l, call->recv, size);
-    surely_staged = !routed && (!send || (takes && !recv));
-    if (routed) ddp__route_propose(l, call, DDP__ROUTE_SCATTER, size, call->send, size);
+    if (ddp__receives(l, call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, call->recv, size);
+    all = send | recv;
+    surely_staged = (all & DDP__PRIVATE) != 0;
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
     if (result != DDP_OK) return result;
@@ -2651,267 +2541,296 @@ static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_c
     }
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
-    if (ddp__all_direct(l, call, 1, !scatters, rooted)) {
-        l->round = s.first - 1;
-        return ddp__reduce_direct(group, l, call);
-    }
-    return routed ? ddp__reduce_routed(group, l, call, &s) : ddp__reduce_staged(group, l, &s, (size_t)surely_staged);
+    for (int r = 0; r < l->world_size; r++) all |= ddp__post_of(l, r, call->seq)->send | ddp__post_of(l, r, call->seq)->recv;
+    if (all & DDP__PRIVATE) return ddp__reduce_staged(group, l, &s, (size_t)surely_staged);
+    l->round = s.first - 1;
+    return ddp__reduce_direct(group, l, call);
 }
 
-/* --- everything that only moves data --- */
+/* --- what a call moves --- */
 
-/* What one rank gives to and takes from each peer. Bytes. */
+/* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
+enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */, DDP__ADDS = 16 };
+static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
+    DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
+    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS};
+
+/* What this rank gives to and takes from each rank, itself too. Bytes. */
 typedef struct ddp__move {
-    const unsigned char *give[DDP_MAX_LOCAL_RANKS];
-    size_t give_size[DDP_MAX_LOCAL_RANKS];
-    unsigned char *take[DDP_MAX_LOCAL_RANKS];
-    size_t take_size[DDP_MAX_LOCAL_RANKS];
-    size_t take_at[DDP_MAX_LOCAL_RANKS]; /* where it lies in the giver's send buffer */
-    int common;       /* every peer takes the same bytes */
-    int one_giver;    /* only root gives */
-    size_t largest;   /* over all ranks and peers */
+    const ddp_call *call;
+    int shape, common;  /* common: all peers take the same bytes */
+    const unsigned char *send;
+    unsigned char *recv;
+    size_t largest;     /* piece, over all ranks and peers */
+    size_t room;        /* for a piece in a slot */
+    size_t give_at[DDP_MAX_LOCAL_RANKS], give_size[DDP_MAX_LOCAL_RANKS];
+    size_t take_at[DDP_MAX_LOCAL_RANKS], take_size[DDP_MAX_LOCAL_RANKS];
+    size_t their_at[DDP_MAX_LOCAL_RANKS]; /* where it lies in the giver's send buffer */
 } ddp__move;
-
-static int ddp__move_route(const ddp__move *m) { return m->one_giver ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE; }
 
 static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    int me = l->rank, root = call->root;
-    const unsigned char *send = (const unsigned char *)call->send;
-    unsigned char *recv = (unsigned char *)call->recv;
-    memset(m, 0, sizeof *m);
-    m->common = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_ALL_GATHER || call->kind == DDP_CALL_ALL_GATHER_V;
-    m->one_giver = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_SCATTER;
-    m->largest = block;
+    int shape = ddp__shapes[call->kind], me = l->rank, here = me == call->root;
+    size_t split = shape & DDP__SPLITS ? block : 0, joined = shape & DDP__JOINS ? block : 0;
+    m->call = call;
+    m->shape = shape;
+    m->common = !(shape & DDP__SPLITS);
+    m->send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
+    m->recv = (unsigned char *)call->recv;
+    m->largest = call->recv_counts ? 0 : block;
+    m->room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
     for (int p = 0; p < l->world_size; p++) {
-        size_t at = (size_t)p * block;
-        switch (call->kind) {
-        case DDP_CALL_BROADCAST:
-            if (me == root) { m->give[p] = (const unsigned char *)call->recv; m->give_size[p] = p == root ? 0 : block; }
-            else if (p == root) { m->take[p] = recv; m->take_size[p] = block; }
-            break;
-        case DDP_CALL_ALL_GATHER:
-            m->give[p] = send; m->give_size[p] = block;
-            m->take[p] = recv + at; m->take_size[p] = block;
-            break;
-        case DDP_CALL_GATHER:
-            if (p == root) { m->give[p] = send; m->give_size[p] = block; }
-            if (me == root) { m->take[p] = recv + at; m->take_size[p] = block; }
-            break;
-        case DDP_CALL_SCATTER:
-            if (me == root) { m->give[p] = send + at; m->give_size[p] = block; }
-            if (p == root) { m->take[p] = recv; m->take_size[p] = block; m->take_at[p] = (size_t)me * block; }
-            break;
-        case DDP_CALL_ALL_TO_ALL:
-            m->give[p] = send + at; m->give_size[p] = block;
-            m->take[p] = recv + at; m->take_size[p] = block; m->take_at[p] = (size_t)me * block;
-            break;
-        case DDP_CALL_ALL_GATHER_V:
-            m->give[p] = send; m->give_size[p] = call->recv_counts[me] * element;
-            m->take[p] = recv + call->recv_offsets[p] * element; m->take_size[p] = call->recv_counts[p] * element;
-            if (p == 0 || m->take_size[p] > m->largest) m->largest = m->take_size[p];
-            break;
-        case DDP_CALL_ALL_TO_ALL_V:
-            m->give[p] = send + call->send_offsets[p] * element; m->give_size[p] = call->send_counts[p] * element;
-            m->take[p] = recv + call->recv_offsets[p] * element; m->take_size[p] = call->recv_counts[p] * element;
-            break;
-        default: break;
-        }
+        int there = p == call->root;
+        m->give_at[p] = (size_t)p * split;
+        m->take_at[p] = (size_t)p * joined;
+        m->their_at[p] = (size_t)me * split;
+        m->give_size[p] = (shape & DDP__FROM_ROOT && !here) || (shape & DDP__TO_ROOT && !there) ? 0 : block;
+        m->take_size[p] = (shape & DDP__FROM_ROOT && !there) || (shape & DDP__TO_ROOT && !here) ? 0 : block;
+        if (!call->recv_counts) continue;
+        m->give_at[p] = call->send_offsets ? call->send_offsets[p] * element : 0;
+        m->give_size[p] = (call->send_counts ? call->send_counts[p] : call->recv_counts[me]) * element;
+        m->take_at[p] = call->recv_offsets[p] * element;
+        m->take_size[p] = call->recv_counts[p] * element;
+        if (m->take_size[p] > m->largest) m->largest = m->take_size[p];
     }
 }
 
-/* What a rank gives to itself. */
+/* What is left of a piece, as far as there is room. */
+static size_t ddp__left(size_t size, size_t done, size_t room) { return size <= done ? 0 : size - done < room ? size - done : room; }
+
+/* What a rank gives to itself; sums take it as a source. */
 static void ddp__move_own(const ddp__local *l, const ddp__move *m) {
-    int me = l->rank;
-    if (m->take_size[me] && m->give_size[me] && m->take[me] != m->give[me]) memcpy(m->take[me], m->give[me], m->take_size[me]);
+    size_t n = m->give_size[l->rank] && !(m->shape & DDP__ADDS) ? m->take_size[l->rank] : 0;
+    if (n && m->recv + m->take_at[l->rank] != m->send + m->give_at[l->rank]) memcpy(m->recv + m->take_at[l->rank], m->send + m->give_at[l->rank], n);
 }
 
 /* Bytes of the own payload, or of a slot, when each piece has `room` bytes. */
 static void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room, int past) {
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        size_t n = m->give_size[p] > done ? m->give_size[p] - done : 0;
-        if (n > room) n = room;
-        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->give[p] + done, n);
+        size_t n = ddp__left(m->give_size[p], done, room);
+        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->send + m->give_at[p] + done, n);
         if (m->common && n) break;
     }
     if (past) ddp__stream_end();
 }
 
-static void ddp__move_take(const ddp__local *l, const ddp__move *m, int p, unsigned char *in, size_t done, size_t room, int past) {
-    size_t n = m->take_size[p] > done ? m->take_size[p] - done : 0;
-    if (n > room) n = room;
-    if (!m->common) in += (size_t)l->rank * room;
-    if (past) {
-        ddp__copy_stream(m->take[p] + done, in, n);
-        ddp__stream_end();
-    } else if (n) {
-        ddp__copy_across(m->take[p] + done, in, n);
-        if (!m->common || l->world_size == 2) ddp__hand_back(l, in, n);
-    }
+/* Adds what lies at in[r] to the own piece, from byte done on. */
+static void ddp__move_add(const ddp__local *l, const ddp__move *m, unsigned char *const *in, size_t done, size_t room, int how) {
+    const ddp_call *call = m->call;
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *out = m->recv + done;
+    size_t n = ddp__left(m->take_size[l->rank], done, room);
+    if (!n) return;
+    for (int r = 0; r < l->world_size; r++) sources[r] = r == l->rank ? m->send + m->give_at[r] + done : in[r];
+    ddp__reduce_tree(&out, 1, sources, l->world_size, n / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor, how);
 }
 
-static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+/* Takes what lies at in[p], in payloads or slots. */
+static void ddp__move_take(const ddp__local *l, const ddp__move *m, unsigned char *const *in, size_t done, size_t room, int how) {
+    if (m->shape & DDP__ADDS) ddp__move_add(l, m, in, done, room, how);
+    for (int i = 1; i < l->world_size; i++) {
+        int p = (l->rank + i) % l->world_size;
+        size_t n = ddp__left(m->take_size[p], done, room);
+        if (n && !(m->shape & DDP__ADDS)) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + m->take_at[p] + done, in[p], n);
+        if (how != DDP__PAST && (!m->common || l->world_size == 2)) ddp__hand_back(l, in[p], n);
+    }
+    if (how == DDP__PAST) ddp__stream_end();
+}
+
+static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
     size_t room = m->largest, size = m->common ? room : room * (size_t)l->world_size;
+    unsigned char *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
-    ddp__move_fill(l, m, ddp__small_of(l, l->rank, call, size), 0, room, 0);
-    result = ddp__enter(group, l, call, 0, 0);
+    ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, room, 0);
+    result = ddp__enter(group, l, m->call, 0, 0);
     if (result != DDP_OK) return result;
-    ddp__fetch_next_payload(l, call, size);
+    ddp__fetch_next_payload(l, m->call, size);
     ddp__move_own(l, m);
-    for (int p = 0; p < l->world_size; p++)
-        if (p != l->rank) ddp__move_take(l, m, p, ddp__small_of(l, p, call, size), 0, room, 0);
+    for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + (m->common ? 0 : (size_t)l->rank * room);
+    ddp__move_take(l, m, in, 0, room, DDP__CACHED);
     return DDP_OK;
 }
 
-/* Takes straight from the givers' buffers. */
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
+/* Takes straight from the givers' buffers. What is private is read in one copy; to be added, piece by piece into the own slot, which stays in cache. */
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__move *m, int read) {
+    int adds = m->shape & DDP__ADDS;
+    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round), *in[DDP_MAX_LOCAL_RANKS];
+    size_t room = adds && read ? m->room : m->largest;
+    ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
+    if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l, m);
-    for (int i = 1; i < l->world_size; i++) {
-        int p = (l->rank + i) % l->world_size;
-        if (m->take_size[p] && !ddp__fetch(l, call, p, m->take[p], m->take_at[p], m->take_size[p])) return DDP_ERR_POISONED;
+    for (size_t done = 0; done < m->largest; done += room) {
+        for (int i = 1; i < l->world_size; i++) {
+            int p = (l->rank + i) % l->world_size;
+            uint64_t address = ddp__post_of(l, p, m->call->seq)->send + m->their_at[p] + done;
+            size_t n = ddp__left(m->take_size[p], done, room);
+            if (n && adds && !read) in[p] = ddp__resolve(l, address);
+            else if (n) in[p] = adds ? scratch + (size_t)p * room : m->recv + m->take_at[p];
+            if (n && !(adds && !read) && !ddp__fetch(l, p, in[p], address, n)) return DDP_ERR_POISONED;
+        }
+        if (adds) ddp__move_add(l, m, in, done, room, ddp__how(m->largest, m->recv != m->send + m->give_at[l->rank]));
     }
     return ddp__direct_end(group, l);
 }
 
 /* A large all-gather into group memory: each rank writes its block past the caches into everybody's buffer. Reading lines that are new in another core's
    cache is what costs time there, and nobody does. */
-static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
+static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, call->seq)->recv) + (size_t)l->rank * m->largest, call->send, m->largest);
+        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + m->take_at[l->rank], m->send, m->largest);
     }
     ddp__stream_end();
     return ddp__direct_end(group, l);
 }
 
-static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, int past) {
-    size_t room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
-    size_t rounds = (m->largest + room - 1) / room;
+/* Piece by piece through slots. The first `filled` pieces lie there already. */
+static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
+    size_t room = m->room, rounds = (m->largest + room - 1) / room;
     uint64_t first = l->round + 1;
+    unsigned char *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
     l->round += rounds;
-    for (size_t k = 0; k <= rounds; k++) { /* fills piece k, then takes piece k - 1 */
+    for (size_t k = filled; k <= rounds; k++) { /* fills piece k, then takes piece k - 1 */
         if (k < rounds) {
             result = ddp__slot_free(group, l, first + k);
             if (result != DDP_OK) return result;
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k * room, room, past);
             ddp__tick_filled(l, first + k);
         }
-        if (k == 0) { ddp__move_own(l, m); continue; }
+        if (k == filled) ddp__move_own(l, m);
+        if (k == 0) continue;
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            if (m->take_size[p] <= (k - 1) * room) continue;
-            result = ddp__await_filled(group, l, p, first + k - 1);
+            in[p] = ddp__slot_of(l, p, first + k - 1) + (m->common ? 0 : (size_t)l->rank * room);
+            result = m->take_size[p] > (k - 1) * room ? ddp__await_filled(group, l, p, first + k - 1) : DDP_OK;
             if (result != DDP_OK) return result;
-            ddp__move_take(l, m, p, ddp__slot_of(l, p, first + k - 1), (k - 1) * room, room, past);
         }
+        ddp__move_take(l, m, in, (k - 1) * room, room, past ? DDP__PAST : DDP__LARGE);
         ddp__tick_passed(l, first + k - 1);
     }
     return DDP_OK;
 }
 
-static ddp_result ddp__move_staged(ddp_group *group, ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    int proposed, way = ddp__route_way(l, call, m->largest, &proposed);
-    double start = ddp_now();
-    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, call, m) : ddp__move_rounds(group, l, m, way == DDP__WAY_PAST);
-    ddp__route_note(l, ddp__move_route(m), m->largest, proposed, ddp_now() - start);
+/* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
+   slower than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander, so rank 0
+   proposes in its announcement what was fastest lately, now and then another way, and each rank says whether its buffer can be read. */
+typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
+
+static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
+    return (ddp__proposal *)(void *)ddp__post_of(l, rank, call->seq)->data;
+}
+
+/* NULL where the ways are not worth comparing. given: bytes of send that peers read. */
+static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
+    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, best = 0, power = 0;
+    size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
+    ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
+    ddp__route *route;
+    if (size < DDP__ROUTE_BYTES) return NULL;
+    while (power < 15 && size >> (power + 21)) power++;
+    route = &l->route[kind][power];
+    for (int way = 1; way < DDP__WAYS; way++)
+        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
+    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (DDP__WAYS - 1))) % DDP__WAYS;
+    mine->way = (uint8_t)best;
+    mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
+    return route;
+}
+
+/* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
+static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
+    int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : DDP__WAY_CACHED, way = proposed;
+    double start = route ? ddp_now() : 0, *known = route ? &route->seconds[proposed] : NULL, seconds;
+    ddp_result result;
+    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
+        if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
+    result = way == DDP__WAY_READ ? ddp__move_direct(group, l, m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
+    if (!route) return result;
+    seconds = ddp_now() - start; /* a faster time counts at once, a slower one little by little: it may be somebody else's fault */
+    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
     return result;
 }
 
-static int ddp__move_givers_direct(const ddp__local *l, const ddp_call *call, const ddp__move *m) {
-    for (int p = 0; p < l->world_size; p++)
-        if ((!m->one_giver || p == call->root) && !ddp__post_of(l, p, call->seq)->send) return 0;
-    return call->kind != DDP_CALL_ALL_TO_ALL_V; /* where pieces lie is the giver's secret */
-}
+/* The counts of a _v call: each rank's lie in its payload, with where its pieces begin. */
+typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], at[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
+static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
 
-static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    ddp__move m;
-    const void *source = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
-    size_t span;
-    int push;
-    ddp_result result;
-    ddp__move_plan(l, call, &m);
-    push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
-    if (m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && m.largest <= ddp__small_limit(l)) return ddp__move_small(group, l, call, &m);
-    span = call->kind == DDP_CALL_GATHER ? m.largest : m.common ? m.give_size[(l->rank + 1) % l->world_size] : m.largest * (size_t)l->world_size;
-    if (m.one_giver && l->rank != call->root) source = NULL;
-    ddp__route_propose(l, call, ddp__move_route(&m), m.largest, source, span);
-    result = ddp__enter(group, l, call, ddp__address(l, source, span),
-                        push ? ddp__address(l, call->recv, m.largest * (size_t)l->world_size) : 0);
-    if (result != DDP_OK) return result;
-    if (push && ddp__all_direct(l, call, 0, 1, 0)) return ddp__move_push(group, l, call, &m);
-    if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
-    return ddp__move_staged(group, l, call, &m);
-}
-
-/* The counts of a _v call: each rank's row lies in its payload; who disagrees is named. */
-static ddp_result ddp__local_all_to_all_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
-    size_t element = ddp_dtype_size(call->dtype);
-    char text[DDP__TEXT_MAX];
-    ddp__move m;
-    ddp_result result;
-    for (int p = 0; p < l->world_size; p++) { row[p] = call->send_counts[p]; row[DDP_MAX_LOCAL_RANKS + p] = call->recv_counts[p]; }
-    result = ddp__enter(group, l, call, 0, 0);
-    if (result != DDP_OK) return result;
-    ddp__move_plan(l, call, &m);
-    m.largest = 0;
-    for (int from = 0; from < l->world_size; from++)
-        for (int to = 0; to < l->world_size; to++) {
-            uint64_t given = ((uint64_t *)(void *)ddp__payload_of(l, from, call->seq))[to];
-            uint64_t wanted = ((uint64_t *)(void *)ddp__payload_of(l, to, call->seq))[DDP_MAX_LOCAL_RANKS + from];
-            if (given * element > m.largest) m.largest = (size_t)given * element;
-            if (given == wanted) continue;
-            snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, (unsigned long long)given,
-                     to, (unsigned long long)wanted);
-            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
-            return DDP_ERR_POISONED;
-        }
-    return ddp__move_rounds(group, l, &m, 0);
-}
-
-/* recv_counts are compared by their total, as count, and then one by one: each rank's row lies in its payload. */
-static ddp_result ddp__local_all_gather_v(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    uint64_t *row = (uint64_t *)(void *)ddp__payload_of(l, l->rank, call->seq);
-    char text[DDP__TEXT_MAX];
-    ddp__move m;
-    ddp_result result;
-    for (int p = 0; p < l->world_size; p++) row[p] = call->recv_counts[p];
-    ddp__move_plan(l, call, &m);
-    ddp__route_propose(l, call, DDP__ROUTE_MOVE, m.largest, call->send, m.give_size[0]);
-    result = ddp__enter(group, l, call, ddp__address(l, call->send, m.give_size[0]), 0);
-    if (result != DDP_OK) return result;
+static void ddp__counts_tell(const ddp__local *l, const ddp__move *m) {
+    size_t element = ddp_dtype_size(m->call->dtype);
+    ddp__counts *mine = ddp__counts_of(l, l->rank, m->call);
     for (int p = 0; p < l->world_size; p++) {
-        const uint64_t *theirs = (const uint64_t *)(const void *)ddp__payload_of(l, p, call->seq);
-        for (int i = 0; i < l->world_size; i++) {
-            if (theirs[i] == row[i]) continue;
-            snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, (unsigned long long)row[i],
-                     l->rank, (unsigned long long)theirs[i], p);
+        mine->give[p] = m->give_size[p] / element;
+        mine->take[p] = m->take_size[p] / element;
+        mine->at[p] = m->give_at[p];
+    }
+}
+
+/* After everybody's announcement: completes the plan; who disagrees is named. */
+static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
+    size_t element = ddp_dtype_size(m->call->dtype);
+    char text[DDP__TEXT_MAX];
+    for (int from = 0; from < l->world_size; from++) {
+        const ddp__counts *giver = ddp__counts_of(l, from, m->call);
+        m->their_at[from] = (size_t)giver->at[l->rank];
+        for (int to = 0; to < l->world_size; to++) {
+            unsigned long long given = giver->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
+            if (given * element > m->largest) m->largest = (size_t)given * element;
+            if (given == wanted) continue;
+            if (m->common) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
-            return DDP_ERR_POISONED;
+            return 0;
         }
     }
-    if (ddp__move_givers_direct(l, call, &m)) return ddp__move_direct(group, l, call, &m);
-    return ddp__move_staged(group, l, call, &m);
+    return 1;
+}
+
+/* Everything but barriers, and but what all_reduce and reduce do with more than a small message. */
+static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    int with_counts = call->recv_counts != NULL, filled, push;
+    uint64_t send, sends = 0, recv = 0, recvs = 0;
+    size_t span = 0;
+    ddp__move m;
+    ddp__route *route;
+    ddp_result result;
+    ddp__move_plan(l, call, &m);
+    if (m.largest <= ddp__small_limit(l) && m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && !with_counts)
+        return ddp__move_small(group, l, &m);
+    if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE) return ddp__local_reduce(group, l, call);
+    for (int p = 0; p < l->world_size; p++)
+        if (m.give_size[p] && m.give_at[p] + m.give_size[p] > span) span = m.give_at[p] + m.give_size[p];
+    push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
+    send = ddp__address(l, span ? m.send : NULL, span);
+    if (push) recv = ddp__address(l, m.recv, m.largest * (size_t)l->world_size);
+    route = call->send_counts ? NULL : ddp__route_propose(l, &m, span);
+    filled = !route && !with_counts && send & DDP__PRIVATE; /* the first piece travels with the announcement */
+    if (with_counts) ddp__counts_tell(l, &m);
+    if (filled) {
+        result = ddp__slot_free(group, l, l->round + 1);
+        if (result != DDP_OK) return result;
+        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, m.room, 0);
+        ddp__store(&l->line[l->rank].filled, l->round + 1);
+    }
+    result = ddp__enter(group, l, call, send, recv);
+    if (result != DDP_OK) return result;
+    if (with_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
+    for (int r = 0; r < l->world_size; r++) {
+        sends |= ddp__post_of(l, r, call->seq)->send;
+        recvs |= ddp__post_of(l, r, call->seq)->recv;
+    }
+    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_push(group, l, &m);
+    return sends & DDP__PRIVATE ? ddp__move_private(group, l, &m, (size_t)filled, route) : ddp__move_direct(group, l, &m, 0);
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
     ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
-    switch (call->kind) {
-    case DDP_CALL_BARRIER: result = ddp__enter(group, l, call, 0, 0); break;
-    case DDP_CALL_ALL_REDUCE:
-    case DDP_CALL_REDUCE:
-    case DDP_CALL_REDUCE_SCATTER: result = ddp__local_reduce(group, l, call); break;
-    case DDP_CALL_ALL_TO_ALL_V: result = ddp__local_all_to_all_v(group, l, call); break;
-    case DDP_CALL_ALL_GATHER_V: result = ddp__local_all_gather_v(group, l, call); break;
-    default: result = ddp__local_move(group, l, call); break;
-    }
+    result = call->kind == DDP_CALL_BARRIER ? ddp__enter(group, l, call, 0, 0) : ddp__local_move(group, l, call);
     if (result != DDP_OK) ddp__reach_await(l);
     return result;
 }
@@ -2922,13 +2841,12 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
    wants, and then, by size and memory:
 
      inline    the data lies in the message: the send was done at once
-     direct    group memory, or threads: the receiver copies from the sender's buffer
-     vm_read   private memory: the receiver reads the sender's memory (process_vm_readv)
+     in place  the receiver copies from the sender's buffer; out of another process's private memory by process_vm_readv
      staged    where that is refused: through two chunks of the channel, sender and receiver in turn */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
-enum { DDP__HOW_INLINE = 0, DDP__HOW_DIRECT, DDP__HOW_VM, DDP__HOW_STAGED };
+enum { DDP__HOW_INLINE = 0, DDP__HOW_IN_PLACE, DDP__HOW_STAGED };
 
 typedef struct ddp__message {
     DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
@@ -2979,11 +2897,10 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->dtype = (uint32_t)r->call.dtype;
     m->count = r->call.count;
     m->order = l->send_order[r->call.root]++;
-    m->address = r->size <= DDP__INLINE ? 0 : ddp__address(l, r->call.send, r->size);
-    m->how = r->size <= DDP__INLINE ? DDP__HOW_INLINE : m->address ? DDP__HOW_DIRECT : DDP__HOW_VM;
-    if (m->how == DDP__HOW_VM) m->address = (uint64_t)(uintptr_t)r->call.send;
-    if (m->how == DDP__HOW_INLINE && r->size) memcpy(m->data, r->call.send, r->size);
-    r->done = m->how == DDP__HOW_INLINE;
+    r->done = r->size <= DDP__INLINE;
+    m->how = r->done ? DDP__HOW_INLINE : DDP__HOW_IN_PLACE;
+    if (!r->done) m->address = ddp__address(l, r->call.send, r->size);
+    else if (r->size) memcpy(m->data, r->call.send, r->size);
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
     ddp__ring(l, r->call.root);
@@ -3039,38 +2956,42 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
 }
 
+/* Copies out of the sender's buffer; 0 when that is refused, or the group has failed: a sender that gave up may have changed its buffer. */
+static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
+    int peer = r->call.root, can = ddp__load(&l->vm_read);
+    uint64_t address = r->message->address, bit = UINT64_C(1) << peer;
+    if (address & DDP__PRIVATE) {
+        if (can == 0) can = l->has_read & bit ? 1 : ddp__can_read(l, peer);
+        if (can > 0) l->has_read |= bit;
+        if (can <= 0 || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size)) {
+            if (can < 0 || ddp__can_read(l, peer) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
+            return 0;
+        }
+    } else {
+        if (!ddp__reach_begin(l)) return 0;
+        memcpy(r->call.recv, ddp__resolve(l, address), r->size);
+        ddp__reach_end(l);
+    }
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return !ddp__load(&l->control->poison);
+}
+
 /* The receiver's side of a claimed message. */
 static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
     ddp__message *m = r->message;
-    int how = m->how, in_place = how == DDP__HOW_DIRECT || how == DDP__HOW_VM;
+    int how = m->how;
     if (how == DDP__HOW_INLINE) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-    } else if (how == DDP__HOW_DIRECT) {
-        if (!ddp__reach_begin(l)) return;
-        memcpy(r->call.recv, ddp__resolve(l, m->address), r->size);
-        ddp__reach_end(l);
-        r->done = 1;
-    } else if (how == DDP__HOW_VM) {
-        uint64_t peer = UINT64_C(1) << r->call.root;
-        int can = ddp__load(&l->vm_read);
-        if (can == 0) can = l->has_read & peer ? 1 : ddp__can_read(l, r->call.root);
-        if (can > 0) l->has_read |= peer;
-        r->done = can > 0 && ddp__vm_read(ddp__pid_of(l, r->call.root), r->call.recv, m->address, r->size);
-        if (!r->done) { /* refused here: ask for the staged way, one message of a channel at a time */
-            if (can < 0 || ddp__can_read(l, r->call.root) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
-            if (r->channel->active) return;
-            r->channel->active = 1;
-            ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
-        }
+    } else if (how == DDP__HOW_IN_PLACE) {
+        r->done = ddp__recv_in_place(l, r);
+        if (!r->done && r->channel->active) return; /* stages one message at a time */
+        r->channel->active |= !r->done;
+        if (!r->done) ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
     } else {
         ddp__stage_step(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
-    }
-    if (r->done && in_place) { /* a sender that gave up may have changed its buffer meanwhile */
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        r->done = !ddp__load(&l->control->poison);
     }
     if (r->done) ddp__store(&m->state, (uint32_t)(how == DDP__HOW_INLINE ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
     ddp__ring(l, r->call.root);
