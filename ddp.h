@@ -2373,15 +2373,15 @@ static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
     return part;
 }
 
-/* --- all_reduce, reduce and reduce_scatter ---
-   Rank r adds part r of the data over all ranks. all_reduce, reduce: share r of each chunk, for everybody or for root. reduce_scatter: block r, for itself. */
-
-static int ddp__scatters(const ddp_call *call) { return call->kind == DDP_CALL_REDUCE_SCATTER; }
-
-/* Whether rank r receives what this rank adds. */
-static int ddp__receives(const ddp__local *l, const ddp_call *call, int r) {
-    return call->kind == DDP_CALL_ALL_REDUCE || r == (ddp__scatters(call) ? l->rank : call->root);
+/* Slots of a round may be filled once everybody is done with the round DDP__SLOTS before. */
+static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round) {
+    return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
 }
+
+/* --- all_reduce and reduce of more than a small message ---
+   Rank r adds share r of the data over all ranks, if private of each chunk, for everybody or for root. */
+
+static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
 
 static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
     size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
@@ -2389,13 +2389,12 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0, apart = 0;
-    if (ddp__scatters(call)) { part.begin = (size_t)l->rank * size; part.size = size; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     for (int r = 0; r < l->world_size; r++) {
         const ddp__post *post = ddp__post_of(l, r, call->seq);
         sources[r] = ddp__resolve(l, post->send) + part.begin;
-        if (!ddp__receives(l, call, r)) continue;
-        outs[out_count] = ddp__scatters(call) ? (unsigned char *)call->recv : ddp__resolve(l, post->recv) + part.begin;
+        if (!ddp__receives(call, r)) continue;
+        outs[out_count] = ddp__resolve(l, post->recv) + part.begin;
         apart += outs[out_count++] != sources[r];
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / element, call->dtype, call->op, call->divisor,
@@ -2406,104 +2405,73 @@ static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_
 typedef struct ddp__staged { /* one reduction through slots; bytes */
     const ddp_call *call;
     size_t element, size, rounds;
-    size_t block;              /* reduce_scatter: of a rank; 0 otherwise */
     size_t chunk;              /* of the data; what a slot holds */
     size_t share, first_share; /* of a rank in a chunk, and in the first one, which may be shorter */
     uint64_t first;            /* number of the first round */
-    int past;                  /* past the caches */
 } ddp__staged;
 
 /* On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level cache, and chunks
    that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
-static size_t ddp__staged_chunk(const ddp__local *l, size_t size, int scatters) {
+static size_t ddp__staged_chunk(const ddp__local *l, size_t size) {
     size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
-    if (scatters) return DDP__CHUNK;
     if (!l->amd) return DDP__CHUNK / 4;
     return chunk < DDP__CHUNK ? chunk : DDP__CHUNK;
 }
 
 static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
-    size_t w = (size_t)l->world_size;
     ddp__staged s;
-    memset(&s, 0, sizeof s);
     s.call = call;
     s.element = ddp_dtype_size(call->dtype);
     s.size = call->count * s.element;
-    if (ddp__scatters(call)) { s.block = s.size; s.size *= w; }
-    s.chunk = ddp__staged_chunk(l, s.size, s.block != 0);
-    s.share = s.block ? s.chunk / w / DDP__ALIGN * DDP__ALIGN : ddp__share(s.chunk, l->world_size);
-    s.rounds = s.block ? (s.block + s.share - 1) / s.share : (s.size + s.chunk - 1) / s.chunk;
-    s.first_share = s.rounds ? ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size) : 0;
+    s.chunk = ddp__staged_chunk(l, s.size);
+    s.rounds = (s.size + s.chunk - 1) / s.chunk;
+    s.share = ddp__share(s.chunk, l->world_size);
+    s.first_share = ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size);
     s.first = l->round + 1;
     l->round += s.rounds;
     return s;
 }
 
-/* Where part r of chunk k lies. Chunks of an all_reduce go from the end of the buffer backwards: what its owner wrote last is still in its cache. 10% at
-   64 MiB; 4% less for the single copies of a reduce_scatter. */
-typedef struct ddp__piece { size_t send, slot, recv, size; } ddp__piece; /* bytes */
-static ddp__piece ddp__piece_of(const ddp__staged *s, size_t k, int r) {
-    size_t at = s->block ? k * s->share : (s->rounds - 1 - k) * s->chunk;
-    ddp__piece p;
-    if (s->block) {
-        p.size = s->block - at < s->share ? s->block - at : s->share;
-        p.send = (size_t)r * s->block + at;
-        p.slot = (size_t)r * s->share;
-        p.recv = at;
-    } else {
-        ddp__part part = k ? ddp__part_of(s->chunk, s->share, r) : ddp__part_of(s->size - at, s->first_share, r);
-        p.size = part.size;
-        p.slot = part.begin;
-        p.send = p.recv = at + part.begin;
-    }
-    return p;
+/* Share r of chunk k, as it lies in a slot, and where the chunk begins. Chunks go from the end of the buffer backwards: what its owner wrote last is
+   still in its cache. 10% at 64 MiB. */
+static ddp__part ddp__staged_part(const ddp__staged *s, size_t k, int r, size_t *at) {
+    *at = (s->rounds - 1 - k) * s->chunk;
+    return k ? ddp__part_of(s->chunk, s->share, r) : ddp__part_of(s->size - *at, s->first_share, r);
 }
 
-/* Copies what the others add of chunk k into the own slot. */
-static void ddp__staged_fill(ddp__local *l, const ddp__staged *s, size_t k) {
+/* Copies what the others add of chunk k into the own slot, or their sums out of it. */
+static void ddp__staged_copy(ddp__local *l, const ddp__staged *s, size_t k, int fill) {
     unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
     for (int r = 0; r < l->world_size; r++) {
-        ddp__piece p = ddp__piece_of(s, k, r);
-        if (r != l->rank) (s->past ? ddp__copy_stream : ddp__copy_across)(slot + p.slot, (const unsigned char *)s->call->send + p.send, p.size);
+        size_t at;
+        ddp__part part = ddp__staged_part(s, k, r, &at);
+        at += part.begin;
+        if (r == l->rank) continue;
+        if (fill) ddp__copy_across(slot + part.begin, (const unsigned char *)s->call->send + at, part.size);
+        else ddp__copy_across((unsigned char *)s->call->recv + at, slot + part.begin, part.size);
     }
-    if (s->past) ddp__stream_end();
 }
 
-/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from: of those who receive it, and to hand lines back. */
+/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from, of those who receive it. */
 static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
     const ddp_call *call = s->call;
-    ddp__piece p = ddp__piece_of(s, k, l->rank);
+    size_t at;
+    ddp__part part = ddp__staged_part(s, k, l->rank, &at);
     const void *sources[DDP_MAX_LOCAL_RANKS];
     void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0, hand_back = s->block && l->amd && !s->past;
+    int out_count = 0;
+    at += part.begin;
     for (int i = 0; i < l->world_size; i++) {
         int r = (l->rank + i) % l->world_size;
-        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + p.slot;
+        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + part.begin;
         ddp_result result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, s->first + k);
         if (result != DDP_OK) return result;
-        sources[r] = r == l->rank ? (const unsigned char *)call->send + p.send : slot;
-        if (hand_back || ddp__receives(l, call, r)) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + p.recv : slot;
+        sources[r] = r == l->rank ? (const unsigned char *)call->send + at : slot;
+        if (ddp__receives(call, r)) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + at : slot;
     }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, p.size / s->element, call->dtype, call->op, call->divisor, s->past ? DDP__PAST : DDP__LARGE);
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / s->element, call->dtype, call->op, call->divisor, DDP__LARGE);
     ddp__tick_passed(l, s->first + k);
     return DDP_OK;
-}
-
-/* Copies the others' sums of chunk k out of the own slot. */
-static ddp_result ddp__staged_drain(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
-    const unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
-    ddp_result result = s->block ? DDP_OK : ddp__await_passed(group, l, s->first + k);
-    if (result != DDP_OK || s->block || (s->call->kind == DDP_CALL_REDUCE && s->call->root != l->rank)) return result;
-    for (int r = 0; r < l->world_size; r++) {
-        ddp__piece p = ddp__piece_of(s, k, r);
-        if (r != l->rank) ddp__copy_across((unsigned char *)s->call->recv + p.recv, slot + p.slot, p.size);
-    }
-    return DDP_OK;
-}
-
-/* Slots of a round may be filled once everybody is done with the round DDP__SLOTS before. */
-static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round) {
-    return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
 }
 
 /* The first `filled` chunks have been filled already. */
@@ -2513,36 +2481,37 @@ static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp_
         if (k < s->rounds) {
             result = ddp__slot_free(group, l, s->first + k);
             if (result != DDP_OK) break;
-            ddp__staged_fill(l, s, k);
+            ddp__staged_copy(l, s, k, 1);
             ddp__tick_filled(l, s->first + k);
         }
         if (k > 0 && k <= s->rounds) result = ddp__staged_reduce(group, l, s, k - 1);
-        if (k > 1 && result == DDP_OK) result = ddp__staged_drain(group, l, s, k - 2);
+        if (k < 2 || result != DDP_OK) continue;
+        result = ddp__await_passed(group, l, s->first + k - 2);
+        if (result == DDP_OK && ddp__receives(s->call, l->rank)) ddp__staged_copy(l, s, k - 2, 0);
     }
     return result;
 }
 
-/* all_reduce and reduce of more than a small message. */
 static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
     size_t size = call->count * ddp_dtype_size(call->dtype);
     uint64_t send = ddp__address(l, call->send, size), recv = 0, all;
-    int surely_staged;
+    size_t filled;
     ddp__staged s;
     ddp_result result;
-    if (ddp__receives(l, call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, call->recv, size);
+    if (ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, call->recv, size);
     all = send | recv;
-    surely_staged = (all & DDP__PRIVATE) != 0;
+    filled = (all & DDP__PRIVATE) != 0; /* surely staged: the first chunk travels with the announcement */
     s = ddp__staged_begin(l, call);
     result = ddp__slot_free(group, l, s.first);
     if (result != DDP_OK) return result;
-    if (surely_staged) { /* the first chunk travels with the announcement */
-        ddp__staged_fill(l, &s, 0);
+    if (filled) {
+        ddp__staged_copy(l, &s, 0, 1);
         ddp__store(&l->line[l->rank].filled, s.first);
     }
     result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
     for (int r = 0; r < l->world_size; r++) all |= ddp__post_of(l, r, call->seq)->send | ddp__post_of(l, r, call->seq)->recv;
-    if (all & DDP__PRIVATE) return ddp__reduce_staged(group, l, &s, (size_t)surely_staged);
+    if (all & DDP__PRIVATE) return ddp__reduce_staged(group, l, &s, filled);
     l->round = s.first - 1;
     return ddp__reduce_direct(group, l, call);
 }
@@ -2562,7 +2531,6 @@ typedef struct ddp__move {
     const unsigned char *send;
     unsigned char *recv;
     size_t largest;     /* piece, over all ranks and peers */
-    size_t room;        /* for a piece in a slot */
     size_t give_at[DDP_MAX_LOCAL_RANKS], give_size[DDP_MAX_LOCAL_RANKS];
     size_t take_at[DDP_MAX_LOCAL_RANKS], take_size[DDP_MAX_LOCAL_RANKS];
     size_t their_at[DDP_MAX_LOCAL_RANKS]; /* where it lies in the giver's send buffer */
@@ -2570,29 +2538,34 @@ typedef struct ddp__move {
 
 static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    int shape = ddp__shapes[call->kind], me = l->rank, here = me == call->root;
+    int shape = ddp__shapes[call->kind], me = l->rank, root = call->root;
     size_t split = shape & DDP__SPLITS ? block : 0, joined = shape & DDP__JOINS ? block : 0;
+    size_t give = shape & DDP__FROM_ROOT && me != root ? 0 : block, take = shape & DDP__TO_ROOT && me != root ? 0 : block;
     m->call = call;
     m->shape = shape;
     m->common = !(shape & DDP__SPLITS);
     m->send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
     m->recv = (unsigned char *)call->recv;
     m->largest = call->recv_counts ? 0 : block;
-    m->room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
     for (int p = 0; p < l->world_size; p++) {
-        int there = p == call->root;
         m->give_at[p] = (size_t)p * split;
+        m->give_size[p] = shape & DDP__TO_ROOT && p != root ? 0 : give;
         m->take_at[p] = (size_t)p * joined;
+        m->take_size[p] = shape & DDP__FROM_ROOT && p != root ? 0 : take;
         m->their_at[p] = (size_t)me * split;
-        m->give_size[p] = (shape & DDP__FROM_ROOT && !here) || (shape & DDP__TO_ROOT && !there) ? 0 : block;
-        m->take_size[p] = (shape & DDP__FROM_ROOT && !there) || (shape & DDP__TO_ROOT && !here) ? 0 : block;
-        if (!call->recv_counts) continue;
+    }
+    for (int p = 0; p < l->world_size && call->recv_counts; p++) {
         m->give_at[p] = call->send_offsets ? call->send_offsets[p] * element : 0;
         m->give_size[p] = (call->send_counts ? call->send_counts[p] : call->recv_counts[me]) * element;
         m->take_at[p] = call->recv_offsets[p] * element;
         m->take_size[p] = call->recv_counts[p] * element;
         if (m->take_size[p] > m->largest) m->largest = m->take_size[p];
     }
+}
+
+/* For a piece in a slot. */
+static size_t ddp__move_room(const ddp__local *l, const ddp__move *m) {
+    return m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
 }
 
 /* What is left of a piece, as far as there is room. */
@@ -2628,12 +2601,12 @@ static void ddp__move_add(const ddp__local *l, const ddp__move *m, unsigned char
 
 /* Takes what lies at in[p], in payloads or slots. */
 static void ddp__move_take(const ddp__local *l, const ddp__move *m, unsigned char *const *in, size_t done, size_t room, int how) {
-    if (m->shape & DDP__ADDS) ddp__move_add(l, m, in, done, room, how);
-    for (int i = 1; i < l->world_size; i++) {
-        int p = (l->rank + i) % l->world_size;
-        size_t n = ddp__left(m->take_size[p], done, room);
-        if (n && !(m->shape & DDP__ADDS)) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + m->take_at[p] + done, in[p], n);
-        if (how != DDP__PAST && (!m->common || l->world_size == 2)) ddp__hand_back(l, in[p], n);
+    int adds = m->shape & DDP__ADDS, one_reader = !m->common || l->world_size == 2;
+    if (adds) ddp__move_add(l, m, in, done, room, how);
+    for (int p = 0; p < l->world_size; p++) {
+        size_t n = p == l->rank ? 0 : ddp__left(m->take_size[p], done, room);
+        if (n && !adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + m->take_at[p] + done, in[p], n);
+        if (n && one_reader && how != DDP__PAST) ddp__hand_back(l, in[p], n);
     }
     if (how == DDP__PAST) ddp__stream_end();
 }
@@ -2656,7 +2629,7 @@ static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__mo
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__move *m, int read) {
     int adds = m->shape & DDP__ADDS;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round), *in[DDP_MAX_LOCAL_RANKS];
-    size_t room = adds && read ? m->room : m->largest;
+    size_t room = adds && read ? ddp__move_room(l, m) : m->largest;
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l, m);
@@ -2689,7 +2662,7 @@ static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__mov
 
 /* Piece by piece through slots. The first `filled` pieces lie there already. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
-    size_t room = m->room, rounds = (m->largest + room - 1) / room;
+    size_t room = ddp__move_room(l, m), rounds = (m->largest + room - 1) / room;
     uint64_t first = l->round + 1;
     unsigned char *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
@@ -2812,7 +2785,7 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
     if (filled) {
         result = ddp__slot_free(group, l, l->round + 1);
         if (result != DDP_OK) return result;
-        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, m.room, 0);
+        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, ddp__move_room(l, &m), 0);
         ddp__store(&l->line[l->rank].filled, l->round + 1);
     }
     result = ddp__enter(group, l, call, send, recv);
