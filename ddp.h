@@ -2524,96 +2524,100 @@ static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROA
     DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
     DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS};
 
-/* What this rank gives to and takes from each rank, itself too. Bytes. */
+/* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
     const ddp_call *call;
-    int shape, common;  /* common: all peers take the same bytes */
+    int shape, common; /* common: all peers take the same bytes */
     const unsigned char *send;
     unsigned char *recv;
-    size_t largest;     /* piece, over all ranks and peers */
-    size_t give_at[DDP_MAX_LOCAL_RANKS], give_size[DDP_MAX_LOCAL_RANKS];
-    size_t take_at[DDP_MAX_LOCAL_RANKS], take_size[DDP_MAX_LOCAL_RANKS];
-    size_t their_at[DDP_MAX_LOCAL_RANKS]; /* where it lies in the giver's send buffer */
+    size_t element, block;
+    size_t largest;    /* piece, over all ranks and peers */
 } ddp__move;
 
-static void ddp__move_plan(const ddp__local *l, const ddp_call *call, ddp__move *m) {
-    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    int shape = ddp__shapes[call->kind], me = l->rank, root = call->root;
-    size_t split = shape & DDP__SPLITS ? block : 0, joined = shape & DDP__JOINS ? block : 0;
-    size_t give = shape & DDP__FROM_ROOT && me != root ? 0 : block, take = shape & DDP__TO_ROOT && me != root ? 0 : block;
-    m->call = call;
-    m->shape = shape;
-    m->common = !(shape & DDP__SPLITS);
-    m->send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
-    m->recv = (unsigned char *)call->recv;
-    m->largest = call->recv_counts ? 0 : block;
-    for (int p = 0; p < l->world_size; p++) {
-        m->give_at[p] = (size_t)p * split;
-        m->give_size[p] = shape & DDP__TO_ROOT && p != root ? 0 : give;
-        m->take_at[p] = (size_t)p * joined;
-        m->take_size[p] = shape & DDP__FROM_ROOT && p != root ? 0 : take;
-        m->their_at[p] = (size_t)me * split;
-    }
-    for (int p = 0; p < l->world_size && call->recv_counts; p++) {
-        m->give_at[p] = call->send_offsets ? call->send_offsets[p] * element : 0;
-        m->give_size[p] = (call->send_counts ? call->send_counts[p] : call->recv_counts[me]) * element;
-        m->take_at[p] = call->recv_offsets[p] * element;
-        m->take_size[p] = call->recv_counts[p] * element;
-        if (m->take_size[p] > m->largest) m->largest = m->take_size[p];
-    }
+static ddp__move ddp__move_of(const ddp_call *call) {
+    ddp__move m;
+    m.call = call;
+    m.shape = ddp__shapes[call->kind];
+    m.common = !(m.shape & DDP__SPLITS);
+    m.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
+    m.recv = (unsigned char *)call->recv;
+    m.element = ddp_dtype_size(call->dtype);
+    m.largest = m.block = call->count * m.element;
+    return m;
 }
+
+/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+    const ddp_call *call = m->call;
+    ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
+    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if (!call->recv_counts) return part;
+    part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
+    part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+    return part;
+}
+
+DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+    const ddp_call *call = m->call;
+    ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
+    if (!call->recv_counts) return part;
+    part.begin = call->recv_offsets[from] * m->element;
+    part.size = call->recv_counts[from] * m->element;
+    return part;
+}
+
+/* What is left of a piece, as far as there is room. */
+DDP__FORCED_INLINE size_t ddp__left(size_t size, size_t done, size_t room) { return size <= done ? 0 : size - done < room ? size - done : room; }
 
 /* For a piece in a slot. */
 static size_t ddp__move_room(const ddp__local *l, const ddp__move *m) {
     return m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
 }
 
-/* What is left of a piece, as far as there is room. */
-static size_t ddp__left(size_t size, size_t done, size_t room) { return size <= done ? 0 : size - done < room ? size - done : room; }
-
 /* What a rank gives to itself; sums take it as a source. */
-static void ddp__move_own(const ddp__local *l, const ddp__move *m) {
-    size_t n = m->give_size[l->rank] && !(m->shape & DDP__ADDS) ? m->take_size[l->rank] : 0;
-    if (n && m->recv + m->take_at[l->rank] != m->send + m->give_at[l->rank]) memcpy(m->recv + m->take_at[l->rank], m->send + m->give_at[l->rank], n);
+DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
+    ddp__part give = ddp__gives(l, m, l->rank), take = ddp__takes(l, m, l->rank);
+    if (m->shape & DDP__ADDS || !give.size || !take.size || m->recv + take.begin == m->send + give.begin) return;
+    memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
 /* Bytes of the own payload, or of a slot, when each piece has `room` bytes. */
-static void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room, int past) {
-    for (int i = 1; i < l->world_size; i++) {
-        int p = (l->rank + i) % l->world_size;
-        size_t n = ddp__left(m->give_size[p], done, room);
-        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->send + m->give_at[p] + done, n);
+DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room, int past) {
+    for (int p = 0; p < l->world_size; p++) {
+        ddp__part give = ddp__gives(l, m, p);
+        size_t n = p == l->rank ? 0 : ddp__left(give.size, done, room);
+        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->send + give.begin + done, n);
         if (m->common && n) break;
     }
     if (past) ddp__stream_end();
 }
 
 /* Adds what lies at in[r] to the own piece, from byte done on. */
-static void ddp__move_add(const ddp__local *l, const ddp__move *m, unsigned char *const *in, size_t done, size_t room, int how) {
+DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t done, size_t room, int how) {
     const ddp_call *call = m->call;
-    const void *sources[DDP_MAX_LOCAL_RANKS];
     void *out = m->recv + done;
-    size_t n = ddp__left(m->take_size[l->rank], done, room);
-    if (!n) return;
-    for (int r = 0; r < l->world_size; r++) sources[r] = r == l->rank ? m->send + m->give_at[r] + done : in[r];
-    ddp__reduce_tree(&out, 1, sources, l->world_size, n / ddp_dtype_size(call->dtype), call->dtype, call->op, call->divisor, how);
+    size_t n = ddp__left(ddp__takes(l, m, l->rank).size, done, room);
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__gives(l, m, l->rank).begin + done); /* only read */
+    if (n) ddp__reduce_tree(&out, 1, (const void *const *)in, l->world_size, n / m->element, call->dtype, call->op, call->divisor, how);
 }
 
 /* Takes what lies at in[p], in payloads or slots. */
-static void ddp__move_take(const ddp__local *l, const ddp__move *m, unsigned char *const *in, size_t done, size_t room, int how) {
+DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t done, size_t room, int how) {
     int adds = m->shape & DDP__ADDS, one_reader = !m->common || l->world_size == 2;
     if (adds) ddp__move_add(l, m, in, done, room, how);
-    for (int p = 0; p < l->world_size; p++) {
-        size_t n = p == l->rank ? 0 : ddp__left(m->take_size[p], done, room);
-        if (n && !adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + m->take_at[p] + done, in[p], n);
-        if (n && one_reader && how != DDP__PAST) ddp__hand_back(l, in[p], n);
+    for (int p = 0; p < l->world_size && (!adds || l->amd); p++) {
+        ddp__part take = ddp__takes(l, m, p);
+        size_t n = p == l->rank ? 0 : ddp__left(take.size, done, room);
+        if (n && !adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin + done, in[p], n);
+        if (n && one_reader && how != DDP__PAST) ddp__hand_back(l, (unsigned char *)in[p], n);
     }
     if (how == DDP__PAST) ddp__stream_end();
 }
 
 static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
     size_t room = m->largest, size = m->common ? room : room * (size_t)l->world_size;
-    unsigned char *in[DDP_MAX_LOCAL_RANKS];
+    void *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, room, 0);
     result = ddp__enter(group, l, m->call, 0, 0);
@@ -2625,10 +2629,47 @@ static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__mo
     return DDP_OK;
 }
 
+/* The counts of a _v call: each rank's lie in its payload, with where its pieces begin. */
+typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
+static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
+
+static void ddp__counts_tell(const ddp__local *l, const ddp__move *m) {
+    ddp__counts *mine = ddp__counts_of(l, l->rank, m->call);
+    for (int p = 0; p < l->world_size; p++) {
+        ddp__part give = ddp__gives(l, m, p);
+        mine->give[p] = give.size / m->element;
+        mine->begin[p] = give.begin;
+        mine->take[p] = m->call->recv_counts[p];
+    }
+}
+
+/* After everybody's announcement: who disagrees is named, and otherwise m->largest known. */
+static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
+    char text[DDP__TEXT_MAX];
+    for (int from = 0; from < l->world_size; from++)
+        for (int to = 0; to < l->world_size; to++) {
+            unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
+            if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
+            if (given == wanted) continue;
+            if (m->common) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+            return 0;
+        }
+    return 1;
+}
+
+/* Where in rank p's send buffer lies what this rank takes. */
+static size_t ddp__their_begin(const ddp__local *l, const ddp__move *m, int p) {
+    if (m->call->recv_counts) return (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank];
+    return m->common ? 0 : (size_t)l->rank * m->block;
+}
+
 /* Takes straight from the givers' buffers. What is private is read in one copy; to be added, piece by piece into the own slot, which stays in cache. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__move *m, int read) {
     int adds = m->shape & DDP__ADDS;
-    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round), *in[DDP_MAX_LOCAL_RANKS];
+    unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
+    void *in[DDP_MAX_LOCAL_RANKS];
     size_t room = adds && read ? ddp__move_room(l, m) : m->largest;
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
@@ -2636,13 +2677,15 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__m
     for (size_t done = 0; done < m->largest; done += room) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            uint64_t address = ddp__post_of(l, p, m->call->seq)->send + m->their_at[p] + done;
-            size_t n = ddp__left(m->take_size[p], done, room);
-            if (n && adds && !read) in[p] = ddp__resolve(l, address);
-            else if (n) in[p] = adds ? scratch + (size_t)p * room : m->recv + m->take_at[p];
-            if (n && !(adds && !read) && !ddp__fetch(l, p, in[p], address, n)) return DDP_ERR_POISONED;
+            ddp__part take = ddp__takes(l, m, p);
+            uint64_t address = ddp__post_of(l, p, m->call->seq)->send + ddp__their_begin(l, m, p) + done;
+            size_t n = ddp__left(take.size, done, room);
+            if (n == 0) continue;
+            if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
+            in[p] = adds ? scratch + (size_t)p * room : m->recv + take.begin;
+            if (!ddp__fetch(l, p, in[p], address, n)) return DDP_ERR_POISONED;
         }
-        if (adds) ddp__move_add(l, m, in, done, room, ddp__how(m->largest, m->recv != m->send + m->give_at[l->rank]));
+        if (adds) ddp__move_add(l, m, in, done, room, ddp__how(m->largest, m->recv != m->send + ddp__gives(l, m, l->rank).begin));
     }
     return ddp__direct_end(group, l);
 }
@@ -2654,7 +2697,7 @@ static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__mov
     ddp__move_own(l, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + m->take_at[l->rank], m->send, m->largest);
+        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + ddp__takes(l, m, l->rank).begin, m->send, m->largest);
     }
     ddp__stream_end();
     return ddp__direct_end(group, l);
@@ -2664,7 +2707,7 @@ static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__mov
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
     size_t room = ddp__move_room(l, m), rounds = (m->largest + room - 1) / room;
     uint64_t first = l->round + 1;
-    unsigned char *in[DDP_MAX_LOCAL_RANKS];
+    void *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
     l->round += rounds;
     for (size_t k = filled; k <= rounds; k++) { /* fills piece k, then takes piece k - 1 */
@@ -2679,7 +2722,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
             in[p] = ddp__slot_of(l, p, first + k - 1) + (m->common ? 0 : (size_t)l->rank * room);
-            result = m->take_size[p] > (k - 1) * room ? ddp__await_filled(group, l, p, first + k - 1) : DDP_OK;
+            result = ddp__takes(l, m, p).size > (k - 1) * room ? ddp__await_filled(group, l, p, first + k - 1) : DDP_OK;
             if (result != DDP_OK) return result;
         }
         ddp__move_take(l, m, in, (k - 1) * room, room, past ? DDP__PAST : DDP__LARGE);
@@ -2728,54 +2771,23 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
     return result;
 }
 
-/* The counts of a _v call: each rank's lie in its payload, with where its pieces begin. */
-typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], at[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
-static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
-
-static void ddp__counts_tell(const ddp__local *l, const ddp__move *m) {
-    size_t element = ddp_dtype_size(m->call->dtype);
-    ddp__counts *mine = ddp__counts_of(l, l->rank, m->call);
-    for (int p = 0; p < l->world_size; p++) {
-        mine->give[p] = m->give_size[p] / element;
-        mine->take[p] = m->take_size[p] / element;
-        mine->at[p] = m->give_at[p];
-    }
-}
-
-/* After everybody's announcement: completes the plan; who disagrees is named. */
-static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
-    size_t element = ddp_dtype_size(m->call->dtype);
-    char text[DDP__TEXT_MAX];
-    for (int from = 0; from < l->world_size; from++) {
-        const ddp__counts *giver = ddp__counts_of(l, from, m->call);
-        m->their_at[from] = (size_t)giver->at[l->rank];
-        for (int to = 0; to < l->world_size; to++) {
-            unsigned long long given = giver->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
-            if (given * element > m->largest) m->largest = (size_t)given * element;
-            if (given == wanted) continue;
-            if (m->common) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
-            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* Everything but barriers, and but what all_reduce and reduce do with more than a small message. */
 static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
     int with_counts = call->recv_counts != NULL, filled, push;
     uint64_t send, sends = 0, recv = 0, recvs = 0;
     size_t span = 0;
-    ddp__move m;
+    ddp__move m = ddp__move_of(call);
     ddp__route *route;
     ddp_result result;
-    ddp__move_plan(l, call, &m);
     if (m.largest <= ddp__small_limit(l) && m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && !with_counts)
         return ddp__move_small(group, l, &m);
     if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE) return ddp__local_reduce(group, l, call);
-    for (int p = 0; p < l->world_size; p++)
-        if (m.give_size[p] && m.give_at[p] + m.give_size[p] > span) span = m.give_at[p] + m.give_size[p];
+    if (with_counts) m.largest = 0;
+    for (int p = 0; p < l->world_size; p++) {
+        ddp__part give = ddp__gives(l, &m, p);
+        if (give.size && give.begin + give.size > span) span = give.begin + give.size;
+        if (with_counts && ddp__takes(l, &m, p).size > m.largest) m.largest = ddp__takes(l, &m, p).size;
+    }
     push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
     send = ddp__address(l, span ? m.send : NULL, span);
     if (push) recv = ddp__address(l, m.recv, m.largest * (size_t)l->world_size);
