@@ -2354,9 +2354,8 @@ static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 
 
 /* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
    instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
-static void ddp__hand_back(const ddp__local *l, unsigned char *data, size_t size) {
-    if (!l->amd || size <= sizeof l->posts->data) return;
-    for (size_t i = 0; i < size; i += 64) *(volatile unsigned char *)(data + i) = 0;
+static void ddp__hand_back(unsigned char *data, size_t size) {
+    for (size_t i = 0; i < size && size > sizeof ((ddp__post *)0)->data; i += 64) *(volatile unsigned char *)(data + i) = 0;
 }
 
 /* A share of size bytes per rank, in whole cache lines; the last ranks may have less or nothing. */
@@ -2378,144 +2377,6 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
     return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
 }
 
-/* --- all_reduce and reduce of more than a small message ---
-   Rank r adds share r of the data over all ranks, if private of each chunk, for everybody or for root. */
-
-static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
-
-static ddp_result ddp__reduce_direct(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
-    ddp__part part = ddp__part_of(size, ddp__share(size, l->world_size), l->rank);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0, apart = 0;
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    for (int r = 0; r < l->world_size; r++) {
-        const ddp__post *post = ddp__post_of(l, r, call->seq);
-        sources[r] = ddp__resolve(l, post->send) + part.begin;
-        if (!ddp__receives(call, r)) continue;
-        outs[out_count] = ddp__resolve(l, post->recv) + part.begin;
-        apart += outs[out_count++] != sources[r];
-    }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / element, call->dtype, call->op, call->divisor,
-                     ddp__how(part.size, apart == out_count));
-    return ddp__direct_end(group, l);
-}
-
-typedef struct ddp__staged { /* one reduction through slots; bytes */
-    const ddp_call *call;
-    size_t element, size, rounds;
-    size_t chunk;              /* of the data; what a slot holds */
-    size_t share, first_share; /* of a rank in a chunk, and in the first one, which may be shorter */
-    uint64_t first;            /* number of the first round */
-} ddp__staged;
-
-/* On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level cache, and chunks
-   that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
-static size_t ddp__staged_chunk(const ddp__local *l, size_t size) {
-    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
-    if (!l->amd) return DDP__CHUNK / 4;
-    return chunk < DDP__CHUNK ? chunk : DDP__CHUNK;
-}
-
-static ddp__staged ddp__staged_begin(ddp__local *l, const ddp_call *call) {
-    ddp__staged s;
-    s.call = call;
-    s.element = ddp_dtype_size(call->dtype);
-    s.size = call->count * s.element;
-    s.chunk = ddp__staged_chunk(l, s.size);
-    s.rounds = (s.size + s.chunk - 1) / s.chunk;
-    s.share = ddp__share(s.chunk, l->world_size);
-    s.first_share = ddp__share(s.size - (s.rounds - 1) * s.chunk, l->world_size);
-    s.first = l->round + 1;
-    l->round += s.rounds;
-    return s;
-}
-
-/* Share r of chunk k, as it lies in a slot, and where the chunk begins. Chunks go from the end of the buffer backwards: what its owner wrote last is
-   still in its cache. 10% at 64 MiB. */
-static ddp__part ddp__staged_part(const ddp__staged *s, size_t k, int r, size_t *at) {
-    *at = (s->rounds - 1 - k) * s->chunk;
-    return k ? ddp__part_of(s->chunk, s->share, r) : ddp__part_of(s->size - *at, s->first_share, r);
-}
-
-/* Copies what the others add of chunk k into the own slot, or their sums out of it. */
-static void ddp__staged_copy(ddp__local *l, const ddp__staged *s, size_t k, int fill) {
-    unsigned char *slot = ddp__slot_of(l, l->rank, s->first + k);
-    for (int r = 0; r < l->world_size; r++) {
-        size_t at;
-        ddp__part part = ddp__staged_part(s, k, r, &at);
-        at += part.begin;
-        if (r == l->rank) continue;
-        if (fill) ddp__copy_across(slot + part.begin, (const unsigned char *)s->call->send + at, part.size);
-        else ddp__copy_across((unsigned char *)s->call->recv + at, slot + part.begin, part.size);
-    }
-}
-
-/* Adds the own part of chunk k over all ranks, into recv and into the slots that it came from, of those who receive it. */
-static ddp_result ddp__staged_reduce(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
-    const ddp_call *call = s->call;
-    size_t at;
-    ddp__part part = ddp__staged_part(s, k, l->rank, &at);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0;
-    at += part.begin;
-    for (int i = 0; i < l->world_size; i++) {
-        int r = (l->rank + i) % l->world_size;
-        unsigned char *slot = ddp__slot_of(l, r, s->first + k) + part.begin;
-        ddp_result result = r == l->rank ? DDP_OK : ddp__await_filled(group, l, r, s->first + k);
-        if (result != DDP_OK) return result;
-        sources[r] = r == l->rank ? (const unsigned char *)call->send + at : slot;
-        if (ddp__receives(call, r)) outs[out_count++] = r == l->rank ? (unsigned char *)call->recv + at : slot;
-    }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / s->element, call->dtype, call->op, call->divisor, DDP__LARGE);
-    ddp__tick_passed(l, s->first + k);
-    return DDP_OK;
-}
-
-/* The first `filled` chunks have been filled already. */
-static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t filled) {
-    ddp_result result = DDP_OK;
-    for (size_t k = filled; k < s->rounds + 2 && result == DDP_OK; k++) { /* fills chunk k, adds chunk k - 1, drains chunk k - 2 */
-        if (k < s->rounds) {
-            result = ddp__slot_free(group, l, s->first + k);
-            if (result != DDP_OK) break;
-            ddp__staged_copy(l, s, k, 1);
-            ddp__tick_filled(l, s->first + k);
-        }
-        if (k > 0 && k <= s->rounds) result = ddp__staged_reduce(group, l, s, k - 1);
-        if (k < 2 || result != DDP_OK) continue;
-        result = ddp__await_passed(group, l, s->first + k - 2);
-        if (result == DDP_OK && ddp__receives(s->call, l->rank)) ddp__staged_copy(l, s, k - 2, 0);
-    }
-    return result;
-}
-
-static ddp_result ddp__local_reduce(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    size_t size = call->count * ddp_dtype_size(call->dtype);
-    uint64_t send = ddp__address(l, call->send, size), recv = 0, all;
-    size_t filled;
-    ddp__staged s;
-    ddp_result result;
-    if (ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, call->recv, size);
-    all = send | recv;
-    filled = (all & DDP__PRIVATE) != 0; /* surely staged: the first chunk travels with the announcement */
-    s = ddp__staged_begin(l, call);
-    result = ddp__slot_free(group, l, s.first);
-    if (result != DDP_OK) return result;
-    if (filled) {
-        ddp__staged_copy(l, &s, 0, 1);
-        ddp__store(&l->line[l->rank].filled, s.first);
-    }
-    result = ddp__enter(group, l, call, send, recv);
-    if (result != DDP_OK) return result;
-    for (int r = 0; r < l->world_size; r++) all |= ddp__post_of(l, r, call->seq)->send | ddp__post_of(l, r, call->seq)->recv;
-    if (all & DDP__PRIVATE) return ddp__reduce_staged(group, l, &s, filled);
-    l->round = s.first - 1;
-    return ddp__reduce_direct(group, l, call);
-}
-
 /* --- what a call moves --- */
 
 /* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
@@ -2527,105 +2388,152 @@ static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROA
 /* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
     const ddp_call *call;
-    int shape, common; /* common: all peers take the same bytes */
+    int shape;
+    int common;           /* all peers take the same bytes */
+    int shared;           /* all_reduce and reduce of more than a small message: rank r adds share r of each chunk, for all who receive */
     const unsigned char *send;
     unsigned char *recv;
     size_t element, block;
-    size_t largest;    /* piece, over all ranks and peers */
+    size_t largest;       /* piece, over all ranks and peers */
+    size_t rounds, room;  /* and room for a piece in each */
+    size_t chunk, first_share; /* shared: what a slot holds; of a rank in the first chunk, which may be shorter */
 } ddp__move;
 
-static ddp__move ddp__move_of(const ddp_call *call) {
+DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
     ddp__move m;
     m.call = call;
     m.shape = ddp__shapes[call->kind];
     m.common = !(m.shape & DDP__SPLITS);
+    m.shared = 0;
     m.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
     m.recv = (unsigned char *)call->recv;
     m.element = ddp_dtype_size(call->dtype);
-    m.largest = m.block = call->count * m.element;
+    m.largest = m.room = m.block = call->count * m.element;
     return m;
 }
 
-/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
+
+/* Chunks of a sum. On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level cache, and chunks
+   that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
+static size_t ddp__chunk_size(const ddp__local *l, size_t size) {
+    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
+    if (!l->amd) return DDP__CHUNK / 4;
+    return chunk < DDP__CHUNK ? chunk : DDP__CHUNK;
+}
+
+/* Cuts a call into rounds through slots. */
+static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
+    if (m->shared) {
+        m->chunk = ddp__chunk_size(l, m->block);
+        m->rounds = (m->block + m->chunk - 1) / m->chunk;
+        m->room = ddp__share(m->chunk, l->world_size);
+        m->first_share = ddp__share(m->block - (m->rounds - 1) * m->chunk, l->world_size);
+    } else {
+        m->room = m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
+        m->rounds = (m->largest + m->room - 1) / m->room;
+    }
+}
+
+/* What of its part a rank moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last is still in its
+   cache. 10% at 64 MiB. */
+DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
+    size_t at = k * m->room;
+    if (m->shared) {
+        at = (m->rounds - 1 - k) * m->chunk;
+        part = k ? ddp__part_of(m->chunk, m->room, rank) : ddp__part_of(m->block - at, m->first_share, rank);
+    } else {
+        part.size = part.size <= at ? 0 : part.size - at < m->room ? part.size - at : m->room;
+    }
+    part.begin += at;
+    return part;
+}
+
+/* Where in send lies what this rank gives to rank `to` in round k, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, size_t k, int to) {
     const ddp_call *call = m->call;
     ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
     if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
-    if (!call->recv_counts) return part;
-    part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-    part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
-    return part;
+    if (call->recv_counts) {
+        part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
+        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+    }
+    return ddp__piece(m, part, k, to);
 }
 
-DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, size_t k, int from) {
     const ddp_call *call = m->call;
     ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
     if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
-    if (!call->recv_counts) return part;
-    part.begin = call->recv_offsets[from] * m->element;
-    part.size = call->recv_counts[from] * m->element;
-    return part;
-}
-
-/* What is left of a piece, as far as there is room. */
-DDP__FORCED_INLINE size_t ddp__left(size_t size, size_t done, size_t room) { return size <= done ? 0 : size - done < room ? size - done : room; }
-
-/* For a piece in a slot. */
-static size_t ddp__move_room(const ddp__local *l, const ddp__move *m) {
-    return m->common ? DDP__CHUNK : DDP__CHUNK / (size_t)l->world_size / DDP__ALIGN * DDP__ALIGN;
+    if (call->recv_counts) {
+        part.begin = call->recv_offsets[from] * m->element;
+        part.size = call->recv_counts[from] * m->element;
+    }
+    return ddp__piece(m, part, k, m->shared ? l->rank : from);
 }
 
 /* What a rank gives to itself; sums take it as a source. */
-DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
-    ddp__part give = ddp__gives(l, m, l->rank), take = ddp__takes(l, m, l->rank);
-    if (m->shape & DDP__ADDS || !give.size || !take.size || m->recv + take.begin == m->send + give.begin) return;
-    memcpy(m->recv + take.begin, m->send + give.begin, take.size);
+DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, ddp__move m) {
+    ddp__part give, take;
+    m.room = SIZE_MAX;
+    give = ddp__gives(l, &m, 0, l->rank);
+    take = ddp__takes(l, &m, 0, l->rank);
+    if (m.shape & DDP__ADDS || !give.size || !take.size || m.recv + take.begin == m.send + give.begin) return;
+    memcpy(m.recv + take.begin, m.send + give.begin, take.size);
 }
 
-/* Bytes of the own payload, or of a slot, when each piece has `room` bytes. */
-DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t done, size_t room, int past) {
+/* Where in a payload or slot lies what goes to rank `to`. */
+DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->common ? 0 : (size_t)to * m->room; }
+
+/* Round k into the own payload, or a slot. */
+DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, p);
-        size_t n = p == l->rank ? 0 : ddp__left(give.size, done, room);
-        if (n) (past ? ddp__copy_stream : ddp__copy_across)(out + (m->common ? 0 : (size_t)p * room), m->send + give.begin + done, n);
-        if (m->common && n) break;
+        ddp__part give = ddp__gives(l, m, k, p);
+        if (p == l->rank || !give.size) continue;
+        (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
+        if (m->common) break;
     }
     if (past) ddp__stream_end();
 }
 
-/* Adds what lies at in[r] to the own piece, from byte done on. */
-DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t done, size_t room, int how) {
+/* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
+DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     const ddp_call *call = m->call;
-    void *out = m->recv + done;
-    size_t n = ddp__left(ddp__takes(l, m, l->rank).size, done, room);
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__gives(l, m, l->rank).begin + done); /* only read */
-    if (n) ddp__reduce_tree(&out, 1, (const void *const *)in, l->world_size, n / m->element, call->dtype, call->op, call->divisor, how);
+    ddp__part take = ddp__takes(l, m, k, l->rank);
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count = 0;
+    if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
+    for (int r = 0; r < l->world_size && m->shared; r++)
+        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__gives(l, m, k, l->rank).begin); /* only read */
+    if (take.size)
+        ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size / m->element, call->dtype, call->op, call->divisor, how);
 }
 
 /* Takes what lies at in[p], in payloads or slots. */
-DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t done, size_t room, int how) {
-    int adds = m->shape & DDP__ADDS, one_reader = !m->common || l->world_size == 2;
-    if (adds) ddp__move_add(l, m, in, done, room, how);
-    for (int p = 0; p < l->world_size && (!adds || l->amd); p++) {
-        ddp__part take = ddp__takes(l, m, p);
-        size_t n = p == l->rank ? 0 : ddp__left(take.size, done, room);
-        if (n && !adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin + done, in[p], n);
-        if (n && one_reader && how != DDP__PAST) ddp__hand_back(l, (unsigned char *)in[p], n);
+DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
+    int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
+    if (adds) ddp__move_add(l, m, in, k, how);
+    for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
+        ddp__part take = ddp__takes(l, m, k, p);
+        if (p == l->rank || !take.size) continue;
+        if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
+        if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
     }
     if (how == DDP__PAST) ddp__stream_end();
 }
 
-static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
-    size_t room = m->largest, size = m->common ? room : room * (size_t)l->world_size;
+DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
+    size_t size = m->common ? m->block : m->block * (size_t)l->world_size;
     void *in[DDP_MAX_LOCAL_RANKS];
     ddp_result result;
-    ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, room, 0);
+    ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
     result = ddp__enter(group, l, m->call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__fetch_next_payload(l, m->call, size);
-    ddp__move_own(l, m);
-    for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + (m->common ? 0 : (size_t)l->rank * room);
-    ddp__move_take(l, m, in, 0, room, DDP__CACHED);
+    ddp__move_own(l, *m);
+    for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
+    ddp__move_take(l, m, in, 0, DDP__CACHED);
     return DDP_OK;
 }
 
@@ -2633,13 +2541,12 @@ static ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__mo
 typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
 static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
 
-static void ddp__counts_tell(const ddp__local *l, const ddp__move *m) {
-    ddp__counts *mine = ddp__counts_of(l, l->rank, m->call);
+static void ddp__counts_tell(const ddp__local *l, const ddp_call *call) {
+    ddp__counts *mine = ddp__counts_of(l, l->rank, call);
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, p);
-        mine->give[p] = give.size / m->element;
-        mine->begin[p] = give.begin;
-        mine->take[p] = m->call->recv_counts[p];
+        mine->give[p] = call->send_counts ? call->send_counts[p] : call->recv_counts[l->rank];
+        mine->begin[p] = call->send_offsets ? call->send_offsets[p] : 0;
+        mine->take[p] = call->recv_counts[p];
     }
 }
 
@@ -2661,32 +2568,51 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
 
 /* Where in rank p's send buffer lies what this rank takes. */
 static size_t ddp__their_begin(const ddp__local *l, const ddp__move *m, int p) {
-    if (m->call->recv_counts) return (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank];
+    if (m->call->recv_counts) return (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element;
     return m->common ? 0 : (size_t)l->rank * m->block;
 }
 
 /* Takes straight from the givers' buffers. What is private is read in one copy; to be added, piece by piece into the own slot, which stays in cache. */
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__move *m, int read) {
-    int adds = m->shape & DDP__ADDS;
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m, int read) {
+    int adds = m.shape & DDP__ADDS;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS];
-    size_t room = adds && read ? ddp__move_room(l, m) : m->largest;
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
+    if (!adds || !read) { m.rounds = 1; m.room = m.largest; }
     ddp__move_own(l, m);
-    for (size_t done = 0; done < m->largest; done += room) {
+    for (size_t k = 0; k < m.rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            ddp__part take = ddp__takes(l, m, p);
-            uint64_t address = ddp__post_of(l, p, m->call->seq)->send + ddp__their_begin(l, m, p) + done;
-            size_t n = ddp__left(take.size, done, room);
-            if (n == 0) continue;
+            ddp__part take = ddp__takes(l, &m, k, p);
+            uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
+            if (take.size == 0) continue;
             if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
-            in[p] = adds ? scratch + (size_t)p * room : m->recv + take.begin;
-            if (!ddp__fetch(l, p, in[p], address, n)) return DDP_ERR_POISONED;
+            in[p] = adds ? scratch + (size_t)p * m.room : m.recv + take.begin;
+            if (!ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
-        if (adds) ddp__move_add(l, m, in, done, room, ddp__how(m->largest, m->recv != m->send + ddp__gives(l, m, l->rank).begin));
+        if (adds) ddp__move_add(l, &m, in, k, ddp__how(m.largest, m.recv != m.send + (size_t)l->rank * m.block));
     }
+    return ddp__direct_end(group, l);
+}
+
+/* all_reduce and reduce: adds the own share of everybody's buffers into those of who receives it. */
+static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__move *m) {
+    const ddp_call *call = m->call;
+    ddp__part part = ddp__part_of(m->block, ddp__share(m->block, l->world_size), l->rank);
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    void *outs[DDP_MAX_LOCAL_RANKS];
+    int out_count = 0, apart = 0;
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
+    for (int r = 0; r < l->world_size; r++) {
+        const ddp__post *post = ddp__post_of(l, r, call->seq);
+        sources[r] = ddp__resolve(l, post->send) + part.begin;
+        if (!ddp__receives(call, r)) continue;
+        outs[out_count] = ddp__resolve(l, post->recv) + part.begin;
+        apart += outs[out_count++] != sources[r];
+    }
+    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / m->element, call->dtype, call->op, call->divisor,
+                     ddp__how(part.size, apart == out_count));
     return ddp__direct_end(group, l);
 }
 
@@ -2694,41 +2620,56 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, const ddp__m
    cache is what costs time there, and nobody does. */
 static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l, m);
+    ddp__move_own(l, *m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + ddp__takes(l, m, l->rank).begin, m->send, m->largest);
+        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
     }
     ddp__stream_end();
     return ddp__direct_end(group, l);
 }
 
-/* Piece by piece through slots. The first `filled` pieces lie there already. */
-static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
-    size_t room = ddp__move_room(l, m), rounds = (m->largest + room - 1) / room;
-    uint64_t first = l->round + 1;
+/* Takes round k from everybody's slots. */
+static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k, int past) {
     void *in[DDP_MAX_LOCAL_RANKS];
-    ddp_result result;
-    l->round += rounds;
-    for (size_t k = filled; k <= rounds; k++) { /* fills piece k, then takes piece k - 1 */
-        if (k < rounds) {
+    for (int i = 1; i < l->world_size; i++) {
+        int p = (l->rank + i) % l->world_size;
+        ddp_result result = ddp__takes(l, m, k, p).size ? ddp__await_filled(group, l, p, round) : DDP_OK;
+        if (result != DDP_OK) return result;
+        in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
+    }
+    ddp__move_take(l, m, in, k, past ? DDP__PAST : DDP__LARGE);
+    ddp__tick_passed(l, round);
+    return DDP_OK;
+}
+
+/* Where shares are added for all: copies those of the others out of the own slot. */
+static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
+    ddp_result result = ddp__await_passed(group, l, round);
+    for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
+        ddp__part part = ddp__gives(l, m, k, p);
+        if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
+    }
+    return result;
+}
+
+/* Round by round through slots. The first `filled` of them have been filled already. */
+static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
+    uint64_t first = l->round + 1;
+    ddp_result result = DDP_OK;
+    l->round += m->rounds;
+    for (size_t k = filled; k <= m->rounds + (size_t)m->shared && result == DDP_OK; k++) { /* fills round k, takes k - 1, drains k - 2 */
+        if (k < m->rounds) {
             result = ddp__slot_free(group, l, first + k);
-            if (result != DDP_OK) return result;
-            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k * room, room, past);
+            if (result != DDP_OK) break;
+            ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick_filled(l, first + k);
         }
-        if (k == filled) ddp__move_own(l, m);
-        if (k == 0) continue;
-        for (int i = 1; i < l->world_size; i++) {
-            int p = (l->rank + i) % l->world_size;
-            in[p] = ddp__slot_of(l, p, first + k - 1) + (m->common ? 0 : (size_t)l->rank * room);
-            result = ddp__takes(l, m, p).size > (k - 1) * room ? ddp__await_filled(group, l, p, first + k - 1) : DDP_OK;
-            if (result != DDP_OK) return result;
-        }
-        ddp__move_take(l, m, in, (k - 1) * room, room, past ? DDP__PAST : DDP__LARGE);
-        ddp__tick_passed(l, first + k - 1);
+        if (k == filled) ddp__move_own(l, *m);
+        if (k > 0 && k <= m->rounds) result = ddp__round_take(group, l, m, first + k - 1, k - 1, past);
+        if (k > 1 && m->shared && result == DDP_OK) result = ddp__round_drain(group, l, m, first + k - 2, k - 2);
     }
-    return DDP_OK;
+    return result;
 }
 
 /* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
@@ -2764,51 +2705,69 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
     ddp_result result;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
-    result = way == DDP__WAY_READ ? ddp__move_direct(group, l, m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
+    result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
     if (!route) return result;
     seconds = ddp_now() - start; /* a faster time counts at once, a slower one little by little: it may be somebody else's fault */
     *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
     return result;
 }
 
-/* Everything but barriers, and but what all_reduce and reduce do with more than a small message. */
-static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
-    int with_counts = call->recv_counts != NULL, filled, push;
-    uint64_t send, sends = 0, recv = 0, recvs = 0;
+/* How far this rank's send buffer reaches that peers read. */
+static size_t ddp__move_span(const ddp__local *l, ddp__move m) {
     size_t span = 0;
-    ddp__move m = ddp__move_of(call);
-    ddp__route *route;
-    ddp_result result;
-    if (m.largest <= ddp__small_limit(l) && m.largest * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD && !with_counts)
-        return ddp__move_small(group, l, &m);
-    if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE) return ddp__local_reduce(group, l, call);
-    if (with_counts) m.largest = 0;
+    m.room = SIZE_MAX;
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, &m, p);
+        ddp__part give = ddp__gives(l, &m, 0, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
-        if (with_counts && ddp__takes(l, &m, p).size > m.largest) m.largest = ddp__takes(l, &m, p).size;
     }
-    push = call->kind == DDP_CALL_ALL_GATHER && m.largest >= DDP__LARGE_BYTES;
-    send = ddp__address(l, span ? m.send : NULL, span);
-    if (push) recv = ddp__address(l, m.recv, m.largest * (size_t)l->world_size);
-    route = call->send_counts ? NULL : ddp__route_propose(l, &m, span);
-    filled = !route && !with_counts && send & DDP__PRIVATE; /* the first piece travels with the announcement */
-    if (with_counts) ddp__counts_tell(l, &m);
-    if (filled) {
-        result = ddp__slot_free(group, l, l->round + 1);
-        if (result != DDP_OK) return result;
-        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, ddp__move_room(l, &m), 0);
+    return span;
+}
+
+/* More than a small message, or one whose counts differ. */
+static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) {
+    const ddp_call *call = m.call;
+    int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
+    size_t filled, span = m.shape & DDP__ADDS ? m.common ? m.block : m.block * (size_t)l->world_size : ddp__move_span(l, m);
+    uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends, recv = 0, recvs = 0;
+    ddp__route *route;
+    ddp_result result = DDP_OK;
+    m.shared = m.common && m.shape & DDP__ADDS;
+    m.common &= !m.shared;
+    if (m.shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m.recv, m.block);
+    if (push) recv = ddp__address(l, m.recv, m.block * (size_t)l->world_size);
+    if (call->recv_counts) {
+        ddp__counts_tell(l, call);
+        m.largest = 0;
+        for (int p = 0; p < l->world_size && !call->send_counts; p++)
+            if (call->recv_counts[p] * m.element > m.largest) m.largest = call->recv_counts[p] * m.element;
+    }
+    route = call->send_counts || m.shared ? NULL : ddp__route_propose(l, &m, span);
+    filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
+    ddp__move_cut(l, &m);
+    if (filled) result = ddp__slot_free(group, l, l->round + 1);
+    if (filled && result == DDP_OK) {
+        ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].filled, l->round + 1);
     }
-    result = ddp__enter(group, l, call, send, recv);
+    if (result == DDP_OK) result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
-    if (with_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
+    if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
+    if (call->recv_counts) ddp__move_cut(l, &m);
+    sends = send;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
         recvs |= ddp__post_of(l, r, call->seq)->recv;
     }
     if (push && !(recvs & DDP__PRIVATE)) return ddp__move_push(group, l, &m);
-    return sends & DDP__PRIVATE ? ddp__move_private(group, l, &m, (size_t)filled, route) : ddp__move_direct(group, l, &m, 0);
+    if (m.shared && !((sends | recvs) & DDP__PRIVATE)) return ddp__move_shares(group, l, &m);
+    if (!m.shared && !(sends & DDP__PRIVATE)) return ddp__move_direct(group, l, m, 0);
+    return ddp__move_private(group, l, &m, filled, route);
+}
+
+static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    ddp__move m = ddp__move_of(call);
+    int small = m.block <= ddp__small_limit(l) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
+    return small && !call->recv_counts ? ddp__move_small(group, l, &m) : ddp__move_large(group, l, m);
 }
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
