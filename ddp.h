@@ -1045,9 +1045,9 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 #define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
-#define DDP__RUN_BYTES ((size_t)2048) /* of one run, then the other's turn */
-#if !defined(DDP__TWO_RUNS_BYTES)
-#define DDP__TWO_RUNS_BYTES ((size_t)64 << 10)
+#define DDP__RUN_BYTES ((size_t)2048) /* of one run, then the next one's turn */
+#if !defined(DDP__RUNS_BYTES)
+#define DDP__RUNS_BYTES ((size_t)64 << 10)
 #endif
 
 /* Iterations are independent although an output may be one of the inputs: each reads its element of every input before it writes. */
@@ -1359,19 +1359,31 @@ static int ddp__reduce_fused(void *const *dst, int dst_count, const void *const 
     return 1;
 }
 
+static int ddp__cpu_is_amd(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
+/* How many runs walk large data side by side, see ddp__reduce_tree. Two that lie a power of two apart share their places in the caches:
+   three take 5% to 10% less than two on Intel, a quarter less at 64 MiB. */
+static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
+
 /* memcpy between this rank's memory and lines that another core has just written. The string instructions that memcpy uses for large sizes read those
-   at half the speed of plain loads; two runs at once, see ddp__reduce_tree. */
+   at half the speed of plain loads; several runs at once, see ddp__reduce_tree. */
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t half = size_bytes < DDP__TWO_RUNS_BYTES ? 0 : size_bytes / 128 * 64;
-    for (size_t at = 0; at < half; at += 64) {
-        memcpy(out + at, in + at, 64);
-        DDP__MEMORY_BARRIER; /* a loop, not one memcpy */
-        memcpy(out + half + at, in + half + at, 64);
-        DDP__MEMORY_BARRIER;
-    }
-    memcpy(out + 2 * half, in + 2 * half, size_bytes - 2 * half);
+    size_t runs = ddp__runs(), each = size_bytes < DDP__RUNS_BYTES ? 0 : size_bytes / runs / 64 * 64;
+    for (size_t at = 0; at < each; at += 64)
+        for (size_t from = at; from < runs * each; from += each) {
+            memcpy(out + from, in + from, 64);
+            DDP__MEMORY_BARRIER; /* a loop, not one memcpy */
+        }
+    memcpy(out + runs * each, in + runs * each, size_bytes - runs * each);
 }
 
 /* What was written past the caches is there for others before anything written later. */
@@ -1484,14 +1496,15 @@ static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *
 
 /* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
-   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in two runs at once, one through each half: hardware
-   prefetchers stop at the end of a page, and while one run starts a page the other one streams; 5% to 20% faster. DDP__PAST: moreover the outputs are not read soon, so those that
-   are no source are written past the caches. */
+   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the end of a
+   page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, so those
+   that are no source are written past the caches. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
-    size_t size = ddp_dtype_size(dtype), run = DDP__RUN_BYTES / size, half = count * size < DDP__TWO_RUNS_BYTES || !how ? 0 : count / 2 / run * run;
+    size_t size = ddp_dtype_size(dtype), step = DDP__RUN_BYTES / size, runs = ddp__runs(), done;
+    size_t each = count * size < DDP__RUNS_BYTES || !how ? 0 : count / runs / step * step;
     uint64_t stream_mask = 0;
-    int both; /* runs are done */
+    int fused;
     if (op != DDP_OP_AVG || divisor == 0) divisor = 1;
     if (src_count == 1 && divisor == 1) {
         for (int k = 0; k < dst_count; k++)
@@ -1499,12 +1512,12 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
         return;
     }
     if (how == DDP__PAST) stream_mask = ddp__stream_mask(dst, dst_count, src, src_count);
-    both = half && !stream_mask && ddp__sums_f32(dtype, op) && ddp__reduce_fused(dst, dst_count, src, src_count, half, 2, divisor, 0);
-    for (size_t first = 0; first < half && !both; first += run) {
-        ddp__reduce_run(dst, dst_count, src, src_count, first, run, dtype, op, divisor, stream_mask);
-        ddp__reduce_run(dst, dst_count, src, src_count, half + first, run, dtype, op, divisor, stream_mask);
-    }
-    if (count > 2 * half) ddp__reduce_run(dst, dst_count, src, src_count, 2 * half, count - 2 * half, dtype, op, divisor, stream_mask);
+    fused = each && !stream_mask && ddp__sums_f32(dtype, op) && ddp__reduce_fused(dst, dst_count, src, src_count, each, runs, divisor, 0);
+    for (size_t first = 0; first < each && !fused; first += step)
+        for (size_t from = first; from < runs * each; from += each)
+            ddp__reduce_run(dst, dst_count, src, src_count, from, step, dtype, op, divisor, stream_mask);
+    done = runs * each;
+    if (count > done) ddp__reduce_run(dst, dst_count, src, src_count, done, count - done, dtype, op, divisor, stream_mask);
     if (stream_mask) ddp__stream_end();
 }
 
@@ -1740,8 +1753,8 @@ static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
     for (m = heap->mappings; m && m->offset != offset;) m = m->next;
     if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
         m->offset = offset;
-        m->size = size;
-        m->memory = ddp__map_aligned(heap->fd, offset, size);
+        m->size = size < DDP__HUGE ? size : ddp__round_up(size, DDP__HUGE); /* as ranges are taken */
+        m->memory = ddp__map_aligned(heap->fd, offset, m->size);
         m->next = heap->mappings;
         if (m->memory) heap->mappings = m;
         else { free(m); m = NULL; }
@@ -1795,6 +1808,15 @@ static int ddp__fallocate(const ddp__heap *heap, int mode, uint64_t offset, size
 /* Gives pages back to the system; the offsets stay used. */
 static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) { ddp__fallocate(heap, 3 /* KEEP_SIZE | PUNCH_HOLE */, offset, size); }
 
+/* Huge pages for those stretches that begin in [begin, end) of a mapping, where the system lets one ask for them (Linux 6.1): by itself it gives shared memory
+   none, unless it is set up to. Collectives take 3% to 15% less from 256 KiB on, and the pages come faster. */
+static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
+    for (size_t at = ddp__round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
+        if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return; /* at least one page is there */
+        if (madvise(mapping + at, DDP__HUGE, 25 /* MADV_COLLAPSE */) != 0 && errno != EAGAIN) return;
+    }
+}
+
 /* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
 static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), low = (uintptr_t)memory / page * page;
@@ -1828,15 +1850,6 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
     for (int i = 0; i < DDP__CPU_WORDS; i++) cores += __builtin_popcountl(cpus->word[i]);
     if (cores < 1) cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     return cores < 1 ? 1 : cores;
-}
-
-static int ddp__cpu_is_amd(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
 }
 
 /* A new job of world_size ranks. */
@@ -2335,8 +2348,11 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* How ddp__reduce_tree goes about a rank's share; apart: no output is a source. */
-static int ddp__how(size_t size, int apart) { return size < DDP__LARGE_BYTES / 4 ? DDP__CACHED : apart ? DDP__PAST : DDP__LARGE; }
+/* How ddp__reduce_tree goes about a rank's share of group memory; apart: no output is a source. What a peer has just written is worth several runs at any
+   size, except on AMD: 1 MiB takes 16% less. */
+static int ddp__how(const ddp__local *l, size_t size, int apart) {
+    return size < DDP__LARGE_BYTES / 4 ? (l->amd ? DDP__CACHED : DDP__LARGE) : apart ? DDP__PAST : DDP__LARGE;
+}
 
 /* Where rank r's small data lies: in its announcement when it is tiny. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
@@ -2591,7 +2607,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
             in[p] = adds ? scratch + (size_t)p * m.room : m.recv + take.begin;
             if (!ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
-        if (adds) ddp__move_add(l, &m, in, k, ddp__how(m.largest, m.recv != m.send + (size_t)l->rank * m.block));
+        if (adds) ddp__move_add(l, &m, in, k, ddp__how(l, m.largest, m.recv != m.send + (size_t)l->rank * m.block));
     }
     return ddp__direct_end(group, l);
 }
@@ -2612,7 +2628,7 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
         apart += outs[out_count++] != sources[r];
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / m->element, call->dtype, call->op, call->divisor,
-                     ddp__how(part.size, apart == out_count));
+                     ddp__how(l, part.size, apart == out_count));
     return ddp__direct_end(group, l);
 }
 
@@ -3166,6 +3182,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         region->stride = stride;
         region->total = total;
         region->mine = region->base + before;
+        if (size_bytes >= DDP__HUGE) ddp__ask_huge(region->base, before, before + stride);
         ok = ddp__populate(l->heap, region->mine, offset + before, size_bytes);
     }
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
