@@ -1794,19 +1794,10 @@ static uint64_t ddp__heap_take(ddp__heap *heap, size_t size) {
     return offset;
 }
 
-/* fallocate(2) by its number: the declaration needs _GNU_SOURCE. */
-static int ddp__fallocate(const ddp__heap *heap, int mode, uint64_t offset, size_t size) {
-#if defined(SYS_fallocate) && defined(__LP64__)
-    return (int)syscall(SYS_fallocate, heap->fd, mode, (long)offset, (long)size);
-#else
-    (void)heap; (void)mode; (void)offset; (void)size;
-    errno = ENOSYS;
-    return -1;
-#endif
+/* Gives pages back to the system; the offsets stay used. fallocate(2) by its number: the declaration needs _GNU_SOURCE. */
+static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
+    syscall(SYS_fallocate, heap->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (long)offset, (long)size);
 }
-
-/* Gives pages back to the system; the offsets stay used. */
-static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) { ddp__fallocate(heap, 3 /* KEEP_SIZE | PUNCH_HOLE */, offset, size); }
 
 /* Huge pages for those stretches that begin in [begin, end) of a mapping, where the system lets one ask for them (Linux 6.1): by itself it gives shared memory
    none, unless it is set up to. Collectives take 3% to 15% less from 256 KiB on, and the pages come faster. */
@@ -1823,7 +1814,7 @@ static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t 
     size_t slack = (uintptr_t)memory - low;
     if (madvise((void *)low, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
     if (errno != EINVAL) return 0;
-    return ddp__fallocate(heap, 0, offset - slack, size + slack) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
+    return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
 }
 
 /* Wraps a file descriptor; the heap owns it from here on. */
@@ -1992,8 +1983,6 @@ static void ddp__futex_wait(uint32_t *word, uint32_t value, int timeout_us) {
     syscall(SYS_futex, word, 0 /* FUTEX_WAIT */, value, &t, NULL, 0);
 }
 
-static void ddp__futex_wake(uint32_t *word) { syscall(SYS_futex, word, 1 /* FUTEX_WAKE */, 64, NULL, NULL, 0); }
-
 static void ddp__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -2010,11 +1999,12 @@ static void ddp__prefetch_write(const void *line) {
 #endif
 }
 
-static void ddp__wake_one(ddp__sleeper *sleeper) {
-    if (!ddp__load_relaxed(&sleeper->sleeping)) return;
+static void ddp__wake(ddp__sleeper *sleeper) {
     ddp__fetch_add(&sleeper->word, 1u);
-    ddp__futex_wake(&sleeper->word);
+    syscall(SYS_futex, &sleeper->word, 1 /* FUTEX_WAKE */, 64, NULL, NULL, 0);
 }
+
+static void ddp__wake_one(ddp__sleeper *sleeper) { if (ddp__load_relaxed(&sleeper->sleeping)) ddp__wake(sleeper); }
 
 static void ddp__wake_waiters(ddp__local *l) {
     for (int r = 0; r < l->world_size; r++) {
@@ -2038,10 +2028,8 @@ static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) 
     snprintf(c->poison_text, sizeof c->poison_text, "%s", text);
     ddp__store(&c->poison, 2u);
     for (int r = 0; r < l->world_size; r++) {
-        ddp__fetch_add(&l->line[r].collective.word, 1u);
-        ddp__futex_wake(&l->line[r].collective.word);
-        ddp__fetch_add(&l->line[r].p2p.word, 1u);
-        ddp__futex_wake(&l->line[r].p2p.word);
+        ddp__wake(&l->line[r].collective);
+        ddp__wake(&l->line[r].p2p);
     }
 }
 
@@ -2138,25 +2126,22 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
     return ddp__await_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until every rank's filled, or passed, counter reaches a round. */
-static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, uint64_t round) {
-    ddp_result result;
-    if (l->seen_filled[peer] >= round) return DDP_OK;
-    result = ddp__await(group, l, peer, &l->line[0].filled, sizeof(ddp__rank_line), round);
-    if (result == DDP_OK) l->seen_filled[peer] = ddp__load(&l->line[peer].filled);
+/* Waits until a counter of a peer, of which seen is the last value that was read, reaches a round; counter is that of rank 0. */
+static inline ddp_result ddp__await_counter(ddp_group *group, ddp__local *l, const uint64_t *counter, uint64_t *seen, int peer, uint64_t round) {
+    ddp_result result = seen[peer] >= round ? DDP_OK : ddp__await(group, l, peer, counter, sizeof(ddp__rank_line), round);
+    if (seen[peer] < round && result == DDP_OK) seen[peer] = ddp__load(counter + (size_t)peer * (sizeof(ddp__rank_line) / sizeof *counter));
     return result;
 }
 
+static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, uint64_t round) {
+    return ddp__await_counter(group, l, &l->line[0].filled, l->seen_filled, peer, round);
+}
+
 static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
-    for (int i = 1; i < l->world_size; i++) {
-        int peer = (l->rank + i) % l->world_size;
-        ddp_result result;
-        if (l->seen_passed[peer] >= round) continue;
-        result = ddp__await(group, l, peer, &l->line[0].passed, sizeof(ddp__rank_line), round);
-        if (result != DDP_OK) return result;
-        l->seen_passed[peer] = ddp__load(&l->line[peer].passed);
-    }
-    return DDP_OK;
+    ddp_result result = DDP_OK;
+    for (int i = 1; i < l->world_size && result == DDP_OK; i++)
+        result = ddp__await_counter(group, l, &l->line[0].passed, l->seen_passed, (l->rank + i) % l->world_size, round);
+    return result;
 }
 
 static void ddp__tick_filled(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].filled, round); ddp__announce(l); }
@@ -2451,7 +2436,30 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* What of its part a rank moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last is still in its
+/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+    const ddp_call *call = m->call;
+    ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
+    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if (call->recv_counts) {
+        part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
+        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+    }
+    return part;
+}
+
+DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+    const ddp_call *call = m->call;
+    ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
+    if (call->recv_counts) {
+        part.begin = call->recv_offsets[from] * m->element;
+        part.size = call->recv_counts[from] * m->element;
+    }
+    return part;
+}
+
+/* What of a part, or of the share of a rank, moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last is still in its
    cache. 10% at 64 MiB. */
 DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
     size_t at = k * m->room;
@@ -2465,37 +2473,11 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
     return part;
 }
 
-/* Where in send lies what this rank gives to rank `to` in round k, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, size_t k, int to) {
-    const ddp_call *call = m->call;
-    ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
-    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
-    if (call->recv_counts) {
-        part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
-    }
-    return ddp__piece(m, part, k, to);
-}
-
-DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, size_t k, int from) {
-    const ddp_call *call = m->call;
-    ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
-    if (call->recv_counts) {
-        part.begin = call->recv_offsets[from] * m->element;
-        part.size = call->recv_counts[from] * m->element;
-    }
-    return ddp__piece(m, part, k, m->shared ? l->rank : from);
-}
-
 /* What a rank gives to itself; sums take it as a source. */
-DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, ddp__move m) {
-    ddp__part give, take;
-    m.room = SIZE_MAX;
-    give = ddp__gives(l, &m, 0, l->rank);
-    take = ddp__takes(l, &m, 0, l->rank);
-    if (m.shape & DDP__ADDS || !give.size || !take.size || m.recv + take.begin == m.send + give.begin) return;
-    memcpy(m.recv + take.begin, m.send + give.begin, take.size);
+DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
+    ddp__part give = ddp__gives(l, m, l->rank), take = ddp__takes(l, m, l->rank);
+    if (m->shape & DDP__ADDS || !give.size || !take.size || m->recv + take.begin == m->send + give.begin) return;
+    memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
 /* Where in a payload or slot lies what goes to rank `to`. */
@@ -2504,7 +2486,7 @@ DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->c
 /* Round k into the own payload, or a slot. */
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, k, p);
+        ddp__part give = ddp__piece(m, ddp__gives(l, m, p), k, p);
         if (p == l->rank || !give.size) continue;
         (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
         if (m->common) break;
@@ -2515,15 +2497,15 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
 DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     const ddp_call *call = m->call;
-    ddp__part take = ddp__takes(l, m, k, l->rank);
+    ddp__part take = ddp__piece(m, ddp__takes(l, m, l->rank), k, l->rank);
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
+    if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__gives(l, m, k, l->rank).begin); /* only read */
-    if (take.size)
-        ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size / m->element, call->dtype, call->op, call->divisor, how);
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l, m, l->rank), k, l->rank).begin); /* only read */
+    ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size / m->element, call->dtype, call->op, call->divisor, how);
 }
 
 /* Takes what lies at in[p], in payloads or slots. */
@@ -2531,7 +2513,7 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) ddp__move_add(l, m, in, k, how);
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp__part take = ddp__takes(l, m, k, p);
+        ddp__part take = ddp__piece(m, ddp__takes(l, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
@@ -2547,7 +2529,7 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     result = ddp__enter(group, l, m->call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__fetch_next_payload(l, m->call, size);
-    ddp__move_own(l, *m);
+    ddp__move_own(l, m);
     for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
     ddp__move_take(l, m, in, 0, DDP__CACHED);
     return DDP_OK;
@@ -2557,16 +2539,19 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
 typedef struct ddp__counts { uint64_t give[DDP_MAX_LOCAL_RANKS], take[DDP_MAX_LOCAL_RANKS], begin[DDP_MAX_LOCAL_RANKS]; } ddp__counts;
 static ddp__counts *ddp__counts_of(const ddp__local *l, int rank, const ddp_call *call) { return (ddp__counts *)(void *)ddp__payload_of(l, rank, call->seq); }
 
-static void ddp__counts_tell(const ddp__local *l, const ddp_call *call) {
+static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
+    const ddp_call *call = m->call;
     ddp__counts *mine = ddp__counts_of(l, l->rank, call);
+    m->largest = 0;
     for (int p = 0; p < l->world_size; p++) {
+        if (call->recv_counts[p] * m->element > m->largest) m->largest = call->recv_counts[p] * m->element;
         mine->give[p] = call->send_counts ? call->send_counts[p] : call->recv_counts[l->rank];
         mine->begin[p] = call->send_offsets ? call->send_offsets[p] : 0;
         mine->take[p] = call->recv_counts[p];
     }
 }
 
-/* After everybody's announcement: who disagrees is named, and otherwise m->largest known. */
+/* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     char text[DDP__TEXT_MAX];
     for (int from = 0; from < l->world_size; from++)
@@ -2579,6 +2564,7 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
+    ddp__move_cut(l, m);
     return 1;
 }
 
@@ -2596,11 +2582,11 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
     if (!adds || !read) { m.rounds = 1; m.room = m.largest; }
-    ddp__move_own(l, m);
+    ddp__move_own(l, &m);
     for (size_t k = 0; k < m.rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            ddp__part take = ddp__takes(l, &m, k, p);
+            ddp__part take = ddp__piece(&m, ddp__takes(l, &m, p), k, p);
             uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
             if (take.size == 0) continue;
             if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
@@ -2636,7 +2622,7 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
    cache is what costs time there, and nobody does. */
 static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l, *m);
+    ddp__move_own(l, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
         ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
@@ -2650,8 +2636,8 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
     void *in[DDP_MAX_LOCAL_RANKS];
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        ddp_result result = ddp__takes(l, m, k, p).size ? ddp__await_filled(group, l, p, round) : DDP_OK;
-        if (result != DDP_OK) return result;
+        int takes = m->shared || ddp__piece(m, ddp__takes(l, m, p), k, p).size;
+        if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
     }
     ddp__move_take(l, m, in, k, past ? DDP__PAST : DDP__LARGE);
@@ -2663,7 +2649,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
 static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
     ddp_result result = ddp__await_passed(group, l, round);
     for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
-        ddp__part part = ddp__gives(l, m, k, p);
+        ddp__part part = ddp__piece(m, ddp__gives(l, m, p), k, p);
         if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
     }
     return result;
@@ -2681,7 +2667,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick_filled(l, first + k);
         }
-        if (k == filled) ddp__move_own(l, *m);
+        if (k == filled) ddp__move_own(l, m);
         if (k > 0 && k <= m->rounds) result = ddp__round_take(group, l, m, first + k - 1, k - 1, past);
         if (k > 1 && m->shared && result == DDP_OK) result = ddp__round_drain(group, l, m, first + k - 2, k - 2);
     }
@@ -2716,7 +2702,7 @@ static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t 
 
 /* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
 static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
-    int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : DDP__WAY_CACHED, way = proposed;
+    int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
     double start = route ? ddp_now() : 0, *known = route ? &route->seconds[proposed] : NULL, seconds;
     ddp_result result;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
@@ -2729,11 +2715,10 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
 }
 
 /* How far this rank's send buffer reaches that peers read. */
-static size_t ddp__move_span(const ddp__local *l, ddp__move m) {
+static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
     size_t span = 0;
-    m.room = SIZE_MAX;
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, &m, 0, p);
+        ddp__part give = ddp__gives(l, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
     return span;
@@ -2743,7 +2728,7 @@ static size_t ddp__move_span(const ddp__local *l, ddp__move m) {
 static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) {
     const ddp_call *call = m.call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
-    size_t filled, span = m.shape & DDP__ADDS ? m.common ? m.block : m.block * (size_t)l->world_size : ddp__move_span(l, m);
+    size_t filled, span = ddp__move_span(l, &m);
     uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends, recv = 0, recvs = 0;
     ddp__route *route;
     ddp_result result = DDP_OK;
@@ -2751,12 +2736,7 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) 
     m.common &= !m.shared;
     if (m.shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m.recv, m.block);
     if (push) recv = ddp__address(l, m.recv, m.block * (size_t)l->world_size);
-    if (call->recv_counts) {
-        ddp__counts_tell(l, call);
-        m.largest = 0;
-        for (int p = 0; p < l->world_size && !call->send_counts; p++)
-            if (call->recv_counts[p] * m.element > m.largest) m.largest = call->recv_counts[p] * m.element;
-    }
+    if (call->recv_counts) ddp__counts_tell(l, &m);
     route = call->send_counts || m.shared ? NULL : ddp__route_propose(l, &m, span);
     filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
     ddp__move_cut(l, &m);
@@ -2768,7 +2748,6 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) 
     if (result == DDP_OK) result = ddp__enter(group, l, call, send, recv);
     if (result != DDP_OK) return result;
     if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
-    if (call->recv_counts) ddp__move_cut(l, &m);
     sends = send;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
