@@ -7,7 +7,7 @@
 #include "../support/random.h"
 #include "../support/unit.h"
 
-#define DDP__TWO_RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in two runs */
+#define DDP__RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in several runs */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 
@@ -271,7 +271,7 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
     }
 }
 
-/* ddp__copy_across and ddp__copy_stream, below and above two runs, from and to every alignment, write what they should and nothing beside. */
+/* ddp__copy_across and ddp__copy_stream, below and above several runs, from and to every alignment, write what they should and nothing beside. */
 static void copies_are_exact(void **state) {
     static const size_t sizes[] = {0, 1, 63, 64, 65, 8191, 8192, 8193, 12345, 16448};
     unsigned char *in = arena, *out = outside;
