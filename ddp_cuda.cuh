@@ -267,7 +267,10 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <math.h>
 #if !defined(DDP_NO_NCCL)
 #include <nccl.h>
-#if NCCL_VERSION_CODE < 21800
+#if !defined(DDP__NCCL_VERSION)
+#define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests also compile what is for older ones */
+#endif
+#if DDP__NCCL_VERSION < 21800
 #error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
 #endif
 #endif
@@ -280,7 +283,12 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <type_traits>
 #include <unistd.h>
 
+#if !defined(DDP__HD)
 #define DDP__HD __host__ __device__ __forceinline__
+#endif
+#if !defined(DDP__CUDA_KERNEL)
+#define DDP__CUDA_KERNEL(...) (const void *)__VA_ARGS__ /* tests on the CPU do without kernels */
+#endif
 #if defined(__CUDA_ARCH__)
 #define DDP__UNROLL _Pragma("unroll")
 #define DDP__UNROLL_4 _Pragma("unroll 4")
@@ -832,7 +840,7 @@ template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split 
         ddp__cuda_each_work<F> work = {f, split};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_each_kernel<F>, (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_each_kernel<F>), (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
 }
 
 /* Chunks of a list of tensors, a block at a time. F has chunk(number, thread, threads). */
@@ -856,7 +864,7 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
         ddp__cuda_chunks_work<F> work = {f, chunks};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_chunks_kernel<F>, chunks, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_chunks_kernel<F>), chunks, arguments, 0, stream, function);
 }
 
 /* Rows, a warp at a time. F has a type value and
@@ -902,7 +910,7 @@ template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cud
         ddp__cuda_rows_work<F> work = {f, rows};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_rows_kernel<F>, (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_rows_kernel<F>), (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
 }
 
 /* Block-local cells and those in device memory: integers, so the order of additions does not show. */
@@ -1741,8 +1749,9 @@ typedef struct ddp__nccl {
     double since;                /* when the first of them became the first */
 } ddp__nccl;
 
-static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, ncclBfloat16, ncclInt8, ncclUint8, ncclInt32,
-                                                 ncclInt64, ncclUint64}; /* by ddp_dtype */
+/* By ddp_dtype. Headers before 2.24 show ncclBfloat16, which is 9, only to who includes cuda_bf16.h before them: the program may not have. */
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
+                                                 ncclInt64, ncclUint64};
 
 static ddp_result ddp__nccl_status(const ddp_group *group, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
@@ -2594,14 +2603,14 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
 
 /* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
 static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
-#if NCCL_VERSION_CODE >= 22700
+#if DDP__NCCL_VERSION >= 22700
     ncclWindow_t window = NULL;
     region->is_window = ddp__nccl_settle(n, n->comm, ncclCommWindowRegister(n->comm, region->memory, size_bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
                                          "ncclCommWindowRegister") == DDP_OK && window;
     region->handle = (void *)window;
     if (region->is_window) return;
 #endif
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
     if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
 #else
     (void)n; (void)size_bytes;
@@ -2612,10 +2621,10 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
     if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
-#if NCCL_VERSION_CODE >= 22700
+#if DDP__NCCL_VERSION >= 22700
     if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
 #endif
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
     if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
     if (region->memory) ncclMemFree(region->memory);
 #else
@@ -2635,7 +2644,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         const char *call = "cudaSetDevice";
         memset(region, 0, sizeof *region);
         error = cuda->set_device(n->lanes->device);
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
         if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
         if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
 #else
@@ -3344,7 +3353,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT) *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
-    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && NCCL_VERSION_CODE < 23000)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && DDP__NCCL_VERSION < 23000)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
                         "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED", NCCL_MAJOR, NCCL_MINOR);
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared)) *backend = ddp__cuda_nccl_backend();

@@ -1,7 +1,6 @@
 /*  test_stuck.c - ranks that make different calls, do not come, or give up: everybody learns who and what, and nobody hangs.
 
     test_stuck [processes|threads] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

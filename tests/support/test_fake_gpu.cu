@@ -1,5 +1,6 @@
 /*  test_fake_gpu.cu - the fake machine of support/fake_gpu.h and fake_nccl.h: each rule of CUDA and NCCL that it plays by, with programs that are
     known to be in order and programs that are known not to be. What is not in order must be found under every seed. */
+#include "host_only.h"
 #include "fake_nccl.h"
 #include "watchdog.h"
 

@@ -3,20 +3,10 @@
     Every program runs under many seeds, which choose the order of streams. In all of them no two accesses race, no data is wrong, the fake finds
     nothing to complain about, and nothing is left in the end. Beside that: the exact calls of CUDA and NCCL, who waits for whom, what a watchdog
     makes of a rank that does not come, and an error at every single call. Nothing here says anything about a GPU. */
-#include "../support/fake_nccl.h"
-struct ddp__cuda_runtime;
-static const struct ddp__cuda_runtime *fake_runtime(void);
-#define DDP__CUDA_RUNTIME fake_runtime()
-#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
-#define DDP__NCCL_PATIENCE_MS 50
-#define DDP_IMPLEMENTATION
-#include "../../ddp_cuda.cuh"
-#include "../support/ranks.h"
-
-static const ddp__cuda_runtime *fake_runtime(void) {
-    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
-    return &table;
-}
+#if !defined(DDP_TEST_ON_CPU)
+#define DDP_TEST_ON_CPU
+#endif
+#include "../support/device.h"
 
 #define N 600 /* elements of a buffer; W divides it */
 #define MAX_RANKS 4
@@ -916,6 +906,7 @@ int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);
     watchdog_start(150);
+    device_patience_ms = 50;
     CASE(run_on(2, 0, sequences));
     CASE(both_orders(collectives, 12));
     CASE(run_seeds(several, 16));
