@@ -783,6 +783,7 @@ extern "C" {
 
 /* --- shared by all ranks of a job, in the heap --- */
 
+enum { DDP__INSIDE = 7 };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
 
 typedef struct ddp__job_rank {
@@ -792,6 +793,7 @@ typedef struct ddp__job_rank {
     int32_t result;              /* of its ddp_rank_fn */
     uint64_t start_time;         /* from /proc: tells a pid from its later reuse */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
+    uint64_t inside[DDP__INSIDE]; /* a call in which it sleeps, see ddp__tell_inside */
 } ddp__job_rank;
 
 typedef struct ddp__job {
@@ -2023,16 +2025,54 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
     return 1;
 }
 
+/* A call from its announcement, for messages. */
+static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = (ddp_call_kind)(post->signature & 255);
+    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
+    call.op = (ddp_op)(post->signature >> 16 & 255);
+    call.tag = (int)(post->signature >> 24 & 255);
+    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
+    call.count = (size_t)post->count;
+    if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
+    else ddp__describe(out, size, &call);
+}
+
+/* Ranks that call two groups in different orders wait for each other: who is missing in one sleeps in the other, and says in which. Signature + 1 (0: in
+   none), count and number of the call, and the group's name. Just for messages: a torn one does no harm. */
+static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) {
+    const ddp__post *post = ddp__post_of(l, l->rank, group->seq);
+    uint64_t word[DDP__INSIDE] = {sleeps ? post->signature + 1 : 0, post->count, group->seq}, *inside = l->heap->job->rank[l->member[l->rank]].inside;
+    memcpy(word + 3, group->name, sizeof group->name);
+    for (int i = 0; i < DDP__INSIDE; i++) __atomic_store_n(&inside[i], word[i], __ATOMIC_RELAXED);
+}
+
+static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
+    uint64_t word[DDP__INSIDE];
+    char call[128], name[32];
+    ddp__post post;
+    for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
+    if (!word[0]) return;
+    post.signature = word[0] - 1;
+    post.count = word[1];
+    ddp__describe_post(call, sizeof call, &post);
+    memcpy(name, word + 3, sizeof name);
+    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", rank, call, name, (unsigned long long)word[2]);
+}
+
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
-    char here[200] = "", missing[200] = "";
+    char here[100] = "", missing[100] = "", inside[240] = "";
     for (int r = 0; r < l->world_size; r++) {
         uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
-        char *list = r == l->rank || value >= target ? here : missing;
+        int arrived = r == l->rank || value >= target;
+        char *list = arrived ? here : missing;
         size_t used = strlen(list);
-        if (used < 180) snprintf(list + used, 200 - used, "%s%d", used ? "," : "", r);
+        if (used < 90) snprintf(list + used, 100 - used, "%s%d", used ? "," : "", r);
+        if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
-    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s", timeout_ms, here[0] ? here : "none", missing);
+    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s%s", timeout_ms, here[0] ? here : "none", missing, inside);
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l);
@@ -2061,7 +2101,7 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
 
 /* Waits until *word of `peer` reaches target. words and stride say where the same word of the other ranks is. Spins, then yields, then sleeps;
    while it sleeps it looks after failures, the time, and pending sends and receives. */
-static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
     const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)peer * stride);
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
@@ -2079,6 +2119,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         now = ddp_now();
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
             checked = now;
+            ddp__tell_inside(group, l, 1);
             ddp__look_for_lost(l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
@@ -2086,6 +2127,12 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
             if (ddp__load(word) < target) ddp__local_poison(l, DDP_ERR_TIMEOUT, text);
         }
     }
+}
+
+static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
+    ddp_result result = ddp__await_asleep(group, l, peer, words, stride, target);
+    if (result == DDP_OK && ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].inside[0])) ddp__tell_inside(group, l, 0);
+    return result;
 }
 
 static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
@@ -2242,20 +2289,6 @@ static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
 static uint64_t ddp__signature(const ddp_call *call) {
     return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
            (uint64_t)(uint32_t)(call->root + 1) << 32;
-}
-
-/* A call from its announcement, for messages. */
-static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(post->signature & 255);
-    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
-    call.op = (ddp_op)(post->signature >> 16 & 255);
-    call.tag = (int)(post->signature >> 24 & 255);
-    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
-    call.count = (size_t)post->count;
-    if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
-    else ddp__describe(out, size, &call);
 }
 
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {

@@ -1,7 +1,6 @@
 /*  test_mesh.c - a grid of ranks: who is in which group, groups used side by side, and meshes that cannot be.
 
     test_mesh processes|threads|env [W ...] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
