@@ -144,6 +144,10 @@ case_cuda_targets() {
     [ $# -eq 2 ] && [ -f "$1" ] || fail "expected the PTX of two architectures, there is $*"
     for ptx; do
         grep -q 'ld.global.v4' "$ptx" && grep -q 'st.global.v4' "$ptx" || fail "no 16-byte accesses in $ptx"
+        # Sums of squares: f32, f64, f16, bf16, each with and without unscaling in the same pass.
+        awk '/\.entry/ { name = /ddp__cuda_squares/ ? $0 : ""; kernels += name != "" }
+             name != "" && /ld\.global\.v(4|2\.[a-z]64)/ && !(name in seen) { seen[name] = 1; wide++ }
+             END { exit !(kernels == 8 && wide == 8) }' "$ptx" || fail "sums of squares without 16-byte loads in $ptx"
         if grep -E 'fma\.rn\.f(32|64)' "$ptx"; then fail "multiplications and additions are fused in $ptx"; fi
     done
     if nm -g --defined-only unit.o | awk '$2 != "V" { print $3 }' | grep -Ev '^ddp_(cuda_|device_cuda$)'; then fail "the symbols above are exported"; fi

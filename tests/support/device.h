@@ -22,6 +22,8 @@ static const struct ddp__cuda_runtime *device_runtime(void);
 #define DDP__CUDA_STAGE ((size_t)16384) /* many rounds with little data */
 static int device_patience_ms = 2000;
 #define DDP__NCCL_PATIENCE_MS device_patience_ms
+static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
+#define DDP__NCCL_SHARES device_nccl_shares
 #endif
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"

@@ -16,7 +16,7 @@
 typedef struct rank_state {
     ddp_group *cpu, *group;
     cudaStream_t stream;
-    int rank, size;
+    int rank, size, device;
     float *in, *out, *keep, *spare; /* N, N, 16 N and N floats on the device */
     int kept, counts[16];
     float expected[16 * N];         /* what keep holds in the end */
@@ -29,6 +29,7 @@ static struct {
     ddp_cuda_desc desc;
     ddp_order order;
     int timeout_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
@@ -101,7 +102,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     s->cpu = world;
     s->rank = ddp_rank(world);
     s->size = ddp_world_size(world);
-    fake_set_device(s->rank);
+    s->device = job.shared ? 0 : s->rank;
+    fake_set_device(s->device);
     fake_stream_create(&s->stream, 0);
     s->in = floats(N);
     s->out = floats(N);
@@ -162,7 +164,7 @@ static void run_seeds(program_fn program, int seeds) {
 
 /* What ranks did on their device since fake_record_from_here must hold none of these. */
 static ddp_result never(rank_state *s, const char *const *words) {
-    std::string record = fake_record(s->rank);
+    std::string record = fake_record(s->device);
     for (; *words; words++) RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words, record.c_str());
     return DDP_OK;
 }
@@ -231,6 +233,7 @@ static ddp_result collectives(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     for (int kind = 0; kind < 11; kind++) RANKS_OK(s->cpu, collective(s, kind, kind + 1, (kind + 1) % 2));
     RANKS_OK(s->cpu, never(s, no_host_waits));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* who shares the device has looked, too */
     return look_back(s);
 }
 
@@ -890,6 +893,51 @@ static ddp_result sequences(rank_state *s) {
              "cudaStreamDestroy(s2)\n");
 }
 
+/* ---- sharing a device ---- */
+
+static ddp_result on_one_device(rank_state *s) {
+    int staged;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    s->kept = 0;
+    staged = fake_record(0).find("cudaHostAlloc") != std::string::npos;
+    RANKS_CHECK(s->cpu, staged == job.staged, "the group %s through host memory", staged ? "goes" : "does not go");
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    return staged ? DDP_OK : collectives(s);
+}
+
+/* Refused on all ranks, with text in the line. */
+static void refused(ddp_result result, const char *text) {
+    job.may_fail = 1;
+    run_on(3, 0, on_one_device);
+    job.may_fail = 0;
+    for (int r = 0; r < 3; r++)
+        check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
+}
+
+/* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
+static void sharing(void) {
+    static const int zeros[MAX_RANKS] = {0};
+    job.shared = job.staged = job.desc.allow_shared = 1;
+    job.desc.devices = zeros;
+    job.desc.device_count = MAX_RANKS;
+    run_on(3, 0, on_one_device);
+    job.staged = 0;
+    job.desc.engine = DDP_CUDA_ENGINE_NCCL;
+    refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED");
+    device_nccl_shares = 1;
+    refused(DDP_ERR_ENGINE, "ncclCommInitRankConfig: invalid usage");
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        job.order = seed & 1 ? DDP_ORDER_TREE : DDP_ORDER_ANY;
+        for (int size = 2; size <= MAX_RANKS; size++) run_on(size, seed, on_one_device);
+    }
+    unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    device_nccl_shares = job.shared = 0;
+    job.order = DDP_ORDER_DEFAULT;
+    job.desc = ddp_cuda_desc();
+}
+
 /* ---- main ---- */
 
 static void both_orders(program_fn program, int seeds) {
@@ -926,6 +974,7 @@ int main(int argc, char **argv) {
     job.own_comm = 0;
     CASE(reducers());
     CASE(watchdogs());
+    CASE(sharing());
     CASE(errors_everywhere());
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;
