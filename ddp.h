@@ -1774,7 +1774,7 @@ static void ddp__heap_give_back(ddp__heap *heap, uint64_t offset, size_t size) {
 }
 
 /* Huge pages for those stretches that begin in [begin, end) of a mapping, where the system lets one ask for them (Linux 6.1): by itself it gives shared memory
-   none, unless it is set up to. Collectives take 3% to 15% less from 256 KiB on, and the pages come faster. */
+   none, unless it is set up to. An all_reduce of 25 MiB takes 2% less, and the pages come faster. */
 static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
     for (size_t at = ddp__round_up(begin, DDP__HUGE); at < end; at += DDP__HUGE) {
         if (madvise(mapping + at, 4096, 23 /* MADV_POPULATE_WRITE */) != 0) return; /* at least one page is there */
