@@ -3791,7 +3791,6 @@ static DDP__THREAD_LOCAL ddp__place ddp__here;
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
-#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
@@ -3851,24 +3850,30 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Who this rank is, where desc, which is resolved, does not say. With the above this is the one place that reads the environment. */
-static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone) {
+/* From desc, which is resolved, what follows its scheme, and the environment. alone: this rank is all of its world. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, const char *place, int alone) {
     memset(id, 0, sizeof *id);
-    id->rank = desc->rank;
-    id->world_size = desc->world_size;
     if (desc->world_size > 0) {
+        id->rank = desc->rank;
+        id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (ddp__here.heap && !alone) {
+    } else if (alone) {
+        id->world_size = 1;
+    } else if (ddp__here.heap && !*place) {
         id->heap = ddp__here.heap;
         id->rank = ddp__here.rank;
         id->world_size = (int)id->heap->job->world_size;
-    } else if (!alone) {
-        return ddp__identity_resolve(id);
+    } else {
+        DDP__TRY(ddp__identity_resolve(id));
     }
+    id->place = place;
+    if (id->local_world_size > 0) return DDP_OK;
     id->local_rank = id->rank;
     id->local_world_size = id->world_size;
     return DDP_OK;
 }
+
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 /* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
    are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
@@ -3879,6 +3884,7 @@ typedef struct ddp__hello {
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
     char token[416];
 } ddp__hello;
+typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
@@ -3902,29 +3908,27 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* One packet: how the meeting went and, where *fd is not -1, a descriptor. Returns what sendmsg or recvmsg do. */
-static ssize_t ddp__pass(int socket, int receive, ddp__outcome *outcome, int *fd) {
-    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
-    struct iovec data = {outcome, sizeof *outcome};
+/* A welcome under way, with room for one file descriptor beside it. */
+typedef struct ddp__parcel {
+    ddp__welcome welcome;
+    struct iovec data;
     struct msghdr message;
-    memset(&message, 0, sizeof message);
-    memset(control, 0, sizeof control);
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    if (receive) {
-        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
-        return n;
-    }
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
+} ddp__parcel;
+
+static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
+    memset(parcel, 0, sizeof *parcel);
+    parcel->data.iov_base = &parcel->welcome;
+    parcel->data.iov_len = sizeof parcel->welcome;
+    parcel->message.msg_iov = &parcel->data;
+    parcel->message.msg_iovlen = 1;
+    parcel->message.msg_control = parcel->control;
+    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), fd, sizeof *fd);
-    if (*fd < 0) message.msg_controllen = 0;
-    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    memcpy(CMSG_DATA(header), &fd, sizeof fd);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
@@ -3938,13 +3942,20 @@ typedef struct ddp__lobby {
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
     int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
-    ddp__outcome outcome;
+    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
 /* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__dismiss(ddp__lobby *lobby, int fd) {
-    int none = -1;
-    ddp__pass(fd, 0, &lobby->outcome, lobby->outcome.result == DDP_OK ? &lobby->heap_fd : &none);
+static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
+    ddp__parcel parcel;
+    ddp__parcel_init(&parcel, lobby->heap_fd);
+    parcel.welcome.magic = DDP__MAGIC;
+    parcel.welcome.result = (int32_t)lobby->result;
+    if (lobby->result != DDP_OK) {
+        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
+        parcel.message.msg_controllen = 0;
+    }
+    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
     close(fd);
 }
 
@@ -3985,23 +3996,23 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
         if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
         else close(fd); /* another user, or a flood */
     }
-    for (int i = 0; i < DDP__STRANGERS && lobby->outcome.result == DDP_OK; i++) {
+    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
         ddp__hello hello;
-        int fd = strangers[i], pid = fd < 0 ? 0 : (int)ddp__peer_of(fd).pid;
+        int fd = strangers[i];
         ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
         if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
         strangers[i] = -1;
-        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, pid);
+        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
         if (verdict == DDP_OK) {
             double patience = ddp_now() + hello.patience_ms * 1e-3;
             lobby->fd[hello.rank] = fd;
-            lobby->pid[hello.rank] = pid;
+            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
             if (patience < lobby->deadline) lobby->deadline = patience;
         } else if (verdict == DDP_ERR_INVALID) {
             close(fd);
         } else {
-            ddp__outcome_join(&lobby->outcome, verdict);
-            ddp__dismiss(lobby, fd);
+            lobby->result = verdict;
+            ddp__send_welcome(lobby, fd);
         }
     }
 }
@@ -4017,10 +4028,10 @@ static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
         if (lobby->pid[r]) departed = r;
         else to_come++;
     }
-    if (lobby->outcome.result != DDP_OK || missing == 0) return 0;
+    if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    ddp__outcome_join(&lobby->outcome, to_come ? ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list)
-        : ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]));
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
     return 0;
 }
 
@@ -4029,17 +4040,16 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
     ddp__lobby lobby = DDP_ZERO;
-    ddp_result result;
     lobby.listener = ddp__socket();
-    if (lobby.listener >= 0 && bind(lobby.listener, (struct sockaddr *)&address, length) == 0 && listen(lobby.listener, 128) == 0)
-        result = ddp__heap_create(out, id->world_size, 0, 0);
-    else if (errno == EADDRINUSE)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
-    else result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "the socket of this job: %s", strerror(errno));
-    if (result != DDP_OK) {
-        close(lobby.listener);
-        return result;
+    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
+        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
+        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
+                                           "MASTER_PORT", id->token);
+    } else {
+        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
     }
+    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
     lobby.id = id;
     lobby.heap_fd = (*out)->fd;
     lobby.deadline = ddp_now() + timeout_ms * 1e-3;
@@ -4047,28 +4057,36 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, 
     memset(lobby.fd, -1, sizeof lobby.fd);
     for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
     close(lobby.listener);
-    result = lobby.outcome.result;
-    for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
+    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
     for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
         if (lobby.fd[i] < 0) continue;
-        if (i < DDP_MAX_LOCAL_RANKS || result != DDP_OK) ddp__dismiss(&lobby, lobby.fd[i]);
+        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
         else close(lobby.fd[i]); /* of no rank */
     }
-    if (result == DDP_OK) return DDP_OK;
+    if (lobby.result == DDP_OK) return DDP_OK;
     ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, result, "%s", lobby.outcome.text);
+    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
 }
 
 /* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
-static ddp_result ddp__await_answer(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
+static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
     int host = (int)ddp__peer_of(fd).pid;
-    ddp__outcome answer;
+    ddp__parcel parcel;
+    const ddp__welcome *welcome = &parcel.welcome;
     ssize_t n;
-    while ((n = ddp__pass(fd, 1, &answer, heap_fd)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline) usleep(300);
+    ddp_result result = DDP_OK;
+    ddp__parcel_init(&parcel, -1);
+    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
+        usleep(300);
     if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    if (n != (ssize_t)sizeof answer) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
-    if (answer.result != DDP_OK) return DDP__JOIN_FAIL(id, answer.result, "%.400s", answer.text);
-    return *heap_fd >= 0 ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
+    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
+    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
+        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
+    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+    return result;
 }
 
 static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
@@ -4083,7 +4101,7 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
         if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
         usleep(1000);
     }
-    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "the socket of this job: %s", strerror(errno));
+    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
     if (ddp__peer_of(fd).uid != geteuid()) {
         result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
     } else {
@@ -4091,13 +4109,20 @@ static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms,
         hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
         memcpy(hello.token, id->token, sizeof hello.token);
         send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_answer(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
+        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
     }
     close(fd);
-    if (result == DDP_OK && !(*out = ddp__heap_wrap(heap_fd, 0)))
-        return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
-    if (result != DDP_OK && heap_fd >= 0) close(heap_fd); /* a malformed answer may carry one */
-    return result;
+    if (result != DDP_OK) return result;
+    *out = ddp__heap_wrap(heap_fd, 0);
+    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
+}
+
+/* Meets the other ranks of this machine. */
+static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+    if (id->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4217,10 +4242,7 @@ static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, c
     if (id->local_world_size < id->world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    DDP__TRY((id->rank == 0 ? ddp__rendezvous_host : ddp__rendezvous_visit)(id, desc->timeout_ms, &heap));
+    DDP__TRY(ddp__rendezvous(id, desc->timeout_ms, &heap));
     result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
     ddp__heap_release(heap);
     return result;
@@ -4246,8 +4268,7 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (!meeting->create)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
                          "on one machine", d.init_method);
-    DDP__TRY(ddp__identity_of(&id, &d, meeting->create == ddp__create_self));
-    id.place = d.init_method + strlen(meeting->scheme);
+    DDP__TRY(ddp__identity_of(&id, &d, d.init_method + strlen(meeting->scheme), meeting->create == ddp__create_self));
     return meeting->create(out, &d, &id);
 }
 
@@ -4677,7 +4698,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.group.init_method = NULL;
     launch.group.rank = launch.group.world_size = 0;
     DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
-    DDP__TRY(ddp__identity_of(&id, &launch.group, 0));
+    DDP__TRY(ddp__identity_of(&id, &launch.group, "", 0));
     if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
               launch.world_size);
@@ -6072,7 +6093,7 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 /* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
 typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
 
-static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
+static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
     ddp__extent extent = {holds & DDP__ONE ? call->count : 0, 0, 0};
     if (holds & DDP__EACH) {
         extent.end = call->count * (size_t)group->world_size;
@@ -6083,18 +6104,21 @@ static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, 
 }
 
 /* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
-static int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
-                                 ddp__extent *extent) {
-    extent->end = extent->sum = 0;
+static inline int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
+                                        ddp__extent *extent) {
+    size_t at = 0, end = 0;
     for (int r = 0; r < group->world_size; r++) {
-        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
-        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
-        extent->sum += counts[r];
-        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
+        size_t begin = *offsets ? (*offsets)[r] : at;
+        if (counts[r] > most || begin > most || at > most) return 0;
+        packed[r] = begin;
+        if (r == group->rank) extent->own = begin;
+        at += counts[r];
+        if (counts[r] && begin + counts[r] > end) end = begin + counts[r];
     }
     *offsets = packed;
-    extent->own = packed[group->rank];
-    return extent->end <= most;
+    extent->end = end;
+    extent->sum = at;
+    return end <= most;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -6102,9 +6126,10 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
+#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
+
 /* Calls as the user made them: checked, completed and issued. */
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
-#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
     size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
@@ -6121,6 +6146,8 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     send = ddp__extent_of(group, call, form->send);
     recv = ddp__extent_of(group, call, form->recv);
     if (by_counts) {
+        if (group->world_size > DDP_MAX_LOCAL_RANKS)
+            return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", form->name, DDP_MAX_LOCAL_RANKS);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
