@@ -2349,8 +2349,8 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
 }
 
-/* After everybody's announcement: nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now, while
-   this rank waits for its peers' data. 1 KiB takes a third less. */
+/* After everybody's announcement: nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now,
+   while this rank waits for its peers' data. 1 KiB takes a third less. */
 static void ddp__fetch_next_payload(const ddp__local *l, const ddp_call *call, size_t size) {
     unsigned char *next = ddp__payload_of(l, l->rank, call->seq + 1);
     for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
@@ -2420,8 +2420,8 @@ DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
 
 static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
 
-/* Chunks of a sum. On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level cache, and chunks
-   that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
+/* Chunks that are shared. On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level
+   cache, and chunks that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
 static size_t ddp__chunk_size(const ddp__local *l, size_t size) {
     size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
     if (!l->amd) return DDP__CHUNK / 4;
@@ -2464,8 +2464,8 @@ DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m,
     return part;
 }
 
-/* What of a part, or of the share of a rank, moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last is still in its
-   cache. 10% at 64 MiB. */
+/* What of a part, or of the share of a rank, moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last
+   is still in its cache. 10% at 64 MiB. */
 DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
@@ -2567,8 +2567,10 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            if (m->common) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+            if (m->common)
+                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+            else
+                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
