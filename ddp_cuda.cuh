@@ -2250,7 +2250,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
     ncclResult_t now = ncclSuccess;
     cudaError_t error = cudaSuccess;
     ddp__nccl_mark first;
-    int late = 0, pending;
+    int late = 0, pending, error_free;
     pthread_mutex_lock(&n->lock);
     while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
         error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
@@ -2270,7 +2270,8 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
         snprintf(text, sizeof text, "rank %d: %s: cudaEventQuery: %s (%s)", n->rank, ddp__nccl_describe(what, &first), cudaGetErrorString(error), cudaGetErrorName(error));
         ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
     }
-    if (n->cause == DDP_OK && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
+    error_free = __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK; /* the rank's own thread may abort the group meanwhile */
+    if (error_free && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
         const char *last = ncclGetLastError(n->comm);
         snprintf(text, sizeof text, "rank %d: %s: ncclCommGetAsyncError: %s%s%.200s", n->rank, pending ? ddp__nccl_describe(what, &first) : "between calls",
                  ncclGetErrorString(now == ncclSuccess ? ncclInternalError : now), last && last[0] ? ": " : "", last ? last : "");
