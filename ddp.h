@@ -1496,9 +1496,9 @@ static void ddp__reduce_run(void *const *dst, int dst_count, const void *const *
 
 /* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
-   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the end of a
-   page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, so those
-   that are no source are written past the caches. */
+   DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
+   end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, so
+   those that are no source are written past the caches. */
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
     size_t size = ddp_dtype_size(dtype), step = DDP__RUN_BYTES / size, runs = ddp__runs(), done;
@@ -2586,10 +2586,46 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
     return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
 }
 
+/* dst: own slot, own sums, the peer's slot, recv. src: send, what both add, own slot. */
+static void ddp__fused_round(void *const *dst, const void *const *src, size_t first, size_t count, size_t runs, float factor) {
+    ddp__any_f32 *fill = (ddp__any_f32 *)dst[0] + first, *sums = (ddp__any_f32 *)dst[1] + first, *theirs = (ddp__any_f32 *)dst[2] + first;
+    ddp__any_f32 *take = (ddp__any_f32 *)dst[3] + first;
+    const ddp__any_f32 *give = (const ddp__any_f32 *)src[0] + first, *a = (const ddp__any_f32 *)src[1] + first;
+    const ddp__any_f32 *b = (const ddp__any_f32 *)src[2] + first, *drain = (const ddp__any_f32 *)src[3] + first;
+    DDP__FOR_EACH_RUN(count, runs, float value = (a[i] + b[i]) * factor; fill[i] = give[i]; sums[i] = theirs[i] = value; take[i] = drain[i]);
+}
+
+/* Two ranks with more than the caches hold fill chunk k, add chunk k - 1 and drain chunk k - 2 in one loop: reading memory and reading what the other
+   core wrote overlap. From 25 MiB on that takes 6% to 10% less; on AMD it has not been measured. */
+static int ddp__staged_fuses(const ddp__local *l, const ddp__staged *s, size_t k) {
+    return k > 2 && k < s->rounds && l->world_size == 2 && !l->amd && s->size >= 2 * DDP__LARGE_BYTES && s->call->kind == DDP_CALL_ALL_REDUCE &&
+           ddp__sums_f32(s->call->dtype, s->call->op) && (s->call->divisor & (s->call->divisor - 1)) == 0;
+}
+
+static ddp_result ddp__staged_fused(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t k) {
+    int me = l->rank, peer = !me;
+    ddp__piece in = ddp__piece_of(s, k, peer), sum = ddp__piece_of(s, k - 1, me), out = ddp__piece_of(s, k - 2, peer);
+    unsigned char *recv = (unsigned char *)s->call->recv, *theirs = ddp__slot_of(l, peer, s->first + k - 1) + sum.slot;
+    const unsigned char *send = (const unsigned char *)s->call->send, *mine = send + sum.send;
+    void *const dst[4] = {ddp__slot_of(l, me, s->first + k) + in.slot, recv + sum.recv, theirs, recv + out.recv};
+    const void *const src[4] = {send + in.send, me ? theirs : mine, me ? mine : theirs, ddp__slot_of(l, me, s->first + k - 2) + out.slot};
+    size_t count = sum.size / sizeof(float), each = count / 3 / DDP__LANES * DDP__LANES;
+    float factor = s->call->op == DDP_OP_AVG && s->call->divisor ? 1.0f / (float)s->call->divisor : 1.0f;
+    ddp_result result = ddp__await_passed(group, l, s->first + k - 2);
+    if (result == DDP_OK) result = ddp__await_filled(group, l, peer, s->first + k - 1);
+    if (result != DDP_OK) return result;
+    ddp__fused_round(dst, src, 0, each, 3, factor);
+    ddp__fused_round(dst, src, 3 * each, count - 3 * each, 1, factor);
+    ddp__tick_filled(l, s->first + k);
+    ddp__tick_passed(l, s->first + k - 1);
+    return DDP_OK;
+}
+
 /* The first `filled` chunks have been filled already. */
 static ddp_result ddp__reduce_staged(ddp_group *group, ddp__local *l, const ddp__staged *s, size_t filled) {
     ddp_result result = DDP_OK;
     for (size_t k = filled; k < s->rounds + 2 && result == DDP_OK; k++) { /* fills chunk k, adds chunk k - 1, drains chunk k - 2 */
+        if (ddp__staged_fuses(l, s, k)) { result = ddp__staged_fused(group, l, s, k); continue; }
         if (k < s->rounds) {
             result = ddp__slot_free(group, l, s->first + k);
             if (result != DDP_OK) break;
