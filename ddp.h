@@ -2665,12 +2665,44 @@ static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__m
     return result;
 }
 
+/* Two ranks with more than the caches hold fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other
+   core wrote overlap. From 16 MiB on that takes up to 10% less; on AMD it has not been measured. */
+static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
+    const ddp_call *call = m->call;
+    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= 2 * DDP__LARGE_BYTES && call->kind == DDP_CALL_ALL_REDUCE &&
+           call->dtype == DDP_F32 && (call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
+}
+
+static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
+    int me = l->rank, peer = !me;
+    ddp__part in = ddp__piece(m, ddp__gives(l, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l, m, me), k - 1, me);
+    ddp__part out = ddp__piece(m, ddp__gives(l, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
+    ddp__any_f32 *fill = (ddp__any_f32 *)(void *)ddp__slot_of(l, me, first + k), *theirs = (ddp__any_f32 *)(void *)ddp__slot_of(l, peer, first + k - 1);
+    ddp__any_f32 *sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin), *take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
+    const ddp__any_f32 *give = (const ddp__any_f32 *)(const void *)(m->send + in.begin), *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
+    const ddp__any_f32 *drain = (const ddp__any_f32 *)(const void *)ddp__slot_of(l, me, first + k - 2), *a = me ? theirs : mine, *b = me ? mine : theirs;
+    size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
+    float factor = m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f;
+    if (ddp__await_passed(group, l, first + k - 2) != DDP_OK || ddp__await_filled(group, l, peer, first + k - 1) != DDP_OK) return DDP_ERR_POISONED;
+    DDP__LOOP(DDP__INDEPENDENT, each, runs, float value = (a[i] + b[i]) * factor; fill[i] = give[i]; sums[i] = theirs[i] = value; take[i] = drain[i]);
+    for (size_t i = runs * each; i < count; i++) {
+        float value = (a[i] + b[i]) * factor;
+        fill[i] = give[i];
+        sums[i] = theirs[i] = value;
+        take[i] = drain[i];
+    }
+    ddp__tick_filled(l, first + k);
+    ddp__tick_passed(l, first + k - 1);
+    return DDP_OK;
+}
+
 /* Round by round through slots. The first `filled` of them have been filled already. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
     uint64_t first = l->round + 1;
     ddp_result result = DDP_OK;
     l->round += m->rounds;
     for (size_t k = filled; k <= m->rounds + (size_t)m->shared && result == DDP_OK; k++) { /* fills round k, takes k - 1, drains k - 2 */
+        if (ddp__rounds_fuse(l, m, k)) { result = ddp__round_fused(group, l, m, first, k); continue; }
         if (k < m->rounds) {
             result = ddp__slot_free(group, l, first + k);
             if (result != DDP_OK) break;
