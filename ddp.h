@@ -2423,9 +2423,10 @@ static int ddp__receives(const ddp_call *call, int rank) { return call->kind == 
 /* Chunks that are shared. On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level
    cache, and chunks that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
 static size_t ddp__chunk_size(const ddp__local *l, size_t size) {
-    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, (size_t)l->world_size * DDP__ALIGN);
+    size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
+    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, line);
     if (!l->amd) return DDP__CHUNK / 4;
-    return chunk < DDP__CHUNK ? chunk : DDP__CHUNK;
+    return chunk < most ? chunk : most;
 }
 
 /* Cuts a call into rounds through slots. */
