@@ -2050,7 +2050,7 @@ static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) 
 
 static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
     uint64_t word[DDP__INSIDE];
-    char call[128], name[32];
+    char call[72], name[32];
     ddp__post post;
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
     if (!word[0]) return;
@@ -2063,13 +2063,13 @@ static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t si
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
-    char here[100] = "", missing[100] = "", inside[240] = "";
+    char here[90] = "", missing[190] = "", inside[176] = "";
     for (int r = 0; r < l->world_size; r++) {
         uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
         int arrived = r == l->rank || value >= target;
         char *list = arrived ? here : missing;
-        size_t used = strlen(list);
-        if (used < 90) snprintf(list + used, 100 - used, "%s%d", used ? "," : "", r);
+        size_t used = strlen(list), room = arrived ? sizeof here : sizeof missing;
+        if (used + 4 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", r);
         if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
     snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s%s", timeout_ms, here[0] ? here : "none", missing, inside);
