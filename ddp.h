@@ -2678,10 +2678,12 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     int me = l->rank, peer = !me;
     ddp__part in = ddp__piece(m, ddp__gives(l, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l, m, me), k - 1, me);
     ddp__part out = ddp__piece(m, ddp__gives(l, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
-    ddp__any_f32 *fill = (ddp__any_f32 *)(void *)ddp__slot_of(l, me, first + k), *theirs = (ddp__any_f32 *)(void *)ddp__slot_of(l, peer, first + k - 1);
+    ddp__any_f32 *fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
+    ddp__any_f32 *theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
     ddp__any_f32 *sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin), *take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
     const ddp__any_f32 *give = (const ddp__any_f32 *)(const void *)(m->send + in.begin), *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
-    const ddp__any_f32 *drain = (const ddp__any_f32 *)(const void *)ddp__slot_of(l, me, first + k - 2), *a = me ? theirs : mine, *b = me ? mine : theirs;
+    const ddp__any_f32 *drain = (const ddp__any_f32 *)(const void *)(ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer));
+    const ddp__any_f32 *a = me ? theirs : mine, *b = me ? mine : theirs;
     size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
     float factor = m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f;
     if (ddp__await_passed(group, l, first + k - 2) != DDP_OK || ddp__await_filled(group, l, peer, first + k - 1) != DDP_OK) return DDP_ERR_POISONED;
