@@ -108,19 +108,19 @@ case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11; }
 case_cxx17_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++17; }
 case_cxx17_clang() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17; }
 case_cxx20_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++20; }
-case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -O2 -I"$root" -c unit.c -o unit.o; }
+case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
 case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
 case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
 
 case_libc_first_gcc() {
     implementation "$libc_first" >unit.c
-    build $CC -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+    build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
 }
 case_libc_first_clang() {
     need "$CLANG" clang
     implementation "$libc_first" >unit.c
-    build $CLANG -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+    build $CLANG -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
 }
 
 case_nvcc() {
@@ -194,7 +194,8 @@ case_cuda_nccl_versions() {
     { echo '#include <nccl.h>'; cat unit.cu; } >early.cu # by the program, before cuda_bf16.h
     build $CXX $flags -fsyntax-only early.cu
 }
-case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work"; }
+# The other two are built by the C++ compiler, as cuda_tests.
+case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS='test_kernels test_conformance' sh "$root/tests/gpu/run.sh" build "$work"; }
 case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
 case_cuda_example() { # as its comment builds it; it runs where there is a GPU, and says what is missing where there is none
     need_cuda
@@ -211,7 +212,7 @@ case_fast_math() { # refused with a sentence, unless asked for
     for compiler in $CC $CLANG; do
         refuse $compiler -std=gnu11 -ffast-math -I"$root" -c unit.c -o unit.o
         grep -q 'error.*DDP_ALLOW_FAST_MATH' refused.log || fail "$compiler does not name DDP_ALLOW_FAST_MATH: $(cat refused.log)"
-        build $compiler -std=gnu11 -O1 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -c unit.c -o unit.o
+        build $compiler -std=gnu11 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -fsyntax-only unit.c
     done
 }
 
