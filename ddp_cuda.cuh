@@ -2363,7 +2363,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     pthread_mutex_lock(&n->lock);
-    if (!n->stopping && (n->cause == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
+    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
     pthread_mutex_unlock(&n->lock);
 }
 
@@ -2371,7 +2371,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
 static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_word *words, ddp_work *work) {
     pthread_mutex_lock(&n->lock);
     n->mine.result = n->cause;
-    n->mine.leaving = n->stopping;
+    n->mine.leaving = __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE);
     snprintf(n->mine.text, sizeof n->mine.text, "%.399s", n->cause == DDP_OK ? "" : n->text);
     *word = n->mine;
     pthread_mutex_unlock(&n->lock);
