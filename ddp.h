@@ -1352,7 +1352,7 @@ static size_t ddp__runs(void) { return ddp__cpu_is_amd() ? 2 : 3; }
 static void ddp__copy_across(void *dst, const void *src, size_t size_bytes) {
     unsigned char *out = (unsigned char *)dst;
     const unsigned char *in = (const unsigned char *)src;
-    size_t runs = ddp__runs(), each = size_bytes < DDP__RUNS_BYTES ? 0 : size_bytes / runs / 64 * 64;
+    size_t runs = size_bytes < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? size_bytes / runs / 64 * 64 : 0;
     for (size_t at = 0; at < each; at += 64)
         for (size_t from = at; from < runs * each; from += each) {
             memcpy(out + from, in + from, 64);
@@ -1482,7 +1482,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
                              ddp_op op, uint64_t divisor, int how) {
     ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype), op == DDP_OP_AVG && divisor ? divisor : 1,
                         ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST};
-    size_t step = DDP__RUN_BYTES / r.size, runs = ddp__runs(), each = !how || count * r.size < DDP__RUNS_BYTES ? 0 : count / runs / step * step;
+    size_t step = DDP__RUN_BYTES / r.size, runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
         for (int k = 0; k < dst_count; k++)

@@ -2363,7 +2363,8 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     pthread_mutex_lock(&n->lock);
-    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
+    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK || !n->comm))
+        pthread_cond_timedwait(&n->changed, &n->lock, &until);
     pthread_mutex_unlock(&n->lock);
 }
 
