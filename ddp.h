@@ -35,7 +35,7 @@ CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
     >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
-    >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
+    >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
     >>impl-public
 
 CONCEPTS
@@ -77,6 +77,9 @@ NOT DONE HERE
 //== config ============================================================================================== >>config
 #include <stddef.h>
 #include <stdint.h>
+#if defined(DDP_USE_MPI)
+#include <mpi.h>
+#endif
 
 #if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
 #error "ddp.h promises the same bits everywhere, which -ffast-math breaks: compile without it, or define DDP_ALLOW_FAST_MATH"
@@ -315,6 +318,13 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks), DDP_ERR_MISMATCH
    (two ranks with one number, other world size, other version), DDP_ERR_UNSUPPORTED (world spans machines and no backend for it is built in). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
+
+#if defined(DDP_USE_MPI)
+/* A group of the ranks of the program's own communicator, which is copied and stays the caller's. Collective over it. desc may be NULL; its init_method,
+   rank and world_size are not read. MPI must be initialised, at any thread level, and finalised after the group has been destroyed. Below
+   MPI_THREAD_MULTIPLE a group that MPI carries has no communication thread: asynchronous work moves on inside ddp_wait and ddp_test, which then waits. */
+DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
+#endif
 
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
    *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
@@ -887,7 +897,7 @@ typedef struct ddp__op {
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
     ddp__outcome outcome;
-    size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
+    size_t *arrays;              /* 4 times world_size: copies of the counts and offsets of _v calls */
 } ddp__op;
 
 struct ddp_group {
@@ -906,6 +916,8 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, stopping, running;
+    int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
+    int on_mpi;                  /* 1 = a world of MPI */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops;
@@ -1426,6 +1438,7 @@ static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
+enum { DDP__LEVELS = 12 };
 
 static void ddp__merge_two(const ddp__reduction *r, void *left, const void *right, size_t count) {
     const void *const in[2] = {left, right};
@@ -1434,8 +1447,8 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
 
 /* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
    level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels. */
-static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size_t first, size_t count) {
+   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, twice as many one more. */
+static void ddp__reduce_block(const ddp__reduction *r, ddp__block *level, size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
     int depth = 0, t = 0, n;
@@ -1457,7 +1470,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size
 
 /* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
-    ddp__block level[5];
+    ddp__block level[DDP__LEVELS];
     size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
@@ -1473,7 +1486,7 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
+/* Reduces src_count (1 to 8192) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
    DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
    end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, and
@@ -1914,6 +1927,7 @@ typedef struct ddp__local {
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
+    int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
     uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
@@ -2019,9 +2033,9 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
-    if (ddp__rank_gone(l->heap, l->member[rank], rank, text, size)) return 1;
+    if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return 1;
     if (!ddp__load(&l->line[rank].left)) return 0;
-    snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
+    snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], l->heap->job->rank[l->member[rank]].pid);
     return 1;
 }
 
@@ -2058,7 +2072,7 @@ static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t si
     post.count = word[1];
     ddp__describe_post(call, sizeof call, &post);
     memcpy(name, word + 3, sizeof name);
-    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", rank, call, name, (unsigned long long)word[2]);
+    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
 }
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
@@ -2069,7 +2083,7 @@ static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t
         int arrived = r == l->rank || value >= target;
         char *list = arrived ? here : missing;
         size_t used = strlen(list), room = arrived ? sizeof here : sizeof missing;
-        if (used + 4 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", r);
+        if (used + 4 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", l->number[r]);
         if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
     snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s%s", timeout_ms, here[0] ? here : "none", missing, inside);
@@ -3134,7 +3148,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->world_size = group->world_size;
     l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
     l->yields = enough_cores ? 20 : 200;
-    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
+    for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = members ? members[i] : i;
     l->amd = (int)heap->job->amd;
     l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
     l->line[l->rank].probe_word = l->probe_word;
@@ -3529,7 +3543,8 @@ static void *ddp__thread_main(void *argument) {
 static ddp_result ddp__thread_start(ddp_group *group) {
     sigset_t all, old;
     int error;
-    if (group->thread_started) return DDP_OK;
+    group->queued |= group->no_thread;
+    if (group->thread_started || group->no_thread) return DDP_OK;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
@@ -3544,8 +3559,18 @@ static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
     return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
 }
 
+static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    if (!op) return;
+    pthread_mutex_lock(&group->lock);
+    op->ticket = 0;
+    op->next = group->free_ops;
+    group->free_ops = op;
+    pthread_mutex_unlock(&group->lock);
+}
+
 /* A handle for a call, or for a task. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
+    size_t w = (size_t)group->world_size;
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
@@ -3553,6 +3578,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
         group->free_ops = op->next;
     } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
         op->event = NULL;
+        op->arrays = NULL;
         op->older = group->all_ops;
         group->all_ops = op;
     }
@@ -3566,20 +3592,14 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->call.tag = DDP__FOR_TASK;
     if (!call) return op;
     op->call = *call;
-    op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
-    op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
-    op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
-    op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
+    if (!call->recv_counts) return op;
+    if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
+    if (!op->arrays) { ddp__op_free(group, op); return NULL; }
+    op->call.send_counts = ddp__keep(op->arrays, call->send_counts, group->world_size);
+    op->call.send_offsets = ddp__keep(op->arrays + w, call->send_offsets, group->world_size);
+    op->call.recv_counts = ddp__keep(op->arrays + 2 * w, call->recv_counts, group->world_size);
+    op->call.recv_offsets = ddp__keep(op->arrays + 3 * w, call->recv_offsets, group->world_size);
     return op;
-}
-
-static void ddp__op_free(ddp_group *group, ddp__op *op) {
-    if (!op) return;
-    pthread_mutex_lock(&group->lock);
-    op->ticket = 0;
-    op->next = group->free_ops;
-    group->free_ops = op;
-    pthread_mutex_unlock(&group->lock);
 }
 
 /* Whether this thread carries out the group's calls: it is inside a task, or takes the queue, where `take` is set and nothing is queued or
@@ -3767,6 +3787,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (!op) return DDP_ERR_INVALID;
     pthread_mutex_lock(&group->lock);
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    while (group->no_thread && !op->done && group->head && !group->running) ddp__queue_step(group, 0);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
     if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
@@ -3929,6 +3950,27 @@ static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_byt
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
+
+#if defined(DDP_USE_MPI)
+/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#endif
+static uint64_t ddp__machine(void) {
+    static const char *const links[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    char text[400] = "", line[64];
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, 63);
+    if (fd >= 0) close(fd);
+    if (n <= 0) gethostname(text, 63);
+    for (int i = 0; i < 2; i++) {
+        n = readlink(links[i], line, sizeof line - 1);
+        snprintf(text + strlen(text), sizeof text - strlen(text), " %.*s", (int)(n > 0 ? n : 0), line);
+    }
+    snprintf(text + strlen(text), sizeof text - strlen(text), " %ld %d", (long)geteuid(), (int)(DDP__MACHINE_SALT));
+    return ddp__hash_bytes(UINT64_C(14695981039346656037), text, strlen(text));
+}
+#endif
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
     uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
@@ -4186,6 +4228,7 @@ static void ddp__group_delete(ddp_group *group) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
         group->all_ops = op->older;
+        ddp_group_mfree(group, op->arrays);
         ddp_group_mfree(group, op);
     }
     if (group->device_state) group->device->close(group, group->device_state);
@@ -4265,6 +4308,13 @@ static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, 
     return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
 }
 
+#if defined(DDP_USE_MPI)
+static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id);
+static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
+#else
+#define ddp__create_mpi NULL
+#endif
+
 /* With whatever launcher started us, or nobody. */
 static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
@@ -4276,6 +4326,9 @@ static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, c
         return DDP_OK;
     }
     if (id->world_size == 1) return ddp__create_self(out, desc, id);
+#if defined(DDP_USE_MPI)
+    if (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0) return ddp__create_mpi(out, desc, id);
+#endif
     if (id->local_world_size < id->world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
@@ -4290,7 +4343,7 @@ static const struct ddp__meeting {
     const char *scheme;
     int place; /* 1 = a host or a path follows */
     ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
-} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, NULL}, {"file://", 1, NULL}};
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 0, ddp__create_mpi}, {"tcp://", 1, NULL}, {"file://", 1, NULL}};
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
     const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
@@ -4370,7 +4423,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (!group) return;
-    if (group->thread_started) {
+    if (group->thread_started || group->no_thread) {
         char text[96];
         int pending;
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
@@ -4380,8 +4433,11 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
         if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
-        pthread_join(group->thread, NULL);
+        if (group->thread_started) pthread_join(group->thread, NULL);
     }
+#if defined(DDP_USE_MPI)
+    if (group->on_mpi && group->backend->status(group, group->state) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
+#endif
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
@@ -4412,6 +4468,706 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     DDP__NEED(group, "group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
+
+#if defined(DDP_USE_MPI)
+//== the MPI backend: several machines ================================================================ >>impl-mpi
+
+/* The ranks of one machine also form a group of the local backend. In tree order it is all that a group on one machine needs, and takes its place.
+   Elsewhere it compares fingerprints before MPI sees a call, notices the dead, keeps the cause of a failure and holds group memory. Data travels by
+
+     any order   all_reduce and reduce of types that MPI has go to MPI as they are
+     machines    all_reduce where every machine holds 2^k ranks in a row: their sum is a subtree
+                     ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and to 4; 0 and 4 by the flat way; broadcast from 0 and from 4
+     flat        chunk by chunk: each rank gets its share of every rank's chunk, adds it up in tree order and sends the sum to all
+
+   Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have come to it. After a failure MPI may still own
+   the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. */
+
+#if !defined(DDP__MPI_PIECE_BYTES)
+#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int; tests make it small */
+#endif
+#if !defined(DDP__MPI_CHUNK_BYTES)
+#define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data that is reduced at a time; at least 16 KiB for each rank */
+#endif
+enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messages begin behind them */
+
+/* A failure; who has come to call seq?; the sender has; the sender destroys its handle after call seq. */
+enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
+typedef struct ddp__mpi_notice { int32_t kind, code; uint64_t seq; char text[DDP__TEXT_MAX]; } ddp__mpi_notice;
+
+/* A message: what was sent, and the user's buffer, travel as one. */
+typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Request request; } ddp__mpi_message;
+
+typedef struct ddp__mpi {
+    MPI_Comm comm;
+    ddp_group *local;                 /* the ranks of this machine */
+    int rank, world_size, machine_count, ready;
+    int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
+    int *machine_of;
+    ddp__local as;                    /* rank and world_size alone: as whom ddp__gives and ddp__takes tell, of those whose rank `step` divides */
+    int step;
+    unsigned char *here;              /* ranks that have answered WHO */
+    ddp__mpi_notice *notice;          /* of each kind, as sent: they stay while MPI may read them */
+    int left;                         /* the first rank that has left, */
+    uint64_t left_after;              /* and after which call */
+    uint32_t told;                    /* other machines know of the failure */
+    double looked;                    /* for the dead */
+    MPI_Request *requests;            /* of the call under way */
+    int request_count, request_room;
+    unsigned char *scratch;
+    size_t scratch_bytes;
+    float *wide;                      /* a chunk of 16-bit floats, converted */
+} ddp__mpi;
+
+static ddp_result ddp__mpi_result(int error, const char *call) {
+    char text[MPI_MAX_ERROR_STRING] = "";
+    int length = 0;
+    if (error == MPI_SUCCESS) return DDP_OK;
+    MPI_Error_string(error, text, &length);
+    return ddp_fail(DDP_ERR_ENGINE, "%s: %.300s", call, text);
+}
+
+/* Leaves the function with MPI's own text where its function fails. */
+#define DDP__MPI(function, ...) DDP__TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
+
+/* --- failures --- */
+
+static ddp_result ddp__mpi_status(const ddp_group *group, void *state) { (void)group; return ddp_group_cause(((ddp__mpi *)state)->local); }
+
+static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
+    MPI_Request request;
+    s->notice[kind].kind = kind;
+    if (to != s->rank && MPI_Isend(&s->notice[kind], (int)sizeof(ddp__mpi_notice), MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) == MPI_SUCCESS)
+        MPI_Request_free(&request);
+}
+
+/* The first cause is the machine's; the other machines are told, also when the local backend has recorded it. */
+static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
+    ddp_group_poison(s->local, cause, text);
+    if (s->machine_count == 1 || __atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
+    notice->code = (int32_t)ddp__mpi_status(group, s);
+    snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
+    for (int r = 0; r < s->world_size; r++)
+        if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
+}
+
+/* Takes in the notices that have come. */
+static void ddp__mpi_listen(ddp__mpi *s) {
+    for (;;) {
+        ddp__mpi_notice notice;
+        MPI_Message message;
+        MPI_Status status;
+        int there = 0;
+        if (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) != MPI_SUCCESS || !there) return;
+        if (MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) != MPI_SUCCESS) return;
+        if (notice.kind == DDP__NOTICE_WHO) {
+            ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
+        } else if (notice.kind == DDP__NOTICE_HERE) {
+            s->here[status.MPI_SOURCE] = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
+        } else if (notice.kind == DDP__NOTICE_FAILED) {
+            ddp__store(&s->told, 1u);
+            ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
+        } else if (notice.seq < s->left_after) {
+            s->left_after = notice.seq;
+            s->left = status.MPI_SOURCE;
+        }
+    }
+}
+
+/* This rank's time is up: who does not answer, of those that wait as well, has not come. On this machine some may sleep in a part of this call. */
+static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
+    const ddp__local *l = (const ddp__local *)s->local->state;
+    char missing[200] = "", text[DDP__TEXT_MAX];
+    double end = ddp_now() + 0.5;
+    memset(s->here, 0, (size_t)s->world_size);
+    s->here[s->rank] = 1;
+    for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+    for (; ddp_now() < end; usleep(1000)) {
+        ddp__mpi_listen(s);
+        for (int r = 0; r < l->world_size; r++)
+            if (ddp__load_relaxed(&l->line[r].collective.sleeping)) s->here[l->number[r]] = 1;
+    }
+    for (int r = 0; r < s->world_size; r++)
+        if (!s->here[r] && strlen(missing) < 180) snprintf(missing + strlen(missing), 16, " %d", r);
+    snprintf(text, sizeof text, missing[0] ? "timed out after %d ms: not arrived, or out of reach: rank%s" :
+             "timed out after %d ms, though all ranks have arrived%s", group->desc.timeout_ms, missing);
+    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
+}
+
+/* What a wait looks after now and then. */
+static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
+    char text[DDP__TEXT_MAX];
+    double now = ddp_now();
+    int overdue = now - start > group->desc.timeout_ms * 1e-3;
+    ddp__local *l;
+    if (!s->ready) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
+    ddp__mpi_listen(s);
+    snprintf(text, sizeof text, "rank %d has destroyed this group", s->left);
+    if (s->left_after < s->notice->seq) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
+    l = (ddp__local *)s->local->state;
+    for (int r = 0; r < l->world_size && now - s->looked > 0.005; r++) /* who has left may have done its part of this call */
+        if (r != l->rank && !ddp__load(&l->line[r].left) && ddp__member_gone(l, r, text, sizeof text)) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
+    if (now - s->looked > 0.005) s->looked = now;
+    if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
+    return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+}
+
+/* --- what MPI carries of a call --- */
+
+/* Waits for what has been started. */
+static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s, int count, MPI_Request *requests) {
+    double start = 0;
+    for (int tries = 0, done = 0;; tries++) {
+        DDP__MPI(MPI_Testall, count, requests, &done, MPI_STATUSES_IGNORE);
+        if (done) return DDP_OK;
+        if (tries < 1000) continue;
+        if (tries == 1000) start = ddp_now();
+        if (tries % 16 == 0) DDP__TRY(ddp__mpi_look(group, s, start));
+        sched_yield();
+    }
+}
+
+static ddp_result ddp__mpi_finish(ddp_group *group, ddp__mpi *s) {
+    int count = s->request_count;
+    s->request_count = 0;
+    return ddp__mpi_await(group, s, count, s->requests);
+}
+
+/* A collective of MPI, from its start to its end. */
+#define DDP__MPI_RUN(group, s, function, ...)                                  \
+    do {                                                                       \
+        MPI_Request ddp__started;                                              \
+        DDP__MPI(function, __VA_ARGS__, (s)->comm, &ddp__started);             \
+        DDP__TRY(ddp__mpi_await(group, s, 1, &ddp__started));                  \
+    } while (0)
+
+/* Starts to send, or to receive, size_bytes. peer: counted in steps. */
+static ddp_result ddp__mpi_start(ddp_group *group, ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
+    unsigned char *at = (unsigned char *)(uintptr_t)memory;
+    for (size_t n; size_bytes; at += n, size_bytes -= n) {
+        MPI_Request *request = s->requests;
+        n = size_bytes < DDP__MPI_PIECE_BYTES ? size_bytes : DDP__MPI_PIECE_BYTES;
+        if (s->request_count == s->request_room) {
+            int room = s->request_room * 2 + 8 * s->world_size;
+            if (!(s->requests = (MPI_Request *)ddp_group_malloc(group, (size_t)room * sizeof *request))) return DDP_ERR_NO_MEMORY;
+            if (request) memcpy(s->requests, request, (size_t)s->request_count * sizeof *request);
+            ddp_group_mfree(group, request);
+            s->request_room = room;
+        }
+        request = &s->requests[s->request_count];
+        if (sends) DDP__MPI(MPI_Isend, at, (int)n, MPI_BYTE, peer * s->step, DDP__MPI_DATA, s->comm, request);
+        else DDP__MPI(MPI_Irecv, at, (int)n, MPI_BYTE, peer * s->step, DDP__MPI_DATA, s->comm, request);
+        s->request_count++;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_bytes) {
+    if (size_bytes <= s->scratch_bytes) return DDP_OK;
+    ddp_group_mfree(group, s->scratch);
+    s->scratch = (unsigned char *)ddp_group_malloc(group, size_bytes);
+    s->scratch_bytes = s->scratch ? size_bytes : 0;
+    return s->scratch ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+/* Whom this rank sends to, and whom it receives from, in turn i: no two send to one. */
+static int ddp__mpi_to(const ddp__local *as, int i) { return (as->rank + i) % as->world_size; }
+static int ddp__mpi_from(const ddp__local *as, int i) { return (as->rank - i + as->world_size) % as->world_size; }
+
+/* Starts to send each peer its piece k, and to receive this rank's from each: into its place, or, of a sum, into `came` at room times its rank. */
+static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
+    const ddp__local *as = &s->as;
+    for (int i = 1; i < as->world_size; i++) {
+        int to = ddp__mpi_to(as, i), from = ddp__mpi_from(as, i);
+        ddp__part give = ddp__piece(m, ddp__gives(as, m, to), k, to), take = ddp__piece(m, ddp__takes(as, m, from), k, as->rank);
+        DDP__TRY(ddp__mpi_start(group, s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
+        DDP__TRY(ddp__mpi_start(group, s, 1, m->send + give.begin, give.size, to));
+    }
+    return DDP_OK;
+}
+
+/* Adds up what has come, and starts to hand on shares of the sum. */
+static ddp_result ddp__mpi_add(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
+    const ddp__local *as = &s->as;
+    const ddp_call *call = m->call;
+    ddp__part whole = ddp__takes(as, m, as->rank), mine = ddp__piece(m, whole, k, as->rank);
+    int gets = !m->shared || ddp__receives(call, as->rank);
+    void *sum = gets ? m->recv + mine.begin : came + (size_t)as->rank * m->room;
+    for (int r = 0; r < as->world_size; r++) sources[r] = came + (size_t)r * m->room;
+    sources[as->rank] = m->send + ddp__piece(m, ddp__gives(as, m, as->rank), k, as->rank).begin;
+    ddp__reduce_tree(&sum, 1, sources, as->world_size, mine.size / m->element, call->dtype, call->op, call->divisor, DDP__LARGE);
+    for (int i = 1; i < as->world_size && m->shared; i++) {
+        int to = ddp__mpi_to(as, i), from = ddp__mpi_from(as, i);
+        ddp__part theirs = ddp__piece(m, whole, k, from);
+        if (gets) DDP__TRY(ddp__mpi_start(group, s, 0, m->recv + theirs.begin, theirs.size, from));
+        if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(group, s, 1, sum, mine.size, to));
+    }
+    return DDP_OK;
+}
+
+/* The flat way, of all ranks or of those whose rank `step` divides. While a chunk is added up, the next one is on its way. */
+static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
+    ddp__move m = ddp__move_of(call);
+    size_t w = (size_t)(s->world_size / step), each = DDP__MPI_CHUNK_BYTES / w / DDP__ALIGN * DDP__ALIGN;
+    unsigned char *came[2];
+    const void **sources;
+    s->step = step;
+    s->as.rank = s->rank / step;
+    s->as.world_size = (int)w;
+    m.shared = m.common;
+    m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
+    if (m.chunk > m.block) m.chunk = ddp__round_up(m.block, DDP__ALIGN);
+    m.rounds = (m.block + m.chunk - 1) / m.chunk;
+    m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
+    m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
+    DDP__TRY(ddp__mpi_scratch(group, s, 2 * w * m.room + w * sizeof *sources));
+    came[0] = s->scratch;
+    came[1] = came[0] + w * m.room;
+    sources = (const void **)(void *)(came[1] + w * m.room);
+    DDP__TRY(ddp__mpi_exchange(group, s, &m, 0, came[0]));
+    DDP__TRY(ddp__mpi_finish(group, s));
+    for (size_t k = 0; k < m.rounds; k++) {
+        if (k + 1 < m.rounds) DDP__TRY(ddp__mpi_exchange(group, s, &m, k + 1, came[(k + 1) & 1]));
+        DDP__TRY(ddp__mpi_add(group, s, &m, k, came[k & 1], sources));
+        DDP__TRY(ddp__mpi_finish(group, s));
+    }
+    return DDP_OK;
+}
+
+/* All_reduce through the machines' first ranks. Partial sums of 16-bit floats are f32. */
+static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    ddp_dtype wide = ddp__is_half(call->dtype) ? DDP_F32 : call->dtype;
+    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(wide), n;
+    int leads = s->local->rank == 0, converts = wide != call->dtype;
+    if (converts && !s->wide && !(s->wide = (float *)ddp_group_malloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
+    for (size_t first = 0; first < call->count; first += n) {
+        const unsigned char *send = (const unsigned char *)call->send + first * element;
+        unsigned char *recv = (unsigned char *)call->recv + first * element;
+        void *sum = converts ? (void *)s->wide : recv;
+        ddp_call part = ddp__call_of(DDP_CALL_REDUCE, converts ? sum : send, sum, n = call->count - first < most ? call->count - first : most, wide);
+        if (converts) ddp__cast(sum, wide, send, call->dtype, n);
+        part.op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
+        part.root = 0;
+        DDP__TRY(ddp_group_call(s->local, &part, NULL));
+        part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n, wide);
+        part.op = call->op;
+        part.divisor = call->divisor;
+        if (leads) DDP__TRY(ddp__mpi_flat(group, s, &part, s->block));
+        if (leads && converts) ddp__cast(recv, call->dtype, sum, wide, n);
+        DDP__TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
+    }
+    return DDP_OK;
+}
+
+/* MPI's name of what it may add in any order: not MIN and MAX of floats, which keep NaN here, nor 16-bit floats, nor bytes, since Open MPI's vector
+   code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
+static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
+    int keeps_nan = call->op == DDP_OP_MIN || call->op == DDP_OP_MAX;
+    if (group->desc.order == DDP_ORDER_ANY && call->kind != DDP_CALL_REDUCE_SCATTER) switch (call->dtype) {
+    case DDP_F32: return keeps_nan ? MPI_DATATYPE_NULL : MPI_FLOAT;
+    case DDP_F64: return keeps_nan ? MPI_DATATYPE_NULL : MPI_DOUBLE;
+    case DDP_I32: return MPI_INT32_T;
+    case DDP_I64: return MPI_INT64_T;
+    case DDP_U64: return MPI_UINT64_T;
+    default: break;
+    }
+    return MPI_DATATYPE_NULL;
+}
+
+static ddp_result ddp__mpi_any(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
+    MPI_Op op = call->op == DDP_OP_MIN ? MPI_MIN : call->op == DDP_OP_MAX ? MPI_MAX : call->op == DDP_OP_PROD ? MPI_PROD : MPI_SUM;
+    size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
+    int gets = ddp__receives(call, s->rank);
+    unsigned char *recv = (unsigned char *)call->recv;
+    for (size_t at = 0, n; at < size; at += n * element) {
+        const void *send = call->send == recv && gets ? MPI_IN_PLACE : (const unsigned char *)call->send + at;
+        n = (size - at < DDP__MPI_PIECE_BYTES ? size - at : DDP__MPI_PIECE_BYTES) / element;
+        if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv + at, (int)n, type, op);
+        else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv + at : NULL, (int)n, type, op, call->root);
+    }
+    if (call->op == DDP_OP_AVG && gets) ddp__divide(recv, call->count, call->dtype, call->divisor);
+    return DDP_OK;
+}
+
+/* Calls that add nothing: one exchange. */
+static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    ddp__move m = ddp__move_of(call);
+    m.room = SIZE_MAX;
+    for (size_t at = 0, n; at < m.block && call->kind == DDP_CALL_BROADCAST; at += n) {
+        n = m.block - at < DDP__MPI_PIECE_BYTES ? m.block - at : DDP__MPI_PIECE_BYTES;
+        DDP__MPI_RUN(group, s, MPI_Ibcast, m.recv + at, (int)n, MPI_BYTE, call->root);
+    }
+    if (call->kind == DDP_CALL_BROADCAST) return DDP_OK;
+    DDP__TRY(ddp__mpi_exchange(group, s, &m, 0, NULL));
+    ddp__move_own(&s->as, &m);
+    return ddp__mpi_finish(group, s);
+}
+
+/* --- calls --- */
+
+/* Every rank has made this call, and the same one, when this returns DDP_OK. */
+static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[2], hash[2], *all;
+    char calls[2][160];
+    int other = 1;
+    if (s->machine_count == 1) {
+        ddp_call here = *call;
+        here.seq = ++s->local->seq;
+        return ddp__enter(s->local, (ddp__local *)s->local->state, &here, 0, 0);
+    }
+    if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
+    hash[0] = ddp__hash_bytes(UINT64_C(14695981039346656037), mine, sizeof mine);
+    hash[1] = ~hash[0]; /* the most of this is the least of that */
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 2, MPI_UINT64_T, MPI_MAX);
+    if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof mine));
+    all = (uint64_t *)(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
+    while (other < s->world_size - 1 && memcmp(all, all + 3 * other, sizeof mine) == 0) other++;
+    for (int i = 0; i < 2; i++) {
+        ddp__post post;
+        post.signature = all[3 * other * i];
+        post.count = all[3 * other * i + 1];
+        ddp__describe_post(calls[i], sizeof calls[i], &post);
+    }
+    return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank 0 %s, rank %d %s", calls[0], other, calls[1]);
+}
+
+/* The counts of an all_to_all_v: each two ranks must mean the same. */
+static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    uint64_t *counts;
+    DDP__TRY(ddp__mpi_scratch(group, s, 2 * (size_t)s->world_size * sizeof *counts));
+    counts = (uint64_t *)(void *)s->scratch;
+    for (int r = 0; r < s->world_size; r++) counts[r] = call->send_counts[r];
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, 1, MPI_UINT64_T, counts + s->world_size, 1, MPI_UINT64_T);
+    for (int r = 0; r < s->world_size; r++)
+        if (counts[s->world_size + r] != call->recv_counts[r])
+            return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r,
+                             (unsigned long long)counts[s->world_size + r], s->rank, (unsigned long long)call->recv_counts[r]);
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    MPI_Datatype type;
+    DDP__TRY(ddp__mpi_status(group, s));
+    DDP__TRY(ddp__mpi_enter(group, s, call));
+    if (call->send_counts) DDP__TRY(ddp__mpi_counts_agree(group, s, call));
+    if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
+    if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
+    type = ddp__mpi_adds(group, call);
+    if (type != MPI_DATATYPE_NULL) return ddp__mpi_any(group, s, call, type);
+    if (call->kind == DDP_CALL_ALL_REDUCE && s->block > 1) return ddp__mpi_by_machine(group, s, call);
+    return ddp__mpi_flat(group, s, call, 1);
+}
+
+static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp_result result;
+    for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
+    s->as.rank = s->rank;
+    s->as.world_size = s->world_size;
+    s->step = 1;
+    s->request_count = 0;
+    result = ddp__mpi_carry(group, s, call);
+    if (result == DDP_OK) return DDP_OK;
+    ddp__mpi_poison(group, s, result, ddp_last_error()); /* the others count on this rank */
+    return DDP_ERR_POISONED;
+}
+
+/* --- messages --- */
+
+/* The buffers of a message as MPI sees them: its head, then the user's. */
+static ddp_result ddp__mpi_message_type(ddp__mpi_message *m, MPI_Datatype *type) {
+    enum { PIECES = 64 };
+    const unsigned char *data = (const unsigned char *)(m->call.send ? m->call.send : m->call.recv);
+    size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
+    int lengths[PIECES + 1] = {2 * (int)sizeof(uint64_t)}, count = 1;
+    MPI_Aint places[PIECES + 1];
+    if (size > PIECES * DDP__MPI_PIECE_BYTES)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%zu bytes in one message; send up to %zu at a time", size, PIECES * DDP__MPI_PIECE_BYTES);
+    MPI_Get_address(&m->dtype, &places[0]);
+    for (size_t at = 0; at < size; at += DDP__MPI_PIECE_BYTES, count++) {
+        MPI_Get_address(data + at, &places[count]);
+        lengths[count] = (int)(size - at < DDP__MPI_PIECE_BYTES ? size - at : DDP__MPI_PIECE_BYTES);
+    }
+    DDP__MPI(MPI_Type_create_hindexed, count, lengths, places, MPI_BYTE, type);
+    DDP__MPI(MPI_Type_commit, type);
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
+    MPI_Datatype type;
+    int *most, known = 0, error;
+    MPI_Comm_get_attr(s->comm, MPI_TAG_UB, &most, &known);
+    if (known && call->tag > *most - DDP__MPI_TAGS) return ddp_fail(DDP_ERR_INVALID, "tag=%d; this MPI has tags up to %d", call->tag, *most - DDP__MPI_TAGS);
+    if (!m) return DDP_ERR_NO_MEMORY;
+    m->call = *call;
+    m->dtype = (uint64_t)call->dtype;
+    m->count = call->count;
+    DDP__TRY(ddp__mpi_message_type(m, &type));
+    error = (call->kind == DDP_CALL_SEND ? MPI_Isend(MPI_BOTTOM, 1, type, call->root, DDP__MPI_TAGS + call->tag, s->comm, &m->request)
+                                         : MPI_Irecv(MPI_BOTTOM, 1, type, call->root, DDP__MPI_TAGS + call->tag, s->comm, &m->request));
+    MPI_Type_free(&type); /* lives until the message is through */
+    return ddp__mpi_result(error, ddp_call_name(call->kind));
+}
+
+static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_message *m = (ddp__mpi_message *)request;
+    char text[DDP__TEXT_MAX];
+    int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error, same;
+    if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
+    else if (!*done) return ddp__mpi_look(group, s, ddp_now()); /* the time is the caller's to watch */
+    same = m->dtype == (uint64_t)m->call.dtype && m->count == m->call.count;
+    if (kind == MPI_ERR_TRUNCATE || (kind == MPI_SUCCESS && !same)) {
+        snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)", m->call.root,
+                 ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */, s->rank,
+                 ddp_dtype_name(m->call.dtype), (unsigned long long)m->call.count, m->call.tag);
+        ddp__mpi_poison(group, s, DDP_ERR_MISMATCH, text);
+    } else if (error != MPI_SUCCESS) {
+        ddp__mpi_poison(group, s, ddp__mpi_result(error, "MPI_Test"), ddp_last_error());
+    } else {
+        ddp_group_mfree(group, m);
+        return DDP_OK;
+    }
+    return DDP_ERR_POISONED;
+}
+
+/* --- groups --- */
+
+/* Peers of this machine read it in place; a failure anywhere is everybody's. */
+static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    ddp_result result;
+    int32_t ok;
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    result = local->backend->alloc(local, local->state, size_bytes, out);
+    ok = result == DDP_OK;
+    DDP__TRY(ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL));
+    if (ok) return DDP_OK;
+    if (result == DDP_OK) local->backend->free(local, local->state, *out);
+    *out = NULL;
+    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+}
+
+static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    (void)group;
+    return local->backend->free(local, local->state, memory);
+}
+
+/* Late notices may be under way: where there are any, the communicator and what this rank has sent stay until MPI ends. */
+static void ddp__mpi_close(ddp_group *group, void *state) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    int healthy = s->ready && (!s->local || ddp__mpi_status(group, s) == DDP_OK), alone = s->machine_count == 1;
+    for (int r = 0; r < s->world_size && healthy && !alone; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    ddp_group_destroy(s->local);
+    ddp_group_mfree(group, s->requests);
+    ddp_group_mfree(group, s->machine_of);
+    if (!healthy) return;
+    if (alone) MPI_Comm_free(&s->comm);
+    if (alone) ddp_group_mfree(group, s->notice);
+    ddp_group_mfree(group, s->scratch);
+    ddp_group_mfree(group, s->wide);
+    ddp_group_mfree(group, s);
+}
+
+/* Numbers the machines: ranks of one id share one, as many as the local backend serves. */
+static ddp_result ddp__mpi_number_machines(ddp_group *group, ddp__mpi *s, uint64_t id) {
+    uint64_t *ids;
+    int block;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
+    ids = (uint64_t *)(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, &id, 1, MPI_UINT64_T, ids, 1, MPI_UINT64_T);
+    for (int r = 0; r < s->world_size; r++) {
+        int before = 0, last = 0;
+        for (int q = 0; q < r; q++)
+            if (ids[q] == ids[r]) { before++; last = q; }
+        s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : s->machine_count++;
+    }
+    block = s->world_size / s->machine_count;
+    if (block & (block - 1) || s->machine_count == 1) block = 1;
+    for (int r = 0; r < s->world_size && block > 1; r++)
+        if (s->machine_of[r] != r / block) block = 1;
+    s->block = block;
+    return DDP_OK;
+}
+
+/* The ranks of this machine meet over shared memory. nonce: the job's. */
+static ddp_result ddp__mpi_meet(ddp_group *group, ddp__mpi *s, uint64_t nonce, int rank, int count) {
+    ddp__identity here = DDP_ZERO;
+    ddp_group_desc desc = group->desc;
+    ddp__heap *heap;
+    ddp_result result;
+    here.rank = rank;
+    here.world_size = here.local_world_size = count;
+    snprintf(here.token, sizeof here.token, "mpi:%llx:%d", (unsigned long long)nonce, s->machine_of[s->rank]);
+    DDP__TRY(ddp__rendezvous(&here, desc.timeout_ms, &heap));
+    desc.order = DDP_ORDER_TREE;
+    desc.device = ddp_device_cpu();
+    if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
+    result = ddp__world_on_heap(&s->local, &desc, heap, rank, 1);
+    ddp__heap_release(heap);
+    return result;
+}
+
+/* Finds out who shares a machine. The ranks of this one meet, unless s->local is there. */
+static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t id) {
+    uint64_t nonce = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40;
+    int ok, count = 0, number[DDP_MAX_LOCAL_RANKS], rank = 0;
+    MPI_Request request;
+    DDP__MPI(MPI_Comm_idup, comm, &s->comm, &request);
+    DDP__TRY(ddp__mpi_await(group, s, 1, &request));
+    MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
+    DDP__MPI_RUN(group, s, MPI_Ibcast, &nonce, 1, MPI_UINT64_T, 0);
+    DDP__TRY(ddp__mpi_number_machines(group, s, id));
+    for (int r = 0; r < s->world_size; r++) {
+        if (s->machine_of[r] != s->machine_of[s->rank]) continue;
+        if (r == s->rank) rank = count;
+        number[count++] = r;
+    }
+    ok = s->local || ddp__mpi_meet(group, s, nonce, rank, count) == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN);
+    if (!ok) return ddp_fail(DDP_ERR_SYSTEM, "%s", s->local ? "the ranks of another machine could not share memory; see their error" : ddp_last_error());
+    memcpy(((ddp__local *)s->local->state)->number, number, (size_t)count * sizeof *number);
+    ddp_group_set_local(group, rank, count);
+    return DDP_OK;
+}
+
+/* A group whose ranks share a machine becomes their local one, whose handle goes. */
+static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
+    group->backend = local->backend;
+    *state = local->state;
+    ddp__group_delete(local);
+}
+
+/* id: of this rank's machine. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
+static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t id, ddp_group *local, void **state) {
+    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s);
+    char text[DDP__TEXT_MAX];
+    ddp_result result;
+    int level;
+    if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
+    s->rank = group->rank;
+    s->world_size = group->world_size;
+    s->local = local;
+    s->left_after = UINT64_MAX;
+    s->notice = (ddp__mpi_notice *)ddp__group_calloc(group, DDP__NOTICES * sizeof *s->notice);
+    s->machine_of = (int *)ddp_group_malloc(group, (size_t)s->world_size * (sizeof *s->machine_of + 1));
+    s->here = (unsigned char *)(s->machine_of + s->world_size);
+    result = s->notice && s->machine_of ? ddp__mpi_join(group, s, comm, id) : DDP_ERR_NO_MEMORY;
+    if (result != DDP_OK) {
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        if (s->local) ddp_group_poison(s->local, result, text);
+        ddp__mpi_close(group, s);
+        return DDP__RANK_FAIL(group, result, "ddp_group_create: %s", text);
+    }
+    s->ready = 1;
+    if (s->machine_count == 1 && group->desc.order != DDP_ORDER_ANY) {
+        ddp__mpi_adopt(group, s->local, state);
+        s->local = NULL;
+        ddp__mpi_close(group, s);
+        return DDP_OK;
+    }
+    MPI_Query_thread(&level);
+    group->no_thread = level < MPI_THREAD_MULTIPLE;
+    *state = s;
+    return DDP_OK;
+}
+
+/* A child on one machine is a group of the local backend. */
+static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp_group *part = NULL;
+    MPI_Comm comm = MPI_COMM_NULL;
+    ddp_result result = ddp_group_split(s->local, child ? members[0] : -1, child ? child->rank : 0, &part), split = DDP_OK;
+    int here = part && ddp_world_size(part) == member_count;
+    *child_state = NULL;
+    if (s->machine_count > 1 && ddp__mpi_status(parent, s) == DDP_OK) /* on all of them, or none */
+        split = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? members[0] : MPI_UNDEFINED, child ? child->rank : 0, &comm), "MPI_Comm_split");
+    if (result == DDP_OK) result = split;
+    if (result != DDP_OK || !child) return result;
+    if (!here) {
+        result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
+        MPI_Comm_free(&comm);
+    } else {
+        ddp__mpi_adopt(child, part, child_state);
+    }
+    return result;
+}
+
+/* desc.backend_user points to the communicator. */
+static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
+    return ddp__mpi_open_on(group, *(MPI_Comm *)group->desc.backend_user, ddp__machine(), NULL, state);
+}
+
+static const ddp_backend *ddp__backend_mpi(void) {
+    static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_status, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL};
+    return &mpi;
+}
+
+/* told: a launcher or the desc has said who this rank is. */
+static ddp_result ddp__mpi_world(ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *told) {
+    ddp_group_desc d = *desc;
+    int rank, size;
+    DDP__MPI(MPI_Comm_rank, comm, &rank);
+    DDP__MPI(MPI_Comm_size, comm, &size);
+    DDP__JOIN_NEED(!told || (told->rank == rank && told->world_size == size), "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
+                   "of %d; start with the mpirun of the MPI that the program was built with", told->rank, told->world_size, rank, size);
+    d.backend_user = &comm;
+    ddp__fetch_add(&ddp__mpi_worlds, 1u);
+    DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), NULL, rank, size));
+    (*out)->desc.backend_user = NULL;
+    (*out)->on_mpi = 1;
+    return DDP_OK;
+}
+
+/* At exit, where the first group had to initialise MPI: there may be groups until then. */
+static void ddp__mpi_end(void) {
+    int over = 0;
+    MPI_Finalized(&over);
+    if (!over && ddp__load(&ddp__mpi_worlds) == 0) MPI_Finalize();
+}
+
+static ddp_result ddp__mpi_ready(const char *who, int *running) {
+    int over = 0;
+    MPI_Initialized(running);
+    MPI_Finalized(&over);
+    DDP__CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+    return DDP_OK;
+}
+
+static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    int running = 0, level;
+    DDP__TRY(ddp__mpi_ready("ddp_group_create", &running));
+    if (!running) {
+        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+        atexit(ddp__mpi_end);
+    }
+    return ddp__mpi_world(out, desc, MPI_COMM_WORLD, id->found || desc->world_size > 0 ? id : NULL);
+}
+
+DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
+    ddp_group_desc d;
+    int running = 0, between = 0;
+    DDP__NEED(out, "out is NULL");
+    *out = NULL;
+    DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
+    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    DDP__TRY(ddp__mpi_ready(__func__, &running));
+    DDP__NEED(running, "MPI is not initialised; call MPI_Init first");
+    DDP__MPI(MPI_Comm_test_inter, comm, &between);
+    DDP__NEED(!between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+    return ddp__mpi_world(out, &d, comm, NULL);
+}
+
+#endif /* DDP_USE_MPI */
 
 //== meshes ============================================================================================== >>impl-mesh
 
@@ -6169,7 +6925,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
-    size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
+    size_t element = ddp_dtype_size(call->dtype), blocks, most, *packed;
     ddp__extent send, recv;
     DDP__CALL_NEED(group, "group is NULL");
     DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
@@ -6183,12 +6939,11 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     send = ddp__extent_of(group, call, form->send);
     recv = ddp__extent_of(group, call, form->recv);
     if (by_counts) {
-        if (group->world_size > DDP_MAX_LOCAL_RANKS)
-            return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", form->name, DDP_MAX_LOCAL_RANKS);
+        packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
-        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
-                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, recv_packed, &recv),
+        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
+                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv),
                        "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
                        group->rank, call->recv_counts[group->rank]);
