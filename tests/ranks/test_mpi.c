@@ -4,14 +4,8 @@
 
     This program stands between ddp.h and MPI (MPI's profiling interface): it sees what is called, and can make it fail. */
 #include <mpi.h>
-#include <stdlib.h>
 
-static int pretended_machine(void) {
-    const char *rank = getenv("OMPI_COMM_WORLD_RANK"), *block = getenv("DDP_TEST_BLOCK");
-    return rank && block ? 1 + atoi(rank) / atoi(block) : 0;
-}
-
-#define DDP__MACHINE_SALT pretended_machine()
+#include "../support/machines.h"
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
