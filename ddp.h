@@ -700,7 +700,13 @@ DDPDEF double ddp_now(void);
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <math.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -2050,16 +2056,23 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
     return 1;
 }
 
+/* Appends a rank to a list of at most 199 bytes, "0,1,5"; what does not fit is left out. */
+static void ddp__list_rank(char list[200], int rank) {
+    size_t used = strlen(list);
+    if (used < 180) snprintf(list + used, 200 - used, "%s%d", used ? "," : "", rank);
+    else if (list[used - 1] != '.') snprintf(list + used, 200 - used, ",...");
+}
+
+#define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
+
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
     char here[200] = "", missing[200] = "";
     for (int r = 0; r < l->world_size; r++) {
         uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
-        char *list = r == l->rank || value >= target ? here : missing;
-        size_t used = strlen(list);
-        if (used < 180) snprintf(list + used, 200 - used, "%s%d", used ? "," : "", r);
+        ddp__list_rank(r == l->rank || value >= target ? here : missing, r);
     }
-    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s", timeout_ms, here[0] ? here : "none", missing);
+    snprintf(out, size, DDP__MISSING_TEXT, timeout_ms, here[0] ? here : "none", missing);
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l);
@@ -2273,26 +2286,35 @@ static uint64_t ddp__signature(const ddp_call *call) {
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
-/* A call from its announcement, for messages. */
-static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+/* A call from its announcement. */
+static ddp_call ddp__call_from(uint64_t signature, uint64_t count) {
     ddp_call call;
     memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(post->signature & 255);
-    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
-    call.op = (ddp_op)(post->signature >> 16 & 255);
-    call.tag = (int)(post->signature >> 24 & 255);
-    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
-    call.count = (size_t)post->count;
-    if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
-    else ddp__describe(out, size, &call);
+    call.kind = (ddp_call_kind)(signature & 255);
+    call.dtype = (ddp_dtype)(signature >> 8 & 255);
+    call.op = (ddp_op)(signature >> 16 & 255);
+    call.tag = (int)(signature >> 24 & 255);
+    call.root = (int)(uint32_t)(signature >> 32) - 1;
+    call.count = (size_t)count;
+    return call;
+}
+
+static void ddp__mismatch_text(char *out, size_t size, int low, const ddp_call *of_low, int high, const ddp_call *of_high) {
+    char text[2][160];
+    for (int i = 0; i < 2; i++) {
+        const ddp_call *call = i ? of_high : of_low;
+        if (call->kind > DDP_CALL_BARRIER) snprintf(text[i], sizeof text[i], "an unknown call");
+        else ddp__describe(text[i], sizeof text[i], call);
+    }
+    snprintf(out, size, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
-    char mine[160], theirs[160], text[DDP__TEXT_MAX];
+    char text[DDP__TEXT_MAX];
     int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    ddp__describe_post(mine, sizeof mine, ddp__post_of(l, low, seq));
-    ddp__describe_post(theirs, sizeof theirs, ddp__post_of(l, high, seq));
-    snprintf(text, sizeof text, "ranks made different calls: rank %d %s, rank %d %s", low, mine, high, theirs);
+    const ddp__post *a = ddp__post_of(l, low, seq), *b = ddp__post_of(l, high, seq);
+    ddp_call of_low = ddp__call_from(a->signature, a->count), of_high = ddp__call_from(b->signature, b->count);
+    ddp__mismatch_text(text, sizeof text, low, &of_low, high, &of_high);
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
     return DDP_ERR_POISONED;
 }
@@ -3642,14 +3664,20 @@ static void *ddp__thread_main(void *argument) {
     return NULL;
 }
 
-static ddp_result ddp__thread_start(ddp_group *group) {
+/* Signals are the user's threads' business. Returns an errno. */
+static int ddp__thread_create(pthread_t *thread, void *(*fn)(void *), void *argument) {
     sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    int error = pthread_create(thread, NULL, fn, argument);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return error;
+}
+
+static ddp_result ddp__thread_start(ddp_group *group) {
     int error;
     if (group->thread_started) return DDP_OK;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
-    error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    error = ddp__thread_create(&group->thread, ddp__thread_main, group);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
     return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
@@ -3923,14 +3951,14 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
 
-/* What the environment, or the desc, says about this rank. This is the one place that reads the environment. */
+/* What the environment, or the desc, says about this rank. What reads the environment is here, and in ddp__venue_from_env. */
 typedef struct ddp__identity {
     int found, rank, world_size, local_world_size;
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
-   this machine. */
+   this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
@@ -3963,7 +3991,7 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
                          *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
-    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
+    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.90s", ddp__env_text(from->job[i]));
     id->found = 1;
     return DDP_OK;
 }
@@ -3971,12 +3999,11 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
 /* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-         {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
         {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
          {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID"}}};
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     for (int i = 0; i < LAUNCHERS; i++) {
@@ -3995,14 +4022,19 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
 
 #define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
-/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
-   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
+/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
+   visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
+   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor, over TCP followed by the roster. */
 
+#define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* in a welcome: the outcome is still to come; ask elsewhere */
 typedef struct ddp__hello {
     uint64_t magic;
-    uint32_t version;
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
     char token[416];
+    uint32_t version;    /* up to here the same in every version */
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char host[64];
+    uint64_t machine;
 } ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
@@ -4012,12 +4044,43 @@ static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_byt
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
+static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(UINT64_C(14695981039346656037), text, strlen(text)); }
+
+/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#endif
+static uint64_t ddp__machine(void) {
+    static const char *const links[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    char text[400] = "", line[64];
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, 63);
+    if (fd >= 0) close(fd);
+    if (n <= 0) gethostname(text, 63);
+    for (int i = 0; i < 2; i++) {
+        n = readlink(links[i], line, sizeof line - 1);
+        snprintf(text + strlen(text), sizeof text - strlen(text), " %.*s", (int)(n > 0 ? n : 0), line);
+    }
+    snprintf(text + strlen(text), sizeof text - strlen(text), " %ld %d", (long)geteuid(), (int)(DDP__MACHINE_SALT));
+    return ddp__hash_text(text);
+}
+
+static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, const char *token) {
+    memset(hello, 0, sizeof *hello);
+    hello->magic = DDP__MAGIC;
+    snprintf(hello->token, sizeof hello->token, "%s", token);
+    hello->version = DDP__VERSION;
+    hello->world_size = id->world_size;
+    hello->rank = id->rank;
+    hello->pid = (int32_t)getpid();
+    gethostname(hello->host, sizeof hello->host - 1);
+    hello->machine = ddp__machine();
+}
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
-    uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
+    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)ddp__hash_text(token));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
@@ -4026,6 +4089,17 @@ static ddp__ucred ddp__peer_of(int fd) {
     socklen_t size = sizeof peer;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
     return peer;
+}
+
+/* Who is at the other end of a socket, for messages. */
+static void ddp__peer_text(int fd, char *out, size_t size) {
+    struct sockaddr_storage address;
+    socklen_t length = sizeof address;
+    char host[80] = "", port[8] = "";
+    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
+    if (known && address.ss_family == AF_UNIX) { snprintf(out, size, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(out, size, "%s port %s", *host ? host : "an unknown address", *port ? port : "?");
 }
 
 /* A welcome under way, with room for one file descriptor beside it. */
@@ -4051,198 +4125,307 @@ static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
     memcpy(CMSG_DATA(header), &fd, sizeof fd);
 }
 
+/* A fresh socket's buffer holds a welcome: it is sent whole or not at all. heap_fd -1: none goes with it. */
+static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd) {
+    ddp__parcel parcel;
+    ddp__parcel_init(&parcel, heap_fd);
+    parcel.welcome.magic = DDP__WELCOME_MAGIC;
+    parcel.welcome.result = (int32_t)result;
+    snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", text);
+    if (heap_fd < 0) parcel.message.msg_controllen = 0;
+    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 /* connect waits for a full backlog unless the socket is non-blocking. */
-static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 /* Who has come to rank 0, and how the meeting goes. */
-enum { DDP__STRANGERS = 128 }; /* sockets that may be open before their hello has come */
+enum { DDP__STRANGERS = 128, DDP__STRANGER_SECONDS = 5 }; /* sockets that may be open before their hello has come, and for how long */
+typedef struct ddp__visitor {
+    ddp__hello hello;                  /* the first `got` bytes of it */
+    size_t got;
+    double since;
+    char from[96];
+} ddp__visitor;
 typedef struct ddp__lobby {
     const ddp__identity *id;
-    int listener, heap_fd;
+    const ddp_group_desc *desc;
+    int heap_fd;                       /* -1 = over TCP */
+    int count;                         /* of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
+    struct pollfd *seat;               /* fd -1 = nobody, or has left again */
+    ddp__visitor *visitor;             /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
     double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
-    int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
     ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-/* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
-    ddp__parcel parcel;
-    ddp__parcel_init(&parcel, lobby->heap_fd);
-    parcel.welcome.magic = DDP__MAGIC;
-    parcel.welcome.result = (int32_t)lobby->result;
-    if (lobby->result != DDP_OK) {
-        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
-        parcel.message.msg_controllen = 0;
-    }
-    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    close(fd);
+static ddp_result ddp__lobby_open(ddp__lobby *lobby, const ddp__identity *id, const ddp_group_desc *desc, const char *token, int listener) {
+    size_t count = (size_t)id->world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
+    memset(lobby, 0, sizeof *lobby);
+    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->visitor) return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size);
+    memset(lobby->visitor, 0, size);
+    lobby->seat = (struct pollfd *)(lobby->visitor + count);
+    lobby->id = id;
+    lobby->desc = desc;
+    lobby->heap_fd = -1;
+    lobby->count = (int)count;
+    for (int i = 0; i < lobby->count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
+    lobby->seat[count - 1].fd = listener;
+    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    ddp__hello_init(&lobby->visitor[0].hello, id, token);
+    return DDP_OK;
+}
+
+static void ddp__lobby_free(ddp__lobby *lobby) { ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor); }
+
+static void ddp__hang_up(ddp__lobby *lobby, int place) {
+    close(lobby->seat[place].fd);
+    lobby->seat[place].fd = -1;
+}
+
+/* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
+static void ddp__turn_away(ddp__lobby *lobby, int place, const char *why, int tell) {
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->id->world_size, lobby->visitor[place].from, why);
+    if (tell) ddp__send_welcome(lobby->seat[place].fd, tell, why, -1);
+    if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
+    ddp__hang_up(lobby, place);
 }
 
 /* Visitors may go away again, such as a rank that its launcher starts anew. */
 static int ddp__is_there(ddp__lobby *lobby, int rank) {
     char byte;
-    if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
-        close(lobby->fd[rank]);
-        lobby->fd[rank] = -1;
-    }
-    return lobby->fd[rank] >= 0;
+    int fd = lobby->seat[rank].fd;
+    ssize_t n = fd < 0 ? -1 : recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    if (n >= 0 || (fd >= 0 && errno != EAGAIN && errno != EINTR)) ddp__hang_up(lobby, rank);
+    return lobby->seat[rank].fd >= 0;
 }
 
-/* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
+/* "pid 77 on hostb"; on one machine the host goes without saying. */
+static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char *out, size_t size) {
+    snprintf(out, size, lobby->heap_fd < 0 ? "pid %d on %.63s" : "pid %d", hello->pid, hello->host);
+    return out;
+}
+
+/* Judges a whole hello of this job. DDP_OK admits it, anything else ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, int place) {
+    const ddp__hello *hello = &lobby->visitor[place].hello, *older;
     int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
-    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
-        return DDP_ERR_INVALID;
-    if (hello->version != DDP__VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", rank,
-                        hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
-                        DDP_VERSION_PATCH);
+    char who[96], other[96];
+    ddp__who(lobby, hello, who, sizeof who);
     if (hello->world_size != lobby->id->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", rank, hello->pid, hello->world_size,
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size,
                         lobby->id->world_size);
+    older = &lobby->visitor[in_range ? rank : 0].hello;
+    if (in_range && older->pid == hello->pid && older->machine == hello->machine && ddp__is_there(lobby, rank))
+        ddp__hang_up(lobby, rank); /* the same process comes anew: its first connection broke */
     if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: pid %d and pid %d", rank, lobby->pid[in_range ? rank : 0], hello->pid);
-    if (hello->pid == pid) return DDP_OK;
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, older, other, sizeof other), who);
+    if (lobby->heap_fd < 0 || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
     return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
                     "(such as --pid=host)", rank, hello->pid);
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. */
-static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int *strangers = lobby->fd + DDP_MAX_LOCAL_RANKS, place = 0;
-    for (int fd; (fd = accept(lobby->listener, NULL, NULL)) >= 0;) {
-        while (place < DDP__STRANGERS && strangers[place] >= 0) place++;
-        if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
-        else close(fd); /* another user, or a flood */
+/* Reads on a hello. Once it is whole its rank takes its seat, or the meeting fails. */
+static void ddp__lobby_read(ddp__lobby *lobby, int place) {
+    enum { COMMON = offsetof(ddp__hello, world_size) };
+    ddp__visitor *v = &lobby->visitor[place];
+    ddp__hello *hello = &v->hello;
+    int fd = lobby->seat[place].fd;
+    ssize_t n = recv(fd, (char *)hello + v->got, sizeof *hello - v->got, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) n = 0;
+    else if (n <= 0) { ddp__turn_away(lobby, place, "it left without saying who it is", 0); return; }
+    v->got += (size_t)n;
+    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) { ddp__turn_away(lobby, place, "it is no rank of ddp", 0); return; }
+    if (v->got >= COMMON && memcmp(hello->token, lobby->visitor[0].hello.token, sizeof hello->token) != 0) {
+        ddp__turn_away(lobby, place, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+        return;
     }
-    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
-        ddp__hello hello;
-        int fd = strangers[i];
-        ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
-        if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
-        strangers[i] = -1;
-        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
-        if (verdict == DDP_OK) {
-            double patience = ddp_now() + hello.patience_ms * 1e-3;
-            lobby->fd[hello.rank] = fd;
-            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
-            if (patience < lobby->deadline) lobby->deadline = patience;
-        } else if (verdict == DDP_ERR_INVALID) {
-            close(fd);
-        } else {
-            lobby->result = verdict;
-            ddp__send_welcome(lobby, fd);
-        }
+    if (v->got >= COMMON && hello->version != DDP__VERSION) {
+        unsigned u = hello->version;
+        lobby->result = ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", v->from,
+                                 u / 10000, u / 100 % 100, u % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    } else if (v->got == sizeof *hello) {
+        double patience = ddp_now() + hello->patience_ms * 1e-3;
+        lobby->result = ddp__judge_hello(lobby, place);
+        if (lobby->result != DDP_OK) return; /* its seat is told with the others */
+        lobby->visitor[hello->rank] = *v;
+        lobby->seat[hello->rank].fd = fd;
+        lobby->seat[place].fd = -1;
+        if (patience < lobby->deadline) lobby->deadline = patience;
+        ddp__send_welcome(fd, DDP__ADMITTED, "", -1);
+    } else if (ddp_now() - v->since > DDP__STRANGER_SECONDS) {
+        ddp__turn_away(lobby, place, "it did not say who it is", 0);
     }
 }
 
+/* Takes in whoever knocks and reads the hellos that have come. When no seat is free, the stranger who has had the longest time goes: so a flood keeps
+   no rank out, and nobody goes unread. */
+static void ddp__lobby_admit(ddp__lobby *lobby) {
+    int first = lobby->id->world_size, end = lobby->count - 1;
+    for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
+        int place = first, fd;
+        for (int i = first; i < end && lobby->seat[place].fd >= 0; i++)
+            if (lobby->seat[i].fd < 0 || lobby->visitor[i].since < lobby->visitor[place].since) place = i;
+        if (lobby->seat[place].fd >= 0 && accepted) break;
+        if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
+        if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
+        if (lobby->heap_fd >= 0 && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+        fcntl(fd, F_SETFL, O_NONBLOCK);
+        memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
+        ddp__peer_text(fd, lobby->visitor[place].from, sizeof lobby->visitor->from);
+        lobby->visitor[place].since = ddp_now();
+        lobby->seat[place].fd = fd;
+    }
+    for (int i = first; i < end && lobby->result == DDP_OK; i++)
+        if (lobby->seat[i].fd >= 0) ddp__lobby_read(lobby, i);
+}
+
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
-static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
+static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[4 * DDP_MAX_LOCAL_RANKS] = "";
+    char list[200] = "", who[96];
     for (int r = 1; r < lobby->id->world_size; r++) {
         if (ddp__is_there(lobby, r)) continue;
-        snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
+        ddp__list_rank(list, r);
         missing++;
-        if (lobby->pid[r]) departed = r;
+        if (lobby->visitor[r].hello.pid) departed = r;
         else to_come++;
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed,
+                                  ddp__who(lobby, &lobby->visitor[departed].hello, who, sizeof who));
     return 0;
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    ddp__lobby lobby = DDP_ZERO;
-    lobby.listener = ddp__socket();
-    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
-        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
-                                           "MASTER_PORT", id->token);
-    } else {
-        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+/* Waits for all ranks, or a reason not to. The listener is closed then, and strangers are gone. */
+static ddp_result ddp__lobby_wait(ddp__lobby *lobby) {
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
+    ddp__hang_up(lobby, lobby->count - 1);
+    for (int i = 1; i < lobby->count; i++) {
+        if (lobby->seat[i].fd < 0 || (i < lobby->id->world_size && lobby->result == DDP_OK)) continue;
+        if (lobby->result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, lobby->result, ddp_last_error(), -1);
+        ddp__hang_up(lobby, i);
     }
-    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
-    lobby.id = id;
-    lobby.heap_fd = (*out)->fd;
-    lobby.deadline = ddp_now() + timeout_ms * 1e-3;
-    lobby.pid[0] = (int)getpid();
-    memset(lobby.fd, -1, sizeof lobby.fd);
-    for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
-    close(lobby.listener);
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
-    for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
-        if (lobby.fd[i] < 0) continue;
-        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
-        else close(lobby.fd[i]); /* of no rank */
-    }
-    if (lobby.result == DDP_OK) return DDP_OK;
-    ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
+    return lobby->result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(lobby->id, lobby->result, "%s", ddp_last_error());
 }
 
-/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
-static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
-    int host = (int)ddp__peer_of(fd).pid;
-    ddp__parcel parcel;
-    const ddp__welcome *welcome = &parcel.welcome;
-    ssize_t n;
+/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
+static ddp_result ddp__rendezvous_host(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
+    struct sockaddr_un address;
+    socklen_t length = ddp__job_address(&address, id->token);
+    int listener = ddp__socket(AF_UNIX);
+    ddp__lobby lobby;
     ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel, -1);
-    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
-        usleep(300);
-    if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
-    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
-    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+    if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+    if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
+        if (errno != EADDRINUSE) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
+        else result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
+                                     "MASTER_PORT", id->token);
+    } else {
+        result = ddp__heap_create(out, id->world_size, 0, 0);
+    }
+    if (result == DDP_OK && (result = ddp__lobby_open(&lobby, id, desc, id->token, listener)) != DDP_OK) ddp__heap_release(*out);
+    if (result != DDP_OK) { close(listener); return result; }
+    lobby.heap_fd = (*out)->fd;
+    result = ddp__lobby_wait(&lobby);
+    for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
+    for (int r = 1; r < id->world_size && result == DDP_OK; r++) {
+        ddp__send_welcome(lobby.seat[r].fd, DDP_OK, "", lobby.heap_fd);
+        ddp__hang_up(&lobby, r);
+    }
+    if (result != DDP_OK) ddp__heap_release(*out);
+    ddp__lobby_free(&lobby);
     return result;
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+/* Other ranks: the next answer of rank 0, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
+   rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
+    size_t got = 0;
+    while (got < sizeof *out) {
+        ddp__parcel parcel;
+        struct cmsghdr *header;
+        struct pollfd wait = {fd, POLLIN, 0};
+        ssize_t n;
+        ddp__parcel_init(&parcel, -1);
+        parcel.data.iov_len = sizeof *out - got;
+        n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
+        if (n < 0 && ddp_now() > deadline) return ETIMEDOUT;
+        if (n < 0) { poll(&wait, 1, 20); continue; }
+        header = CMSG_FIRSTHDR(&parcel.message);
+        if (header && header->cmsg_type == SCM_RIGHTS) {
+            if (*heap_fd >= 0) close(*heap_fd);
+            memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
+        }
+        if (n == 0) return got ? EPROTO : ECONNRESET;
+        memcpy((char *)out + got, &parcel.welcome, (size_t)n);
+        got += (size_t)n;
+        if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
+    }
+    out->text[sizeof out->text - 1] = 0;
+    return 0;
+}
+
+/* Says hello on a new connection and waits for the outcome, which may bring the heap's descriptor. DDP_ERR_INVALID: this is not our rank 0, for
+   the reason in the error line; ask again, or elsewhere. */
+static ddp_result ddp__visit(int fd, const ddp__identity *id, const char *token, double deadline, ddp__welcome *welcome, int *heap_fd) {
+    double left = deadline - ddp_now(), answer_by = ddp_now() + DDP__STRANGER_SECONDS;
+    ddp__hello hello;
+    char host[96];
+    int error;
+    ddp__peer_text(fd, host, sizeof host);
+    ddp__hello_init(&hello, id, token);
+    hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
+    if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != (ssize_t)sizeof hello) return ddp_fail(DDP_ERR_INVALID, "%s", strerror(errno));
+    error = ddp__await_welcome(fd, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0, welcome, heap_fd);
+    if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_INVALID, "%s", "who listens there says nothing");
+    if (error) return ddp_fail(DDP_ERR_INVALID, "%s", error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
+    if (welcome->result == DDP__OTHER_JOB) return ddp_fail(DDP_ERR_INVALID, "%s", "rank 0 of another job listens there");
+    if (welcome->result == DDP__ADMITTED) /* rank 0 knows our deadline, and its answer says more than silence */
+        error = ddp__await_welcome(fd, deadline + 1.0, welcome, heap_fd);
+    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", host);
+    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", host);
+    return welcome->result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+}
+
+static ddp_result ddp__rendezvous_visit(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
-    ddp_result result;
-    int fd, heap_fd = -1;
-    for (fd = ddp__socket(); fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0; fd = ddp__socket()) { /* rank 0 may not be up yet */
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    ddp__welcome welcome;
+    ddp_result result = DDP_ERR_INVALID;
+    int heap_fd = -1;
+    while (result == DDP_ERR_INVALID) { /* rank 0 may not be up yet */
+        int fd = ddp__socket(AF_UNIX);
+        if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
+        if (connect(fd, (struct sockaddr *)&address, length) != 0) usleep(1000);
+        else if (ddp__peer_of(fd).uid != geteuid())
+            result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+        else result = ddp__visit(fd, id, id->token, deadline, &welcome, &heap_fd);
         close(fd);
-        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
-        usleep(1000);
+        if (result == DDP_ERR_INVALID && ddp_now() > deadline)
+            result = DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", desc->timeout_ms);
     }
-    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (ddp__peer_of(fd).uid != geteuid()) {
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-    } else {
-        double left = deadline - ddp_now();
-        hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
-        memcpy(hello.token, id->token, sizeof hello.token);
-        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
+    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    if (result == DDP_OK) {
+        *out = ddp__heap_wrap(heap_fd, 0);
+        return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
     }
-    close(fd);
-    if (result != DDP_OK) return result;
-    *out = ddp__heap_wrap(heap_fd, 0);
-    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
+    if (heap_fd >= 0) close(heap_fd); /* a malformed answer may carry one */
+    return result;
 }
 
 /* Meets the other ranks of this machine. */
-static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
+    return id->rank == 0 ? ddp__rendezvous_host(id, desc, out) : ddp__rendezvous_visit(id, desc, out);
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4369,7 +4552,7 @@ static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *des
     if (id.local_world_size < id.world_size)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
                          "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
-    result = ddp__rendezvous(&id, desc->timeout_ms, &heap);
+    result = ddp__rendezvous(&id, desc, &heap);
     if (result != DDP_OK) return result;
     result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
     ddp__heap_release(heap);
