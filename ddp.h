@@ -34,8 +34,8 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
-    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
-    >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
+    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp
+    >>impl-group  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
     >>impl-public
 
 CONCEPTS
@@ -4428,6 +4428,1008 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc 
     return id->rank == 0 ? ddp__rendezvous_host(id, desc, out) : ddp__rendezvous_visit(id, desc, out);
 }
 
+//== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
+
+/* --- where rank 0 is --- */
+
+typedef struct ddp__venue {
+    char token[416];
+    char hosts[256];     /* names or addresses with blanks between, asked in turn */
+    int port, ports;     /* rank 0 takes the first free one of `ports` from port on, any where port is 0; the others ask each */
+    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
+    const char *advice;  /* how to choose another port */
+} ddp__venue;
+
+static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
+
+/* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
+static void ddp__first_host(char *out, size_t size, const char *list) {
+    size_t n = 0;
+    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
+        if (*list == '[' || *list == ']') inside = *list == '[';
+        else if (inside && (*list == '-' || *list == ',')) list += strcspn(list, "]") - 1;
+        else out[n++] = *list;
+    }
+    out[n] = 0;
+}
+
+/* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
+static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id) {
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+    int own, slurm = strncmp(id->token, "slurm", 5) == 0;
+    memset(venue, 0, sizeof *venue);
+    if (ddp__env_int("MASTER_PORT", 0, &venue->port) != DDP_OK || ddp__env_int("DDP_MASTER_PORT", 0, &own) != DDP_OK) return DDP_ERR_INVALID;
+    snprintf(venue->token, sizeof venue->token, "%s", id->token);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
+    venue->ports = 1;
+    venue->advice = "set DDP_MASTER_PORT to another one, on all ranks";
+    if (own) {
+        venue->port = own;
+    } else if (slurm && !venue->port) {
+        venue->port = 20000 + (int)(ddp__hash_text(id->token) % 10000); /* Linux gives out higher ones by itself */
+        venue->ports = 16;
+    } else if (venue->port && strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0) {
+        venue->port++;
+        venue->ports = 16;
+    }
+    if (!*venue->hosts || !venue->port)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
+                         "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
+    if (venue->port + venue->ports - 1 <= 65535) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+}
+
+/* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp__identity *id, const ddp_group_desc *desc) {
+    const char *url = desc->init_method, *host = url + 6, *colon = strrchr(host, ':');
+    int length = colon ? (int)(colon - host) : 0;
+    char *end;
+    memset(venue, 0, sizeof *venue);
+    venue->ports = 1;
+    venue->advice = "give another one in init_method, on all ranks";
+    if (url[0] == 'f') {
+        venue->path = url + 7;
+        snprintf(venue->token, sizeof venue->token, "file:%.30s:%.300s", desc->name, id->token); /* and what rank 0 adds */
+        if (venue->path[0] == '/') return DDP_OK;
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"file:///path\"", url);
+    }
+    if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
+    venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    if (length < 1 || length > 250 || memchr(host, ' ', (size_t)length) || venue->port < 1 || venue->port > 65535 || *end)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"tcp://host:port\"", url);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
+    snprintf(venue->token, sizeof venue->token, "tcp:%d:%.30s:%.300s", venue->port, desc->name, id->token);
+    return DDP_OK;
+}
+
+/* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
+static int ddp__tcp_listen(const char *host, int port) {
+    static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
+    int fd = -1, error = 0, on = 1, off = 0;
+    char number[16];
+    snprintf(number, sizeof number, "%d", port);
+    for (int i = 0; i < 2 && fd < 0; i++) {
+        struct addrinfo hints = DDP_ZERO, *list;
+        hints.ai_family = families[i];
+        hints.ai_socktype = SOCK_STREAM;
+        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+        if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
+        fd = ddp__socket(families[i]);
+        if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (fd >= 0 && i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 128) != 0) {
+            if (error != EADDRINUSE) error = errno;
+            if (fd >= 0) close(fd);
+            fd = -1;
+        }
+        freeaddrinfo(list);
+    }
+    errno = error ? error : EADDRNOTAVAIL;
+    return fd;
+}
+
+/* Which process has a socket open, as far as this user may see: "pid 77 (python3)". */
+static void ddp__socket_holder(unsigned long inode, char *out, size_t size) {
+    char path[300], link[64], want[64], name[32] = "?";
+    DIR *all = opendir("/proc");
+    int found = 0;
+    snprintf(want, sizeof want, "socket:[%lu]", inode);
+    for (struct dirent *p; all && !found && (p = readdir(all)) != NULL;) {
+        snprintf(path, sizeof path, "/proc/%.20s/fd", p->d_name);
+        DIR *files = strspn(p->d_name, "0123456789") == strlen(p->d_name) ? opendir(path) : NULL;
+        for (struct dirent *f; files && !found && (f = readdir(files)) != NULL;) {
+            snprintf(path, sizeof path, "/proc/%.20s/fd/%.20s", p->d_name, f->d_name);
+            ssize_t n = readlink(path, link, sizeof link - 1);
+            link[n > 0 ? n : 0] = 0;
+            found = strcmp(link, want) == 0;
+        }
+        if (files) closedir(files);
+        if (!found) continue;
+        snprintf(path, sizeof path, "/proc/%.20s/comm", p->d_name);
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        ssize_t n = fd < 0 ? 0 : read(fd, name, sizeof name - 1);
+        if (fd >= 0) close(fd);
+        name[n > 0 ? n : 0] = 0;
+        snprintf(out, size, "pid %.20s (%.*s)", p->d_name, (int)strcspn(name, "\n"), name);
+    }
+    if (all) closedir(all);
+}
+
+/* Who listens at a port of this machine. */
+static void ddp__port_holder(int port, char *out, size_t size) {
+    static const char *const tables[2] = {"/proc/net/tcp6", "/proc/net/tcp"};
+    snprintf(out, size, "another process");
+    for (int i = 0; i < 2; i++) {
+        FILE *file = fopen(tables[i], "re");
+        char line[512];
+        while (file && fgets(line, sizeof line, file)) {
+            unsigned at, state, uid;
+            unsigned long inode;
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %u %*s %lu", &at, &state, &uid, &inode) != 4 || (int)at != port || state != 10) continue;
+            snprintf(out, size, "a process of user %u", uid);
+            ddp__socket_holder(inode, out, size);
+        }
+        if (file) fclose(file);
+    }
+}
+
+/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
+static ddp_result ddp__venue_open(const ddp__venue *venue, const ddp__identity *id, int *listener) {
+    double give_up = ddp_now() + 1.0;
+    char holder[80];
+    do {
+        for (int i = 0; i < venue->ports; i++)
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
+    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
+    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
+    ddp__port_holder(venue->port, holder, sizeof holder);
+    return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "port %d is in use by %s; %s", venue->port, holder, venue->advice);
+}
+
+/* "port address address ...": how others reach a listener of this machine, on whatever network they share. */
+static void ddp__announce_text(int listener, char *out, size_t size) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80], port[8] = "0";
+    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
+        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
+    snprintf(out, size, "%s", port);
+    getifaddrs(&list);
+    for (int loopback = 0; loopback < 2; loopback++)
+        for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+            int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
+            socklen_t n = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+            if ((family != AF_INET && family != AF_INET6) || !(a->ifa_flags & IFF_UP) || (a->ifa_flags & IFF_LOOPBACK ? 1 : 0) != loopback) continue;
+            if (getnameinfo(a->ifa_addr, n, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0 || strchr(host, '%')) continue; /* of one link only */
+            if (strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host);
+        }
+    if (list) freeifaddrs(list);
+}
+
+static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
+    const char *blank = strchr(announced, ' ');
+    venue->port = atoi(announced);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
+    return blank && venue->port > 0;
+}
+
+static uint64_t ddp__random(void) {
+    uint64_t bits = 0, now = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40;
+#ifdef SYS_getrandom
+    if (syscall(SYS_getrandom, &bits, sizeof bits, 1 /* GRND_NONBLOCK */) == (long)sizeof bits) return bits;
+#endif
+    return ddp__hash_bytes(ddp__machine(), &now, sizeof now);
+}
+
+/* The file of file://: "token|port address ...". It appears whole, by rename; whoever finds one of an earlier job finds nobody there. */
+static ddp_result ddp__venue_write(ddp__venue *venue, const ddp__identity *id, int listener) {
+    char path[1024], hosts[256], text[512];
+    size_t n = strlen(venue->token);
+    snprintf(venue->token + n, sizeof venue->token - n, ":%016llx", (unsigned long long)ddp__random());
+    ddp__announce_text(listener, hosts, sizeof hosts);
+    int size = snprintf(text, sizeof text, "%s|%s", venue->token + n, hosts), length = snprintf(path, sizeof path, "%.1000s.%d", venue->path, (int)getpid());
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = length < 1000 && fd >= 0 && write(fd, text, (size_t)size) == size;
+    if (fd >= 0 && close(fd) != 0) ok = 0;
+    if (ok && rename(path, venue->path) == 0) return DDP_OK;
+    size = errno;
+    if (fd >= 0) unlink(path);
+    return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(size));
+}
+
+/* What a visitor needs, from the file; 0 while it is not there. token: what all ranks know. */
+static int ddp__venue_read(ddp__venue *venue, const char *token) {
+    char text[512], *bar;
+    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    if ((bar = strchr(text, '|')) == NULL) return 0;
+    *bar = 0;
+    snprintf(venue->token, sizeof venue->token, "%.380s%.30s", token, text);
+    return ddp__venue_hear(venue, bar + 1);
+}
+
+/* --- connections --- */
+
+static int ddp__fd_ready(int fd, short events, double deadline) {
+    struct pollfd wait = {fd, events, 0};
+    for (;;) {
+        double left = deadline - ddp_now();
+        if (poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0) > 0) return 1;
+        if (left <= 0) return 0;
+    }
+}
+
+static int ddp__tcp_connect(const struct addrinfo *to, double deadline) {
+    int fd = ddp__socket(to->ai_family), error = 0;
+    socklen_t size = sizeof error;
+    if (fd < 0) return -1;
+    if (connect(fd, to->ai_addr, to->ai_addrlen) == 0) return fd;
+    if (errno != EINPROGRESS) error = errno;
+    else if (!ddp__fd_ready(fd, POLLOUT, deadline)) error = ETIMEDOUT;
+    else getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (!error) return fd;
+    close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
+static void ddp__tcp_tune(int fd, int timeout_ms) {
+    unsigned limit = (unsigned)timeout_ms - (unsigned)timeout_ms / 4;
+    int on = 1, seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1, probes = 3;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, sizeof limit);
+}
+
+/* One try at every address of a host. DDP_ERR_INVALID: none of them is our rank 0; the error line is what the last one did. */
+static ddp_result ddp__tcp_ask(const ddp__identity *id, const ddp__venue *venue, const char *host, int port, double deadline, ddp__welcome *welcome, int *fd) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    char number[16];
+    ddp_result result = DDP_ERR_INVALID;
+    snprintf(number, sizeof number, "%d", port);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    int error = getaddrinfo(host, number, &hints, &list), none = -1;
+    if (error) return ddp_fail(DDP_ERR_INVALID, "host \"%s\" has no address: %s", host, gai_strerror(error));
+    for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
+        double try_until = ddp_now() + 3.0;
+        welcome->result = 0;
+        *fd = ddp__tcp_connect(a, try_until < deadline ? try_until : deadline);
+        if (*fd < 0) ddp_fail(result, "%s", strerror(errno));
+        else result = ddp__visit(*fd, id, venue->token, deadline, welcome, &none);
+        if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
+        if (result != DDP_OK && *fd >= 0) close(*fd);
+    }
+    freeaddrinfo(list);
+    return result;
+}
+
+/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
+static ddp_result ddp__tcp_visit(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, ddp__welcome *welcome, int *fd) {
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    char token[416], host[256];
+    useconds_t pause = 5000;
+    memcpy(token, venue->token, sizeof token);
+    for (;; usleep(pause), pause = pause < 200000 ? 2 * pause : pause) {
+        ddp_result result = ddp_fail(DDP_ERR_INVALID, "%s", venue->path ? "there is no such file yet" : "");
+        memset(welcome, 0, sizeof *welcome);
+        if (venue->path && !ddp__venue_read(venue, token)) venue->hosts[0] = 0;
+        for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += strspn(h, " ")) {
+            snprintf(host, sizeof host, "%.*s", (int)strcspn(h, " "), h);
+            h += strlen(host);
+            for (int i = 0; i < venue->ports && result == DDP_ERR_INVALID; i++)
+                result = ddp__tcp_ask(id, venue, host, venue->port + i, deadline, welcome, fd);
+        }
+        if (result != DDP_ERR_INVALID) return result;
+        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp_now() > deadline)
+            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive%s%.150s: %s", desc->timeout_ms,
+                                  venue->path ? " by " : "", venue->path ? venue->path : "", ddp_last_error());
+    }
+}
+
+/* --- frames --- */
+
+/* After the meeting every rank keeps a connection to the hub, a thread of rank 0's process; rank 0 itself through a socket pair. A collective is
+   one frame from each rank, its fingerprint and data, and when all have come and agree, one answer to all with the data of all, of which each rank
+   takes or adds up what is its. Whoever fails tells the hub, and the hub tells everybody. */
+
+#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
+enum { DDP__FRAME_CALL = 1, DDP__FRAME_ANSWER, DDP__FRAME_CAUSE, DDP__FRAME_BYE };
+typedef struct ddp__frame {
+    uint32_t kind, size;         /* size: bytes that follow */
+    int32_t result, unused;      /* CALL: not 0 = too large, and nothing follows */
+    uint64_t seq, count, signature, divisor;
+} ddp__frame;
+
+/* A connection and the frame that is coming in. */
+typedef struct ddp__stream { int fd; size_t got; ddp__frame frame; unsigned char *data; size_t capacity; } ddp__stream;
+
+static int ddp__room(const ddp_group_desc *desc, unsigned char **data, size_t *capacity, size_t size) {
+    if (size <= *capacity) return 1;
+    ddp__aligned_free(desc->free_fn, desc->user, *data);
+    *data = (unsigned char *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    *capacity = *data ? size : 0;
+    return *data != NULL;
+}
+
+/* Reads on: 1 = a frame is whole, and got = 0 begins the next; 0 = later; -1 = the connection has ended, errno is why, 0 = the peer closed it. */
+static int ddp__stream_read(const ddp_group_desc *desc, ddp__stream *s, size_t most) {
+    for (;;) {
+        size_t head = sizeof s->frame, end = s->got < head ? head : head + s->frame.size;
+        if (s->got >= head && s->got == end) return 1;
+        if (s->got == head && s->frame.size > most) { errno = EPROTO; return -1; }
+        if (s->got == head && !ddp__room(desc, &s->data, &s->capacity, s->frame.size)) { errno = ENOMEM; return -1; }
+        ssize_t n = recv(s->fd, s->got < head ? (unsigned char *)&s->frame + s->got : s->data + (s->got - head), end - s->got, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n <= 0) { if (n == 0) errno = 0; return -1; }
+        s->got += (size_t)n;
+    }
+}
+
+/* 0, or an errno. */
+static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
+        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) return ETIMEDOUT;
+        if (n > 0) done += (size_t)n;
+    }
+    return 0;
+}
+
+/* "rank 2: pid 77 on hostb is gone", or why its connection broke. */
+static void ddp__lost_text(char *out, size_t size, int rank, const char *who, int error) {
+    if (error == 0 || error == ECONNRESET || error == EPIPE) snprintf(out, size, "rank %d: %s is gone", rank, who);
+    else snprintf(out, size, "rank %d (%s): the connection broke: %s", rank, who, strerror(error));
+}
+
+/* --- the hub --- */
+
+enum { DDP__OWES_CAUSE = 1, DDP__OWES_BYE = 2 };
+typedef struct ddp__client {
+    ddp__stream stream;          /* fd -1 = has left, or is lost */
+    char who[96];
+    int arrived, owes;           /* arrived: call and data are its next call */
+    ddp__frame call, out;        /* out: what is being sent, and, after `sent` bytes of it and its data, is not */
+    unsigned char *data;
+    size_t capacity, sent, to_send;
+    const void *out_data;
+} ddp__client;
+
+typedef struct ddp__hub {
+    ddp_group *group;
+    pthread_t thread;
+    int started, arrived, world_size;
+    double since;                /* when the first rank arrived */
+    ddp_result cause;
+    char text[DDP__TEXT_MAX];
+    unsigned char *out;          /* the answer to one call; nobody makes the next call without having read it */
+    size_t capacity;
+    ddp__client *client;
+    struct pollfd *poll;
+} ddp__hub;
+
+static void ddp__hub_poison(ddp__hub *hub, ddp_result cause, const char *text) {
+    if (hub->cause != DDP_OK) return;
+    hub->cause = cause;
+    snprintf(hub->text, sizeof hub->text, "%s", text);
+    for (int r = 0; r < hub->world_size; r++) hub->client[r].owes |= DDP__OWES_CAUSE;
+}
+
+static void ddp__hub_drop(ddp__hub *hub, int r) {
+    close(hub->client[r].stream.fd);
+    hub->client[r].stream.fd = -1;
+    hub->client[r].to_send = hub->client[r].sent = 0;
+    hub->client[r].owes = 0;
+}
+
+static void ddp__hub_lost(ddp__hub *hub, int r, int error) {
+    char text[DDP__TEXT_MAX];
+    ddp__lost_text(text, sizeof text, r, hub->client[r].who, error);
+    ddp__hub_drop(hub, r);
+    ddp__hub_poison(hub, DDP_ERR_PEER_LOST, text);
+}
+
+/* A rank's call is compared with those that are there. */
+static void ddp__hub_arrive(ddp__hub *hub, int r) {
+    ddp__client *c = &hub->client[r];
+    unsigned char *data = c->data;
+    size_t capacity = c->capacity;
+    char text[DDP__TEXT_MAX];
+    c->data = c->stream.data;
+    c->capacity = c->stream.capacity;
+    c->stream.data = data;
+    c->stream.capacity = capacity;
+    c->call = c->stream.frame;
+    for (int i = 0; i < hub->world_size; i++) {
+        const ddp__client *low = &hub->client[i < r ? i : r], *high = &hub->client[i < r ? r : i];
+        if (!hub->client[i].arrived || (low->call.seq == high->call.seq && low->call.signature == high->call.signature && low->call.count == high->call.count))
+            continue;
+        ddp_call of_low = ddp__call_from(low->call.signature, low->call.count), of_high = ddp__call_from(high->call.signature, high->call.count);
+        ddp__mismatch_text(text, sizeof text, (int)(low - hub->client), &of_low, (int)(high - hub->client), &of_high);
+        ddp__hub_poison(hub, DDP_ERR_MISMATCH, text);
+        return;
+    }
+    if (hub->arrived++ == 0) hub->since = ddp_now();
+    c->arrived = 1;
+}
+
+static void ddp__hub_read(ddp__hub *hub, int r) {
+    ddp__client *c = &hub->client[r];
+    size_t most = DDP__TCP_PAYLOAD + 16 * (size_t)hub->world_size;
+    while (c->stream.fd >= 0) {
+        int whole = ddp__stream_read(&hub->group->desc, &c->stream, most);
+        ddp__frame *frame = &c->stream.frame;
+        if (whole == 0) return;
+        if (whole < 0) { ddp__hub_lost(hub, r, errno); return; }
+        c->stream.got = 0;
+        if (frame->kind == DDP__FRAME_BYE) ddp__hub_drop(hub, r);
+        else if (frame->kind == DDP__FRAME_CAUSE && frame->size) {
+            c->stream.data[frame->size - 1] = 0;
+            ddp__hub_poison(hub, (ddp_result)frame->result, (const char *)c->stream.data);
+        } else if (frame->kind != DDP__FRAME_CALL || (hub->cause == DDP_OK && (c->arrived || c->to_send))) ddp__hub_lost(hub, r, EPROTO);
+        else if (hub->cause == DDP_OK) ddp__hub_arrive(hub, r);
+    }
+}
+
+static void ddp__hub_answer(ddp__hub *hub, int r, ddp_result result, const void *data, size_t size) {
+    ddp__client *c = &hub->client[r];
+    memset(&c->out, 0, sizeof c->out);
+    c->out.kind = DDP__FRAME_ANSWER;
+    c->out.result = result;
+    c->out.size = (uint32_t)size;
+    c->out_data = data;
+    c->sent = 0;
+    c->to_send = sizeof c->out + size;
+}
+
+/* All have come and mean the same: everybody gets the data of all, behind a table of where each rank's begins. */
+static void ddp__hub_complete(ddp__hub *hub) {
+    size_t w = (size_t)hub->world_size, total = ddp__round_up(8 * w, DDP__ALIGN), at = total;
+    int refused = 0;
+    for (size_t r = 0; r < w; r++) {
+        total += ddp__round_up(hub->client[r].call.size, DDP__ALIGN);
+        refused |= hub->client[r].call.result != 0;
+    }
+    if (refused) total = 0;
+    if (!ddp__room(&hub->group->desc, &hub->out, &hub->capacity, total + 1)) {
+        ddp__hub_poison(hub, DDP_ERR_NO_MEMORY, "rank 0: the answer to a call could not be allocated");
+        return;
+    }
+    hub->arrived = 0;
+    for (size_t r = 0; r < w; r++) {
+        ddp__client *c = &hub->client[r];
+        uint64_t begin = at;
+        c->arrived = 0;
+        ddp__hub_answer(hub, (int)r, refused ? DDP_ERR_UNSUPPORTED : DDP_OK, hub->out, total);
+        if (refused) continue;
+        memcpy(hub->out + 8 * r, &begin, sizeof begin);
+        if (c->call.size) memcpy(hub->out + at, c->data, c->call.size);
+        at += ddp__round_up(c->call.size, DDP__ALIGN);
+    }
+}
+
+/* Sends on, whole frame after whole frame. */
+static void ddp__hub_write(ddp__hub *hub, int r) {
+    ddp__client *c = &hub->client[r];
+    while (c->stream.fd >= 0 && (c->to_send || c->owes)) {
+        if (!c->to_send) {
+            int cause = c->owes & DDP__OWES_CAUSE;
+            ddp__hub_answer(hub, r, hub->cause, hub->text, cause ? sizeof hub->text : 0);
+            c->out.kind = cause ? DDP__FRAME_CAUSE : DDP__FRAME_BYE;
+            c->owes &= cause ? ~DDP__OWES_CAUSE : 0;
+        }
+        struct iovec part[2];
+        struct msghdr message = DDP_ZERO;
+        size_t head = c->sent < sizeof c->out ? c->sent : sizeof c->out, tail = c->sent - head;
+        part[0].iov_base = (char *)&c->out + head;
+        part[0].iov_len = sizeof c->out - head;
+        part[1].iov_base = (char *)(uintptr_t)c->out_data + tail;
+        part[1].iov_len = c->out.size - tail;
+        message.msg_iov = part;
+        message.msg_iovlen = 2;
+        ssize_t n = sendmsg(c->stream.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (n < 0) { ddp__hub_lost(hub, r, errno); return; }
+        c->sent += (size_t)n;
+        if (c->sent == c->to_send) c->sent = c->to_send = 0;
+    }
+}
+
+/* Somebody waits: for one who has left, or for too long? Returns how many milliseconds to sleep. */
+static int ddp__hub_check(ddp__hub *hub) {
+    char text[DDP__TEXT_MAX], here[200] = "", missing[200] = "";
+    double left = hub->since + hub->group->desc.timeout_ms * 1e-3 - ddp_now();
+    if (hub->arrived == 0 || hub->cause != DDP_OK) return -1;
+    for (int r = 0; r < hub->world_size; r++) {
+        if (hub->client[r].stream.fd < 0) {
+            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, hub->client[r].who);
+            ddp__hub_poison(hub, DDP_ERR_PEER_LOST, text);
+        }
+        ddp__list_rank(hub->client[r].arrived ? here : missing, r);
+    }
+    if (left > 0) return (int)(left * 1e3) + 1;
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, hub->group->desc.timeout_ms, here, missing);
+    ddp__hub_poison(hub, DDP_ERR_TIMEOUT, text);
+    return 0;
+}
+
+/* Lives until rank 0 destroys the group and everybody has what he is owed. */
+static void *ddp__hub_main(void *argument) {
+    ddp__hub *hub = (ddp__hub *)argument;
+    double end = 0;
+    prctl(PR_SET_NAME, "ddp-hub");
+    for (;;) {
+        int pending = 0, sleep_ms = ddp__hub_check(hub);
+        for (int r = 0; r < hub->world_size; r++) {
+            ddp__client *c = &hub->client[r];
+            ddp__hub_write(hub, r);
+            pending |= c->to_send || c->owes;
+            hub->poll[r].fd = c->stream.fd;
+            hub->poll[r].events = (short)(c->to_send ? POLLIN | POLLOUT : POLLIN);
+        }
+        if (end != 0 && (!pending || ddp_now() > end)) return NULL;
+        poll(hub->poll, (nfds_t)hub->world_size, end != 0 ? 20 : hub->cause != DDP_OK && pending ? 100 : sleep_ms);
+        for (int r = 0; r < hub->world_size; r++)
+            if (hub->poll[r].fd >= 0 && hub->poll[r].revents) ddp__hub_read(hub, r);
+        if (hub->arrived == hub->world_size && hub->cause == DDP_OK) ddp__hub_complete(hub);
+        if (end != 0 || hub->client[0].stream.fd >= 0) continue;
+        end = ddp_now() + 5.0;
+        for (int r = 1; r < hub->world_size; r++) if (hub->client[r].stream.fd >= 0) hub->client[r].owes |= DDP__OWES_BYE;
+    }
+}
+
+/* --- a rank --- */
+
+typedef struct ddp__tcp {
+    ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
+    int world_size;
+    ddp__stream stream;
+    pthread_mutex_t lock, send_lock; /* lock: of what follows and what came in; send_lock: one whole frame after the other */
+    int running, answered, hub_left, tell; /* tell: the hub does not know the cause yet */
+    char hub_who[96];
+    uint64_t nonce, splits;      /* nonce: of this meeting */
+    ddp__hub *hub;               /* of rank 0 */
+    uint64_t *machine;           /* of each rank */
+    const void **source;         /* where each rank's data of an answer begins */
+    unsigned char *out;          /* a frame and DDP__TCP_PAYLOAD bytes and counts */
+} ddp__tcp;
+
+static void ddp__tcp_free(const ddp_group_desc *desc, ddp__tcp *t) {
+    if (t->stream.fd >= 0) close(t->stream.fd);
+    for (int r = 0; t->hub && r < t->world_size; r++) {
+        ddp__client *c = &t->hub->client[r];
+        if (c->stream.fd >= 0) close(c->stream.fd);
+        ddp__aligned_free(desc->free_fn, desc->user, c->stream.data);
+        ddp__aligned_free(desc->free_fn, desc->user, c->data);
+    }
+    if (t->hub) ddp__aligned_free(desc->free_fn, desc->user, t->hub->out);
+    ddp__aligned_free(desc->free_fn, desc->user, t->hub);
+    ddp__aligned_free(desc->free_fn, desc->user, t->stream.data);
+    pthread_mutex_destroy(&t->lock);
+    pthread_mutex_destroy(&t->send_lock);
+    ddp__aligned_free(desc->free_fn, desc->user, t);
+}
+
+/* Not yet connected. */
+static ddp_result ddp__tcp_new(const ddp__identity *id, const ddp_group_desc *desc, ddp__tcp **out) {
+    size_t w = (size_t)id->world_size, size = sizeof(ddp__tcp) + w * 24 + w * sizeof(void *) + sizeof(ddp__frame) + DDP__TCP_PAYLOAD;
+    size_t hub_size = sizeof(ddp__hub) + w * (sizeof(ddp__client) + sizeof(struct pollfd));
+    ddp__tcp *t = *out = (ddp__tcp *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!t) return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size);
+    memset(t, 0, sizeof *t);
+    t->world_size = id->world_size;
+    t->stream.fd = -1;
+    t->machine = (uint64_t *)(void *)(t + 1);
+    t->source = (const void **)(t->machine + w);
+    t->out = (unsigned char *)(t->source + w);
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_mutex_init(&t->send_lock, NULL);
+    if (id->rank != 0) return DDP_OK;
+    t->hub = (ddp__hub *)ddp__aligned_alloc(desc->alloc_fn, desc->user, hub_size);
+    if (!t->hub) {
+        ddp__tcp_free(desc, t);
+        return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", hub_size);
+    }
+    memset(t->hub, 0, hub_size);
+    t->hub->world_size = id->world_size;
+    t->hub->client = (ddp__client *)(t->hub + 1);
+    t->hub->poll = (struct pollfd *)(t->hub->client + w);
+    for (size_t r = 0; r < w; r++) t->hub->client[r].stream.fd = -1;
+    return DDP_OK;
+}
+
+/* Rank 0: gathers all at the listener; they become the hub's clients and get the roster: the nonce and everybody's machine. */
+static ddp_result ddp__tcp_host(const ddp__identity *id, const ddp_group_desc *desc, const ddp__venue *venue, int listener, ddp__tcp *t) {
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    uint64_t *roster = (uint64_t *)(void *)(t->out + sizeof(ddp__frame));
+    ddp__frame frame = DDP_ZERO;
+    ddp__lobby lobby;
+    ddp_result result = ddp__lobby_open(&lobby, id, desc, venue->token, listener);
+    if (result != DDP_OK) { close(listener); return result; }
+    result = ddp__lobby_wait(&lobby);
+    t->nonce = roster[0] = ddp__random();
+    frame.kind = DDP__FRAME_ANSWER;
+    frame.size = (uint32_t)(8 * (id->world_size + 1));
+    memcpy(t->out, &frame, sizeof frame);
+    for (int r = 0; r < id->world_size && result == DDP_OK; r++) {
+        roster[r + 1] = t->machine[r] = lobby.visitor[r].hello.machine;
+        ddp__who(&lobby, &lobby.visitor[r].hello, t->hub->client[r].who, sizeof t->hub->client->who);
+        t->hub->client[r].stream.fd = lobby.seat[r].fd;
+    }
+    for (int r = 1; r < id->world_size && result == DDP_OK; r++) {
+        int fd = lobby.seat[r].fd;
+        ddp__send_welcome(fd, DDP_OK, t->hub->client[0].who, -1);
+        ddp__tcp_tune(fd, desc->timeout_ms);
+        ddp__send_all(fd, t->out, sizeof frame + frame.size, deadline); /* who is lost here is missed by the hub */
+    }
+    ddp__lobby_free(&lobby);
+    return result;
+}
+
+/* Meets the other ranks. listener: of rank 0, -1 = it has none yet. */
+static ddp_result ddp__tcp_meet(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, int listener, ddp__tcp **out) {
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3 + 1.0;
+    ddp__welcome welcome;
+    ddp__tcp *t;
+    int whole = 0;
+    ddp_result result = ddp__tcp_new(id, desc, out);
+    if (result != DDP_OK) { if (listener >= 0) close(listener); return result; }
+    t = *out;
+    if (id->rank == 0) {
+        if (listener < 0) result = ddp__venue_open(venue, id, &listener);
+        if (result == DDP_OK && venue->path && (result = ddp__venue_write(venue, id, listener)) != DDP_OK) close(listener);
+        if (result == DDP_OK) result = ddp__tcp_host(id, desc, venue, listener, t);
+        if (venue->path) unlink(venue->path);
+    } else {
+        result = ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd);
+        if (result != DDP_OK) t->stream.fd = -1;
+        else ddp__tcp_tune(t->stream.fd, desc->timeout_ms);
+        while (result == DDP_OK && (whole = ddp__stream_read(desc, &t->stream, 8 * ((size_t)id->world_size + 1))) == 0)
+            if (!ddp__fd_ready(t->stream.fd, POLLIN, deadline)) { whole = -1; errno = ETIMEDOUT; break; }
+        if (result == DDP_OK && whole < 0)
+            result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%.90s) went away: %s", welcome.text, errno ? strerror(errno) : "it closed the connection");
+        if (result == DDP_OK) {
+            memcpy(&t->nonce, t->stream.data, sizeof t->nonce);
+            memcpy(t->machine, t->stream.data + sizeof t->nonce, (size_t)id->world_size * sizeof *t->machine);
+            snprintf(t->hub_who, sizeof t->hub_who, "%.90s", welcome.text);
+            t->stream.got = 0;
+        }
+    }
+    if (result != DDP_OK) ddp__tcp_free(desc, t);
+    return result;
+}
+
+/* Makes a meeting the state of a group; frees it on failure. */
+static ddp_result ddp__tcp_start(ddp_group *group, ddp__tcp *t) {
+    int pair[2], error = 0, local_rank = 0, local_size = 0;
+    for (int r = 0; r < t->world_size; r++) {
+        local_rank += r < group->rank && t->machine[r] == t->machine[group->rank];
+        local_size += t->machine[r] == t->machine[group->rank];
+    }
+    ddp_group_set_local(group, local_rank, local_size);
+    if (t->hub && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) error = errno;
+    if (t->hub && !error) {
+        t->hub->group = group;
+        t->hub->client[0].stream.fd = pair[0];
+        t->stream.fd = pair[1];
+        snprintf(t->hub_who, sizeof t->hub_who, "%s", t->hub->client[0].who);
+        error = ddp__thread_create(&t->hub->thread, ddp__hub_main, t->hub);
+    }
+    if (!error) return DDP_OK;
+    ddp__tcp_free(&group->desc, t);
+    return DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the hub's thread could not be started: %s", strerror(error));
+}
+
+/* With lock held: takes what has come in. */
+static void ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
+    char text[DDP__TEXT_MAX];
+    int whole = 0;
+    while (!t->answered && t->stream.fd >= 0 && (whole = ddp__stream_read(&group->desc, &t->stream, ((size_t)DDP__TCP_PAYLOAD + 16 * (size_t)t->world_size + 128) * (size_t)t->world_size)) > 0) {
+        t->stream.got = 0;
+        if (t->stream.frame.kind == DDP__FRAME_ANSWER) t->answered = 1;
+        if (t->stream.frame.kind == DDP__FRAME_BYE) t->hub_left = 1;
+        if (t->stream.frame.kind != DDP__FRAME_CAUSE || !t->stream.frame.size) continue;
+        t->stream.data[t->stream.frame.size - 1] = 0; /* the hub's cause is the group's, also if this rank has found another meanwhile */
+        snprintf(t->self.text, sizeof t->self.text, "%s", (const char *)t->stream.data);
+        t->self.cause = (ddp_result)t->stream.frame.result;
+    }
+    if (t->running && t->hub_left && !t->answered) {
+        snprintf(text, sizeof text, "rank 0 (%s) has destroyed this group", t->hub_who);
+        ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+    }
+    if (whole >= 0 || t->hub_left) return;
+    ddp__lost_text(text, sizeof text, 0, t->hub_who, errno);
+    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+    close(t->stream.fd);
+    t->stream.fd = -1;
+}
+
+/* Lets the hub know of a failure that this rank found. Where a call is being sent, its end does so. */
+static void ddp__tcp_tell(ddp__tcp *t) {
+    ddp__frame frame = DDP_ZERO;
+    char out[sizeof frame + DDP__TEXT_MAX];
+    if (!ddp__load(&t->tell) || pthread_mutex_trylock(&t->send_lock) != 0) return;
+    pthread_mutex_lock(&t->lock);
+    frame.kind = DDP__FRAME_CAUSE;
+    frame.size = DDP__TEXT_MAX;
+    frame.result = t->self.cause;
+    memcpy(out, &frame, sizeof frame);
+    memcpy(out + sizeof frame, t->self.text, DDP__TEXT_MAX);
+    int fd = ddp__load(&t->tell) ? t->stream.fd : -1;
+    ddp__store(&t->tell, 0);
+    pthread_mutex_unlock(&t->lock);
+    if (fd >= 0) ddp__send_all(fd, out, sizeof out, ddp_now() + 0.5);
+    pthread_mutex_unlock(&t->send_lock);
+}
+
+static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    pthread_mutex_lock(&t->lock);
+    if (t->self.cause == DDP_OK) ddp__store(&t->tell, 1);
+    ddp__self_abort(group, t, cause, text);
+    pthread_mutex_unlock(&t->lock);
+    ddp__tcp_tell(t);
+}
+
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp_result result;
+    pthread_mutex_lock(&t->lock);
+    if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
+    result = ddp__self_status(group, t);
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+/* What this rank sends in a call, behind the frame in t->out; the size, or SIZE_MAX when it is too much. */
+static size_t ddp__tcp_pack(const ddp__tcp *t, const ddp_call *call, int rank) {
+    size_t w = (size_t)t->world_size, element = ddp_dtype_size(call->dtype), size = call->count * element, rows = 0;
+    const unsigned char *send = (const unsigned char *)call->send;
+    unsigned char *out = t->out + sizeof(ddp__frame);
+    switch (call->kind) {
+    case DDP_CALL_BROADCAST: send = (const unsigned char *)call->recv; if (rank != call->root) size = 0; break;
+    case DDP_CALL_REDUCE_SCATTER: case DDP_CALL_ALL_TO_ALL: size *= w; break;
+    case DDP_CALL_SCATTER: size = rank == call->root ? size * w : 0; break;
+    case DDP_CALL_ALL_GATHER_V: rows = 1; size = call->recv_counts[rank] * element; break;
+    case DDP_CALL_ALL_TO_ALL_V:
+        rows = 2;
+        size = 0;
+        for (size_t r = 0; r < w; r++) size += call->send_counts[r] * element;
+        break;
+    case DDP_CALL_BARRIER: size = 0; break;
+    default: break;
+    }
+    if (size > DDP__TCP_PAYLOAD) return SIZE_MAX;
+    for (size_t i = 0; i < rows * w; i++, out += 8) {
+        uint64_t n = rows == 2 && i < w ? call->send_counts[i] : call->recv_counts[i % w];
+        memcpy(out, &n, sizeof n);
+    }
+    if (rows < 2 && size) memcpy(out, send, size);
+    for (size_t r = 0; r < w && rows == 2; out += call->send_counts[r++] * element)
+        if (call->send_counts[r]) memcpy(out, send + call->send_offsets[r] * element, call->send_counts[r] * element);
+    return size + rows * w * 8;
+}
+
+/* The tree over all ranks' data, which is used up: blocks of 64 sources are nodes of a larger tree. */
+static ddp_result ddp__tcp_reduce(ddp_group *group, const ddp_call *call, const void **source) {
+    int n = group->world_size, widen = n > DDP_MAX_LOCAL_RANKS && ddp__is_half(call->dtype), blocks;
+    float *wide = widen ? (float *)ddp_group_malloc(group, (size_t)n * call->count * sizeof *wide) : NULL;
+    ddp_op inner = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
+    void *into;
+    if (widen && !wide) return DDP_ERR_NO_MEMORY;
+    for (int r = 0; r < n && widen; r++) {
+        ddp__load_f32(wide + (size_t)r * call->count, source[r], call->dtype, call->count, 0);
+        source[r] = wide + (size_t)r * call->count;
+    }
+    for (; n > DDP_MAX_LOCAL_RANKS; n = blocks) {
+        blocks = 0;
+        for (int first = 0; first < n; first += DDP_MAX_LOCAL_RANKS) {
+            into = (void *)(uintptr_t)source[first];
+            ddp__reduce_tree(&into, 1, source + first, n - first < DDP_MAX_LOCAL_RANKS ? n - first : DDP_MAX_LOCAL_RANKS, call->count,
+                             widen ? DDP_F32 : call->dtype, inner, 1, 0);
+            source[blocks++] = into;
+        }
+    }
+    into = widen ? wide : call->recv;
+    ddp__reduce_tree(&into, 1, source, n, call->count, widen ? DDP_F32 : call->dtype, call->op,
+                     call->divisor ? call->divisor : (uint64_t)group->world_size, 0);
+    if (widen) ddp__store_f32(call->recv, call->dtype, wide, call->count);
+    ddp_group_mfree(group, wide);
+    return DDP_OK;
+}
+
+/* Of the counts of a _v call, which precede each rank's data: of all_gather_v what each rank sends; of all_to_all_v what goes to each, then what
+   is expected of each. */
+static ddp_result ddp__tcp_counts_agree(ddp_group *group, ddp__tcp *t, const ddp_call *call, const void **source) {
+    int w = t->world_size, gather = call->kind == DDP_CALL_ALL_GATHER_V;
+    char text[DDP__TEXT_MAX];
+    for (int r = 0; r < w; r++)
+        for (int i = 0; i < w; i++) {
+            const uint64_t *row = (const uint64_t *)source[gather ? group->rank : r], *other = (const uint64_t *)source[gather ? r : i];
+            unsigned long long given = row[i], wanted = other[gather ? i : w + r];
+            if (given == wanted) continue;
+            if (gather) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, given, group->rank, wanted, r);
+            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, given, i, wanted);
+            ddp__tcp_poison(group, t, DDP_ERR_MISMATCH, text);
+            return DDP_ERR_POISONED;
+        }
+    return DDP_OK;
+}
+
+/* Takes what is this rank's from the data of all. */
+static ddp_result ddp__tcp_finish(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
+    size_t w = (size_t)t->world_size, me = (size_t)group->rank, element = ddp_dtype_size(call->dtype), block = call->count * element;
+    int each = call->kind == DDP_CALL_REDUCE_SCATTER || call->kind == DDP_CALL_SCATTER || call->kind == DDP_CALL_ALL_TO_ALL; /* blocks in each rank's data */
+    int from_root = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_SCATTER;
+    unsigned char *recv = (unsigned char *)call->recv;
+    ddp_result result = DDP_OK;
+    if (call->kind == DDP_CALL_BARRIER || ((call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_REDUCE) && group->rank != call->root)) return DDP_OK;
+    for (size_t r = 0; r < w; r++) {
+        uint64_t at;
+        memcpy(&at, t->stream.data + 8 * r, sizeof at);
+        t->source[r] = t->stream.data + at + (each ? me * block : 0);
+    }
+    if (ddp__has_op(call->kind)) return call->count ? ddp__tcp_reduce(group, call, t->source) : DDP_OK;
+    if (call->recv_counts) result = ddp__tcp_counts_agree(group, t, call, t->source);
+    for (size_t r = 0; r < w && result == DDP_OK; r++) {
+        const unsigned char *from = (const unsigned char *)t->source[r];
+        unsigned char *to = recv + (from_root ? 0 : r * block);
+        size_t size = from_root && (int)r != call->root ? 0 : block;
+        if (call->recv_counts) {
+            to = recv + call->recv_offsets[r] * element;
+            size = call->recv_counts[r] * element;
+            from += (call->send_counts ? 16 : 8) * w;
+            for (size_t i = 0; i < me && call->send_counts; i++) from += ((const uint64_t *)t->source[r])[i] * element;
+        }
+        if (size) memcpy(to, from, size);
+    }
+    return result;
+}
+
+/* Sends the call and waits for the answer, a little longer than the hub, whose words say more. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__frame *frame) {
+    int timeout_ms = group->desc.timeout_ms, error = 0;
+    double deadline = ddp_now() + 1e-3 * (timeout_ms + (timeout_ms < 8000 ? timeout_ms / 8 : 1000));
+    char text[DDP__TEXT_MAX];
+    memcpy(t->out, frame, sizeof *frame);
+    pthread_mutex_lock(&t->send_lock);
+    error = ddp__send_all(t->stream.fd, t->out, sizeof *frame + frame->size, deadline);
+    pthread_mutex_unlock(&t->send_lock);
+    for (;;) {
+        int ended, fd;
+        ddp__tcp_tell(t);
+        pthread_mutex_lock(&t->lock);
+        ddp__tcp_pump(group, t); /* after an error of the send too: it may say why */
+        if (error && !t->answered) {
+            ddp__lost_text(text, sizeof text, 0, t->hub_who, error);
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+        }
+        ended = t->self.cause != DDP_OK || t->answered;
+        fd = t->stream.fd;
+        pthread_mutex_unlock(&t->lock);
+        if (ended) return t->answered ? DDP_OK : DDP_ERR_POISONED;
+        if (ddp__fd_ready(fd, POLLIN, ddp_now() + 0.05) || ddp_now() < deadline) continue;
+        snprintf(text, sizeof text, "timed out after %d ms: rank 0 (%s) does not answer", timeout_ms, t->hub_who);
+        ddp__tcp_poison(group, t, DDP_ERR_TIMEOUT, text);
+    }
+}
+
+static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp__frame frame = DDP_ZERO;
+    ddp_result result;
+    size_t size;
+    pthread_mutex_lock(&t->lock);
+    ddp__tcp_pump(group, t);
+    t->running = 1;
+    result = t->self.cause != DDP_OK ? DDP_ERR_POISONED : DDP_OK;
+    pthread_mutex_unlock(&t->lock);
+    size = ddp__tcp_pack(t, call, group->rank);
+    frame.kind = DDP__FRAME_CALL;
+    frame.result = size == SIZE_MAX;
+    frame.size = size == SIZE_MAX ? 0 : (uint32_t)size;
+    frame.seq = call->seq;
+    frame.count = call->count;
+    frame.signature = ddp__signature(call);
+    frame.divisor = call->divisor;
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &frame);
+    if (result == DDP_OK && t->stream.frame.result != 0)
+        result = ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+    else if (result == DDP_OK) result = ddp__tcp_finish(group, t, call);
+    pthread_mutex_lock(&t->lock);
+    t->running = t->answered = 0;
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+/* Memory that other machines cannot see is this rank's own. */
+static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
+    return result == DDP_OK ? ddp__self_alloc(group, state, size_bytes, out) : result;
+}
+
+static void ddp__tcp_close(ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp__frame bye = DDP_ZERO;
+    bye.kind = DDP__FRAME_BYE;
+    ddp__tcp_tell(t);
+    if (t->stream.fd >= 0) ddp__send_all(t->stream.fd, &bye, sizeof bye, ddp_now() + 1.0);
+    if (t->stream.fd >= 0) shutdown(t->stream.fd, SHUT_WR);
+    if (t->hub) pthread_join(t->hub->thread, NULL);
+    while (t->self.regions) ddp__self_free(group, state, t->self.regions->mine);
+    ddp__tcp_free(&group->desc, t);
+}
+
+static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
+
+static const ddp_backend *ddp__backend_tcp(void) {
+    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
+    return &tcp;
+}
+
+/* 1 when ranks can share memory: all ranks, or those listed. */
+static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
+    for (int i = 1; i < count; i++)
+        if (t->machine[members ? members[i] : i] != t->machine[members ? members[0] : 0]) return 0;
+    return count <= DDP_MAX_LOCAL_RANKS;
+}
+
+/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
+static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    enum { TEXT = 256 };
+    ddp__tcp *t = (ddp__tcp *)state, *made;
+    int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
+    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)t->world_size);
+    ddp__identity id = DDP_ZERO;
+    ddp__venue venue = DDP_ZERO;
+    ddp__heap *heap;
+    ddp_result result;
+    t->splits++;
+    if (child) {
+        id.rank = child->rank;
+        id.world_size = member_count;
+        snprintf(id.token, sizeof id.token, "split:%016llx:%llu:%d", (unsigned long long)t->nonce, (unsigned long long)t->splits, members[0]);
+        memcpy(venue.token, id.token, sizeof venue.token);
+        venue.ports = 1;
+        if (!local && child->rank == 0 && all && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
+    }
+    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    *child_state = NULL;
+    if (result == DDP_OK && child && !local && !ddp__venue_hear(&venue, all + TEXT * members[0]))
+        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
+    ddp_group_mfree(parent, all);
+    if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
+    if (member_count == 1) {
+        child->backend = ddp__backend_self();
+        return ddp__self_open(child, child_state);
+    }
+    if (!local) {
+        result = ddp__tcp_meet(&id, &child->desc, &venue, listener, &made);
+        if (result == DDP_OK) result = ddp__tcp_start(child, made);
+        if (result == DDP_OK) *child_state = made;
+        return result;
+    }
+    child->backend = ddp__backend_local();
+    result = ddp__rendezvous(&id, &child->desc, &heap);
+    if (result != DDP_OK) return result;
+    result = ddp__local_world(child, heap);
+    if (result == DDP_OK) ((ddp__local *)(*child_state = child->state))->owns_rank = 1;
+    ddp__heap_release(heap);
+    return result;
+}
+
 //== groups ============================================================================================ >>impl-group
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
@@ -4533,30 +5535,61 @@ static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc
     return DDP_OK;
 }
 
+static ddp_result ddp__world_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    ddp__heap *heap;
+    ddp_result result = ddp__rendezvous(id, desc, &heap);
+    if (result != DDP_OK) return result;
+    result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
+    ddp__heap_release(heap);
+    return result;
+}
+
+/* Ranks that turn out to be on one machine need the network no longer. */
+static ddp_result ddp__world_tcp(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, ddp__venue *venue) {
+    ddp__identity here = *id;
+    ddp_group *group;
+    ddp__tcp *t;
+    ddp_result result = ddp__tcp_meet(id, desc, venue, -1, &t);
+    if (result != DDP_OK) return result;
+    snprintf(here.token, sizeof here.token, "tcp:%016llx", (unsigned long long)t->nonce);
+    int local = ddp__tcp_is_local(t, NULL, id->world_size);
+    result = local ? DDP_OK : ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL);
+    if (local || result != DDP_OK) ddp__tcp_free(desc, t);
+    if (local) return ddp__world_local(out, desc, &here);
+    if (result == DDP_OK && (result = ddp__tcp_start(group, t)) != DDP_OK) ddp__group_delete(group);
+    if (result != DDP_OK) return result;
+    group->state = t;
+    *out = group;
+    return DDP_OK;
+}
+
 /* Whatever launcher started us, or nobody. */
 static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
     ddp__identity id = DDP_ZERO;
-    ddp__heap *heap;
+    ddp__venue venue;
+    const char *host = ddp__env_text("MASTER_ADDR");
+    int env = strcmp(desc->init_method, "env://") == 0, elsewhere;
     ddp_result result;
     if (desc->world_size > 0) {
         id.rank = desc->rank;
         id.world_size = id.local_world_size = desc->world_size;
-        snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (ddp__here.heap) {
+        snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", host, ddp__env_text("MASTER_PORT"), desc->name);
+    } else if (ddp__here.heap && env) {
         return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
     } else if (ddp__identity_resolve(&id) != DDP_OK) {
         return DDP_ERR_INVALID;
     }
+    if (!env && desc->world_size == 0 && !id.found)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables", desc->init_method);
     if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
     if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
-    if (id.local_world_size < id.world_size)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
-                         "machine: give desc.backend one that reaches further, or start all ranks here", id.world_size, id.local_world_size);
-    result = ddp__rendezvous(&id, desc, &heap);
-    if (result != DDP_OK) return result;
-    result = ddp__world_on_heap(out, desc, heap, id.rank, 1);
-    ddp__heap_release(heap);
-    return result;
+    /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
+    elsewhere = !*ddp__env_text("LOCAL_WORLD_SIZE") && *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) &&
+                id.local_world_size == id.world_size && (id.token[0] == 't' || desc->world_size > 0);
+    if (env && id.local_world_size == id.world_size && !elsewhere) return ddp__world_local(out, desc, &id);
+    if (desc->world_size > 0 && !env) id.token[0] = 0;
+    result = env ? ddp__venue_from_env(&venue, &id) : ddp__venue_from_url(&venue, &id, desc);
+    return result == DDP_OK ? ddp__world_tcp(out, desc, &id, &venue) : result;
 }
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
@@ -4569,11 +5602,12 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
     if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
-    if (strcmp(d.init_method, "env://") == 0) return ddp__world_from_env(out, &d);
-    if (strncmp(d.init_method, "mpi://", 6) == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
-                         "on one machine", d.init_method);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    if (strcmp(d.init_method, "env://") == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
+        return ddp__world_from_env(out, &d);
+    if (strncmp(d.init_method, "mpi://", 6) == 0)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"",
+                     d.init_method);
 }
 
 /* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
