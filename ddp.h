@@ -7442,6 +7442,8 @@ static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) 
     if (rooted && (call->root < 0 || call->root >= group->world_size))
         return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
     if (!element) return ddp__bad_call(group, call, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+    if (!p2p && call->kind >= DDP_CALL_ALL_GATHER_V && call->kind < DDP_CALL_BARRIER && group->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", ddp_call_name(call->kind), DDP_MAX_LOCAL_RANKS);
     if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) return ddp__bad_call(group, call, "op=%d is not a ddp_op", (int)call->op);
     if (call->count > SIZE_MAX / 2 / element / blocks)
         return ddp__bad_call(group, call, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks,
