@@ -4518,7 +4518,7 @@ static int ddp__tcp_listen(const char *host, int port) {
         fd = ddp__socket(families[i]);
         if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
         if (fd >= 0 && i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 128) != 0) {
+        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 1024) != 0) {
             if (error != EADDRINUSE) error = errno;
             if (fd >= 0) close(fd);
             fd = -1;
@@ -4823,7 +4823,8 @@ static void ddp__hub_poison(ddp__hub *hub, ddp_result cause, const char *text) {
     if (hub->cause != DDP_OK) return;
     hub->cause = cause;
     snprintf(hub->text, sizeof hub->text, "%s", text);
-    for (int r = 0; r < hub->world_size; r++) hub->client[r].owes |= DDP__OWES_CAUSE;
+    for (int r = 0; r < hub->world_size; r++)
+        if (hub->client[r].stream.fd >= 0) hub->client[r].owes |= DDP__OWES_CAUSE;
 }
 
 static void ddp__hub_drop(ddp__hub *hub, int r) {
