@@ -700,6 +700,7 @@ DDPDEF double ddp_now(void);
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <ifaddrs.h>
 #include <math.h>
 #include <net/if.h>
@@ -4529,49 +4530,34 @@ static int ddp__tcp_listen(const char *host, int port) {
     return fd;
 }
 
-/* Which process has a socket open, as far as this user may see: "pid 77 (python3)". */
-static void ddp__socket_holder(unsigned long inode, char *out, size_t size) {
-    char path[300], link[64], want[64], name[32] = "?";
-    DIR *all = opendir("/proc");
-    int found = 0;
-    snprintf(want, sizeof want, "socket:[%lu]", inode);
-    for (struct dirent *p; all && !found && (p = readdir(all)) != NULL;) {
-        snprintf(path, sizeof path, "/proc/%.20s/fd", p->d_name);
-        DIR *files = strspn(p->d_name, "0123456789") == strlen(p->d_name) ? opendir(path) : NULL;
-        for (struct dirent *f; files && !found && (f = readdir(files)) != NULL;) {
-            snprintf(path, sizeof path, "/proc/%.20s/fd/%.20s", p->d_name, f->d_name);
-            ssize_t n = readlink(path, link, sizeof link - 1);
-            link[n > 0 ? n : 0] = 0;
-            found = strcmp(link, want) == 0;
-        }
-        if (files) closedir(files);
-        if (!found) continue;
-        snprintf(path, sizeof path, "/proc/%.20s/comm", p->d_name);
-        int fd = open(path, O_RDONLY | O_CLOEXEC);
-        ssize_t n = fd < 0 ? 0 : read(fd, name, sizeof name - 1);
-        if (fd >= 0) close(fd);
-        name[n > 0 ? n : 0] = 0;
-        snprintf(out, size, "pid %.20s (%.*s)", p->d_name, (int)strcspn(name, "\n"), name);
-    }
-    if (all) closedir(all);
-}
-
-/* Who listens at a port of this machine. */
+/* Who listens at a port of this machine, as far as this user may see: "pid 77 (python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
-    static const char *const tables[2] = {"/proc/net/tcp6", "/proc/net/tcp"};
+    unsigned long inode, wanted = 0;
+    char line[512], want[64];
+    glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
     for (int i = 0; i < 2; i++) {
-        FILE *file = fopen(tables[i], "re");
-        char line[512];
-        while (file && fgets(line, sizeof line, file)) {
-            unsigned at, state, uid;
-            unsigned long inode;
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %u %*s %lu", &at, &state, &uid, &inode) != 4 || (int)at != port || state != 10) continue;
-            snprintf(out, size, "a process of user %u", uid);
-            ddp__socket_holder(inode, out, size);
-        }
-        if (file) fclose(file);
+        FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
+        unsigned at, state;
+        while (table && fgets(line, sizeof line, table))
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10) wanted = inode;
+        if (table) fclose(table);
     }
+    snprintf(want, sizeof want, "socket:[%lu]", wanted);
+    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
+    for (size_t i = 0; i < files.gl_pathc; i++) {
+        int pid = atoi(files.gl_pathv[i] + 6);
+        ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
+        line[n > 0 ? n : 0] = 0;
+        if (strcmp(line, want) != 0) continue;
+        snprintf(line, sizeof line, "/proc/%d/comm", pid);
+        FILE *name = fopen(line, "re");
+        if (!name || !fgets(line, sizeof line, name)) line[0] = 0;
+        if (name) fclose(name);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)strcspn(line, "\n"), line);
+        break;
+    }
+    globfree(&files);
 }
 
 /* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
@@ -4653,6 +4639,7 @@ static int ddp__venue_read(ddp__venue *venue, const char *token) {
 
 /* --- connections --- */
 
+/* Waits until a socket can be read, or written, without waiting; 0 = not by the deadline. */
 static int ddp__fd_ready(int fd, short events, double deadline) {
     struct pollfd wait = {fd, events, 0};
     for (;;) {
@@ -4705,7 +4692,9 @@ static ddp_result ddp__tcp_ask(const ddp__identity *id, const ddp__venue *venue,
         if (*fd < 0) ddp_fail(result, "%s", strerror(errno));
         else result = ddp__visit(*fd, id, venue->token, deadline, welcome, &none);
         if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
-        if (result != DDP_OK && *fd >= 0) close(*fd);
+        if (result == DDP_OK) break;
+        if (*fd >= 0) close(*fd);
+        *fd = -1;
     }
     freeaddrinfo(list);
     return result;
@@ -4747,7 +4736,7 @@ enum { DDP__FRAME_CALL = 1, DDP__FRAME_ANSWER, DDP__FRAME_CAUSE, DDP__FRAME_BYE 
 typedef struct ddp__frame {
     uint32_t kind, size;         /* size: bytes that follow */
     int32_t result, unused;      /* CALL: not 0 = too large, and nothing follows */
-    uint64_t seq, count, signature, divisor;
+    uint64_t seq, count, signature;
 } ddp__frame;
 
 /* A connection and the frame that is coming in. */
@@ -4787,6 +4776,15 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 0;
 }
 
+/* One frame with size bytes of text, up to DDP__TEXT_MAX: to somebody who may not be there any more. */
+static void ddp__send_text(int fd, uint32_t kind, ddp_result result, const char *text, size_t size) {
+    ddp__frame frame = {kind, (uint32_t)size, result, 0, 0, 0, 0};
+    char out[sizeof frame + DDP__TEXT_MAX] = "";
+    memcpy(out, &frame, sizeof frame);
+    snprintf(out + sizeof frame, DDP__TEXT_MAX, "%s", text);
+    ddp__send_all(fd, out, sizeof frame + size, ddp_now() + 0.5);
+}
+
 /* "rank 2: pid 77 on hostb is gone", or why its connection broke. */
 static void ddp__lost_text(char *out, size_t size, int rank, const char *who, int error) {
     if (error == 0 || error == ECONNRESET || error == EPIPE) snprintf(out, size, "rank %d: %s is gone", rank, who);
@@ -4795,25 +4793,22 @@ static void ddp__lost_text(char *out, size_t size, int rank, const char *who, in
 
 /* --- the hub --- */
 
-enum { DDP__OWES_CAUSE = 1, DDP__OWES_BYE = 2 };
 typedef struct ddp__client {
     ddp__stream stream;          /* fd -1 = has left, or is lost */
     char who[96];
-    int arrived, owes;           /* arrived: call and data are its next call */
-    ddp__frame call, out;        /* out: what is being sent, and, after `sent` bytes of it and its data, is not */
+    int arrived;                 /* call and data are its next call */
+    ddp__frame call;
     unsigned char *data;
-    size_t capacity, sent, to_send;
-    const void *out_data;
+    size_t capacity;
 } ddp__client;
 
 typedef struct ddp__hub {
     ddp_group *group;
     pthread_t thread;
-    int started, arrived, world_size;
+    int arrived, world_size;
     double since;                /* when the first rank arrived */
     ddp_result cause;
-    char text[DDP__TEXT_MAX];
-    unsigned char *out;          /* the answer to one call; nobody makes the next call without having read it */
+    unsigned char *out;          /* an answer */
     size_t capacity;
     ddp__client *client;
     struct pollfd *poll;
@@ -4822,16 +4817,13 @@ typedef struct ddp__hub {
 static void ddp__hub_poison(ddp__hub *hub, ddp_result cause, const char *text) {
     if (hub->cause != DDP_OK) return;
     hub->cause = cause;
-    snprintf(hub->text, sizeof hub->text, "%s", text);
     for (int r = 0; r < hub->world_size; r++)
-        if (hub->client[r].stream.fd >= 0) hub->client[r].owes |= DDP__OWES_CAUSE;
+        if (hub->client[r].stream.fd >= 0) ddp__send_text(hub->client[r].stream.fd, DDP__FRAME_CAUSE, cause, text, DDP__TEXT_MAX);
 }
 
 static void ddp__hub_drop(ddp__hub *hub, int r) {
     close(hub->client[r].stream.fd);
     hub->client[r].stream.fd = -1;
-    hub->client[r].to_send = hub->client[r].sent = 0;
-    hub->client[r].owes = 0;
 }
 
 static void ddp__hub_lost(ddp__hub *hub, int r, int error) {
@@ -4844,20 +4836,18 @@ static void ddp__hub_lost(ddp__hub *hub, int r, int error) {
 /* A rank's call is compared with those that are there. */
 static void ddp__hub_arrive(ddp__hub *hub, int r) {
     ddp__client *c = &hub->client[r];
-    unsigned char *data = c->data;
-    size_t capacity = c->capacity;
+    ddp__stream in = c->stream;
     char text[DDP__TEXT_MAX];
-    c->data = c->stream.data;
-    c->capacity = c->stream.capacity;
-    c->stream.data = data;
-    c->stream.capacity = capacity;
-    c->call = c->stream.frame;
+    c->stream.data = c->data;
+    c->stream.capacity = c->capacity;
+    c->data = in.data;
+    c->capacity = in.capacity;
+    c->call = in.frame;
     for (int i = 0; i < hub->world_size; i++) {
-        const ddp__client *low = &hub->client[i < r ? i : r], *high = &hub->client[i < r ? r : i];
-        if (!hub->client[i].arrived || (low->call.seq == high->call.seq && low->call.signature == high->call.signature && low->call.count == high->call.count))
-            continue;
-        ddp_call of_low = ddp__call_from(low->call.signature, low->call.count), of_high = ddp__call_from(high->call.signature, high->call.count);
-        ddp__mismatch_text(text, sizeof text, (int)(low - hub->client), &of_low, (int)(high - hub->client), &of_high);
+        const ddp__frame *low = &hub->client[i < r ? i : r].call, *high = &hub->client[i < r ? r : i].call;
+        if (!hub->client[i].arrived || (low->seq == high->seq && low->signature == high->signature && low->count == high->count)) continue;
+        ddp_call of_low = ddp__call_from(low->signature, low->count), of_high = ddp__call_from(high->signature, high->count);
+        ddp__mismatch_text(text, sizeof text, i < r ? i : r, &of_low, i < r ? r : i, &of_high);
         ddp__hub_poison(hub, DDP_ERR_MISMATCH, text);
         return;
     }
@@ -4867,83 +4857,53 @@ static void ddp__hub_arrive(ddp__hub *hub, int r) {
 
 static void ddp__hub_read(ddp__hub *hub, int r) {
     ddp__client *c = &hub->client[r];
-    size_t most = DDP__TCP_PAYLOAD + 16 * (size_t)hub->world_size;
+    ddp__frame *frame = &c->stream.frame;
     while (c->stream.fd >= 0) {
-        int whole = ddp__stream_read(&hub->group->desc, &c->stream, most);
-        ddp__frame *frame = &c->stream.frame;
+        int whole = ddp__stream_read(&hub->group->desc, &c->stream, DDP__TCP_PAYLOAD + 16 * (size_t)hub->world_size);
         if (whole == 0) return;
-        if (whole < 0) { ddp__hub_lost(hub, r, errno); return; }
         c->stream.got = 0;
-        if (frame->kind == DDP__FRAME_BYE) ddp__hub_drop(hub, r);
-        else if (frame->kind == DDP__FRAME_CAUSE && frame->size) {
+        if (whole < 0) {
+            ddp__hub_lost(hub, r, errno);
+        } else if (frame->kind == DDP__FRAME_BYE) {
+            ddp__hub_drop(hub, r);
+        } else if (frame->kind == DDP__FRAME_CAUSE && frame->size) {
             c->stream.data[frame->size - 1] = 0;
             ddp__hub_poison(hub, (ddp_result)frame->result, (const char *)c->stream.data);
-        } else if (frame->kind != DDP__FRAME_CALL || (hub->cause == DDP_OK && (c->arrived || c->to_send))) ddp__hub_lost(hub, r, EPROTO);
-        else if (hub->cause == DDP_OK) ddp__hub_arrive(hub, r);
+        } else if (frame->kind != DDP__FRAME_CALL || c->arrived) {
+            ddp__hub_lost(hub, r, EPROTO);
+        } else if (hub->cause == DDP_OK) {
+            ddp__hub_arrive(hub, r);
+        }
     }
 }
 
-static void ddp__hub_answer(ddp__hub *hub, int r, ddp_result result, const void *data, size_t size) {
-    ddp__client *c = &hub->client[r];
-    memset(&c->out, 0, sizeof c->out);
-    c->out.kind = DDP__FRAME_ANSWER;
-    c->out.result = result;
-    c->out.size = (uint32_t)size;
-    c->out_data = data;
-    c->sent = 0;
-    c->to_send = sizeof c->out + size;
-}
-
-/* All have come and mean the same: everybody gets the data of all, behind a table of where each rank's begins. */
+/* All have come and mean the same: everybody gets the data of all, behind a table of where each rank's begins. Who has no room for his answer for long
+   is lost; he is in the call, and reads. */
 static void ddp__hub_complete(ddp__hub *hub) {
-    size_t w = (size_t)hub->world_size, total = ddp__round_up(8 * w, DDP__ALIGN), at = total;
-    int refused = 0;
+    size_t w = (size_t)hub->world_size, at = ddp__round_up(8 * w, DDP__ALIGN), total = at;
+    ddp__frame frame = {DDP__FRAME_ANSWER, 0, 0, 0, 0, 0, 0};
     for (size_t r = 0; r < w; r++) {
         total += ddp__round_up(hub->client[r].call.size, DDP__ALIGN);
-        refused |= hub->client[r].call.result != 0;
+        if (hub->client[r].call.result != 0) frame.result = DDP_ERR_UNSUPPORTED;
     }
-    if (refused) total = 0;
-    if (!ddp__room(&hub->group->desc, &hub->out, &hub->capacity, total + 1)) {
+    if (!ddp__room(&hub->group->desc, &hub->out, &hub->capacity, sizeof frame + total)) {
         ddp__hub_poison(hub, DDP_ERR_NO_MEMORY, "rank 0: the answer to a call could not be allocated");
         return;
     }
-    hub->arrived = 0;
+    frame.size = frame.result ? 0 : (uint32_t)total;
+    memcpy(hub->out, &frame, sizeof frame);
     for (size_t r = 0; r < w; r++) {
-        ddp__client *c = &hub->client[r];
+        const ddp__client *c = &hub->client[r];
         uint64_t begin = at;
-        c->arrived = 0;
-        ddp__hub_answer(hub, (int)r, refused ? DDP_ERR_UNSUPPORTED : DDP_OK, hub->out, total);
-        if (refused) continue;
-        memcpy(hub->out + 8 * r, &begin, sizeof begin);
-        if (c->call.size) memcpy(hub->out + at, c->data, c->call.size);
+        memcpy(hub->out + sizeof frame + 8 * r, &begin, sizeof begin);
+        if (c->call.size) memcpy(hub->out + sizeof frame + at, c->data, c->call.size);
         at += ddp__round_up(c->call.size, DDP__ALIGN);
     }
-}
-
-/* Sends on, whole frame after whole frame. */
-static void ddp__hub_write(ddp__hub *hub, int r) {
-    ddp__client *c = &hub->client[r];
-    while (c->stream.fd >= 0 && (c->to_send || c->owes)) {
-        if (!c->to_send) {
-            int cause = c->owes & DDP__OWES_CAUSE;
-            ddp__hub_answer(hub, r, hub->cause, hub->text, cause ? sizeof hub->text : 0);
-            c->out.kind = cause ? DDP__FRAME_CAUSE : DDP__FRAME_BYE;
-            c->owes &= cause ? ~DDP__OWES_CAUSE : 0;
-        }
-        struct iovec part[2];
-        struct msghdr message = DDP_ZERO;
-        size_t head = c->sent < sizeof c->out ? c->sent : sizeof c->out, tail = c->sent - head;
-        part[0].iov_base = (char *)&c->out + head;
-        part[0].iov_len = sizeof c->out - head;
-        part[1].iov_base = (char *)(uintptr_t)c->out_data + tail;
-        part[1].iov_len = c->out.size - tail;
-        message.msg_iov = part;
-        message.msg_iovlen = 2;
-        ssize_t n = sendmsg(c->stream.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-        if (n < 0) { ddp__hub_lost(hub, r, errno); return; }
-        c->sent += (size_t)n;
-        if (c->sent == c->to_send) c->sent = c->to_send = 0;
+    hub->arrived = 0;
+    for (int r = 0; r < hub->world_size; r++) hub->client[r].arrived = 0;
+    for (int r = 0, error; r < hub->world_size && hub->cause == DDP_OK; r++) {
+        error = ddp__send_all(hub->client[r].stream.fd, hub->out, sizeof frame + frame.size, ddp_now() + hub->group->desc.timeout_ms * 0.5e-3);
+        if (error) ddp__hub_lost(hub, r, error);
     }
 }
 
@@ -4962,32 +4922,27 @@ static int ddp__hub_check(ddp__hub *hub) {
     if (left > 0) return (int)(left * 1e3) + 1;
     snprintf(text, sizeof text, DDP__MISSING_TEXT, hub->group->desc.timeout_ms, here, missing);
     ddp__hub_poison(hub, DDP_ERR_TIMEOUT, text);
-    return 0;
+    return -1;
 }
 
-/* Lives until rank 0 destroys the group and everybody has what he is owed. */
+/* Lives until rank 0 destroys the group. */
 static void *ddp__hub_main(void *argument) {
     ddp__hub *hub = (ddp__hub *)argument;
-    double end = 0;
     prctl(PR_SET_NAME, "ddp-hub");
-    for (;;) {
-        int pending = 0, sleep_ms = ddp__hub_check(hub);
+    while (hub->client[0].stream.fd >= 0) {
+        int sleep_ms = ddp__hub_check(hub);
         for (int r = 0; r < hub->world_size; r++) {
-            ddp__client *c = &hub->client[r];
-            ddp__hub_write(hub, r);
-            pending |= c->to_send || c->owes;
-            hub->poll[r].fd = c->stream.fd;
-            hub->poll[r].events = (short)(c->to_send ? POLLIN | POLLOUT : POLLIN);
+            hub->poll[r].fd = hub->client[r].stream.fd;
+            hub->poll[r].events = POLLIN;
         }
-        if (end != 0 && (!pending || ddp_now() > end)) return NULL;
-        poll(hub->poll, (nfds_t)hub->world_size, end != 0 ? 20 : hub->cause != DDP_OK && pending ? 100 : sleep_ms);
+        poll(hub->poll, (nfds_t)hub->world_size, sleep_ms);
         for (int r = 0; r < hub->world_size; r++)
             if (hub->poll[r].fd >= 0 && hub->poll[r].revents) ddp__hub_read(hub, r);
         if (hub->arrived == hub->world_size && hub->cause == DDP_OK) ddp__hub_complete(hub);
-        if (end != 0 || hub->client[0].stream.fd >= 0) continue;
-        end = ddp_now() + 5.0;
-        for (int r = 1; r < hub->world_size; r++) if (hub->client[r].stream.fd >= 0) hub->client[r].owes |= DDP__OWES_BYE;
     }
+    for (int r = 1; r < hub->world_size; r++)
+        if (hub->client[r].stream.fd >= 0) ddp__send_text(hub->client[r].stream.fd, DDP__FRAME_BYE, DDP_OK, "", 0);
+    return NULL;
 }
 
 /* --- a rank --- */
@@ -4997,7 +4952,7 @@ typedef struct ddp__tcp {
     int world_size;
     ddp__stream stream;
     pthread_mutex_t lock, send_lock; /* lock: of what follows and what came in; send_lock: one whole frame after the other */
-    int running, answered, hub_left, tell; /* tell: the hub does not know the cause yet */
+    int running, answered, hub_left;
     char hub_who[96];
     uint64_t nonce, splits;      /* nonce: of this meeting */
     ddp__hub *hub;               /* of rank 0 */
@@ -5015,99 +4970,89 @@ static void ddp__tcp_free(const ddp_group_desc *desc, ddp__tcp *t) {
         ddp__aligned_free(desc->free_fn, desc->user, c->data);
     }
     if (t->hub) ddp__aligned_free(desc->free_fn, desc->user, t->hub->out);
-    ddp__aligned_free(desc->free_fn, desc->user, t->hub);
     ddp__aligned_free(desc->free_fn, desc->user, t->stream.data);
     pthread_mutex_destroy(&t->lock);
     pthread_mutex_destroy(&t->send_lock);
     ddp__aligned_free(desc->free_fn, desc->user, t);
 }
 
-/* Not yet connected. */
-static ddp_result ddp__tcp_new(const ddp__identity *id, const ddp_group_desc *desc, ddp__tcp **out) {
-    size_t w = (size_t)id->world_size, size = sizeof(ddp__tcp) + w * 24 + w * sizeof(void *) + sizeof(ddp__frame) + DDP__TCP_PAYLOAD;
-    size_t hub_size = sizeof(ddp__hub) + w * (sizeof(ddp__client) + sizeof(struct pollfd));
-    ddp__tcp *t = *out = (ddp__tcp *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!t) return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size);
-    memset(t, 0, sizeof *t);
+/* One block: the state, its arrays, and on rank 0 the hub's. Not yet connected. */
+static ddp__tcp *ddp__tcp_new(const ddp__identity *id, const ddp_group_desc *desc) {
+    size_t w = (size_t)id->world_size, hub = id->rank == 0 ? sizeof(ddp__hub) + w * (sizeof(ddp__client) + sizeof(struct pollfd)) : 0;
+    size_t size = sizeof(ddp__tcp) + hub + w * (sizeof(uint64_t) + sizeof(void *)), out_size = sizeof(ddp__frame) + DDP__TCP_PAYLOAD + 16 * w;
+    ddp__tcp *t = (ddp__tcp *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + out_size);
+    if (!t) DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size + out_size);
+    if (!t) return NULL;
+    memset(t, 0, size);
     t->world_size = id->world_size;
     t->stream.fd = -1;
     t->machine = (uint64_t *)(void *)(t + 1);
     t->source = (const void **)(t->machine + w);
-    t->out = (unsigned char *)(t->source + w);
+    t->out = (unsigned char *)t + size;
     pthread_mutex_init(&t->lock, NULL);
     pthread_mutex_init(&t->send_lock, NULL);
-    if (id->rank != 0) return DDP_OK;
-    t->hub = (ddp__hub *)ddp__aligned_alloc(desc->alloc_fn, desc->user, hub_size);
-    if (!t->hub) {
-        ddp__tcp_free(desc, t);
-        return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", hub_size);
-    }
-    memset(t->hub, 0, hub_size);
+    if (!hub) return t;
+    t->hub = (ddp__hub *)(void *)(t->source + w);
     t->hub->world_size = id->world_size;
     t->hub->client = (ddp__client *)(t->hub + 1);
     t->hub->poll = (struct pollfd *)(t->hub->client + w);
     for (size_t r = 0; r < w; r++) t->hub->client[r].stream.fd = -1;
-    return DDP_OK;
+    return t;
 }
 
-/* Rank 0: gathers all at the listener; they become the hub's clients and get the roster: the nonce and everybody's machine. */
+/* Rank 0: gathers all at the listener, which it closes; they become the hub's clients and get the roster: the nonce and everybody's machine. */
 static ddp_result ddp__tcp_host(const ddp__identity *id, const ddp_group_desc *desc, const ddp__venue *venue, int listener, ddp__tcp *t) {
-    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    uint64_t *roster = (uint64_t *)(void *)(t->out + sizeof(ddp__frame));
-    ddp__frame frame = DDP_ZERO;
+    ddp__frame frame = {DDP__FRAME_ANSWER, (uint32_t)(8 * (id->world_size + 1)), 0, 0, 0, 0, 0};
     ddp__lobby lobby;
     ddp_result result = ddp__lobby_open(&lobby, id, desc, venue->token, listener);
     if (result != DDP_OK) { close(listener); return result; }
     result = ddp__lobby_wait(&lobby);
-    t->nonce = roster[0] = ddp__random();
-    frame.kind = DDP__FRAME_ANSWER;
-    frame.size = (uint32_t)(8 * (id->world_size + 1));
+    t->nonce = ddp__random();
     memcpy(t->out, &frame, sizeof frame);
+    memcpy(t->out + sizeof frame, &t->nonce, sizeof t->nonce);
     for (int r = 0; r < id->world_size && result == DDP_OK; r++) {
-        roster[r + 1] = t->machine[r] = lobby.visitor[r].hello.machine;
-        ddp__who(&lobby, &lobby.visitor[r].hello, t->hub->client[r].who, sizeof t->hub->client->who);
-        t->hub->client[r].stream.fd = lobby.seat[r].fd;
+        ddp__client *c = &t->hub->client[r];
+        t->machine[r] = lobby.visitor[r].hello.machine;
+        ddp__who(&lobby, &lobby.visitor[r].hello, c->who, sizeof c->who);
+        c->stream.fd = lobby.seat[r].fd;
     }
+    memcpy(t->out + sizeof frame + sizeof t->nonce, t->machine, (size_t)id->world_size * sizeof *t->machine);
     for (int r = 1; r < id->world_size && result == DDP_OK; r++) {
-        int fd = lobby.seat[r].fd;
-        ddp__send_welcome(fd, DDP_OK, t->hub->client[0].who, -1);
-        ddp__tcp_tune(fd, desc->timeout_ms);
-        ddp__send_all(fd, t->out, sizeof frame + frame.size, deadline); /* who is lost here is missed by the hub */
+        ddp__send_welcome(lobby.seat[r].fd, DDP_OK, t->hub->client[0].who, -1);
+        ddp__tcp_tune(lobby.seat[r].fd, desc->timeout_ms);
+        ddp__send_all(lobby.seat[r].fd, t->out, sizeof frame + frame.size, ddp_now() + 5.0); /* who is lost here is missed by the hub */
     }
     ddp__lobby_free(&lobby);
     return result;
 }
 
-/* Meets the other ranks. listener: of rank 0, -1 = it has none yet. */
-static ddp_result ddp__tcp_meet(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, int listener, ddp__tcp **out) {
+/* Other ranks: a connection, and the roster that comes over it. */
+static ddp_result ddp__tcp_guest(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, ddp__tcp *t) {
     double deadline = ddp_now() + desc->timeout_ms * 1e-3 + 1.0;
     ddp__welcome welcome;
-    ddp__tcp *t;
     int whole = 0;
-    ddp_result result = ddp__tcp_new(id, desc, out);
-    if (result != DDP_OK) { if (listener >= 0) close(listener); return result; }
-    t = *out;
-    if (id->rank == 0) {
-        if (listener < 0) result = ddp__venue_open(venue, id, &listener);
-        if (result == DDP_OK && venue->path && (result = ddp__venue_write(venue, id, listener)) != DDP_OK) close(listener);
-        if (result == DDP_OK) result = ddp__tcp_host(id, desc, venue, listener, t);
-        if (venue->path) unlink(venue->path);
-    } else {
-        result = ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd);
-        if (result != DDP_OK) t->stream.fd = -1;
-        else ddp__tcp_tune(t->stream.fd, desc->timeout_ms);
-        while (result == DDP_OK && (whole = ddp__stream_read(desc, &t->stream, 8 * ((size_t)id->world_size + 1))) == 0)
-            if (!ddp__fd_ready(t->stream.fd, POLLIN, deadline)) { whole = -1; errno = ETIMEDOUT; break; }
-        if (result == DDP_OK && whole < 0)
-            result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%.90s) went away: %s", welcome.text, errno ? strerror(errno) : "it closed the connection");
-        if (result == DDP_OK) {
-            memcpy(&t->nonce, t->stream.data, sizeof t->nonce);
-            memcpy(t->machine, t->stream.data + sizeof t->nonce, (size_t)id->world_size * sizeof *t->machine);
-            snprintf(t->hub_who, sizeof t->hub_who, "%.90s", welcome.text);
-            t->stream.got = 0;
-        }
-    }
-    if (result != DDP_OK) ddp__tcp_free(desc, t);
+    ddp_result result = ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd);
+    if (result != DDP_OK) return result;
+    ddp__tcp_tune(t->stream.fd, desc->timeout_ms);
+    snprintf(t->hub_who, sizeof t->hub_who, "%.90s", welcome.text);
+    while (whole == 0 && ddp__fd_ready(t->stream.fd, POLLIN, deadline)) whole = ddp__stream_read(desc, &t->stream, 8 * ((size_t)id->world_size + 1));
+    if (whole < 1) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away before it said who is there", t->hub_who);
+    memcpy(&t->nonce, t->stream.data, sizeof t->nonce);
+    memcpy(t->machine, t->stream.data + sizeof t->nonce, (size_t)id->world_size * sizeof *t->machine);
+    t->stream.got = 0;
+    return DDP_OK;
+}
+
+/* Meets the other ranks. listener: of rank 0, -1 = it has none yet. */
+static ddp_result ddp__tcp_meet(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, int listener, ddp__tcp **out) {
+    ddp__tcp *t = *out = ddp__tcp_new(id, desc);
+    ddp_result result = t ? DDP_OK : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && id->rank == 0 && listener < 0) result = ddp__venue_open(venue, id, &listener);
+    if (result == DDP_OK && id->rank == 0 && venue->path) result = ddp__venue_write(venue, id, listener);
+    if (result != DDP_OK && listener >= 0) close(listener);
+    if (result == DDP_OK) result = id->rank == 0 ? ddp__tcp_host(id, desc, venue, listener, t) : ddp__tcp_guest(id, desc, venue, t);
+    if (id->rank == 0 && venue->path) unlink(venue->path);
+    if (result != DDP_OK && t) ddp__tcp_free(desc, t);
     return result;
 }
 
@@ -5136,7 +5081,7 @@ static ddp_result ddp__tcp_start(ddp_group *group, ddp__tcp *t) {
 static void ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     char text[DDP__TEXT_MAX];
     int whole = 0;
-    while (!t->answered && t->stream.fd >= 0 && (whole = ddp__stream_read(&group->desc, &t->stream, ((size_t)DDP__TCP_PAYLOAD + 16 * (size_t)t->world_size + 128) * (size_t)t->world_size)) > 0) {
+    while (!t->answered && (whole = ddp__stream_read(&group->desc, &t->stream, ((size_t)DDP__TCP_PAYLOAD + 16 * (size_t)t->world_size + 128) * (size_t)t->world_size)) > 0) {
         t->stream.got = 0;
         if (t->stream.frame.kind == DDP__FRAME_ANSWER) t->answered = 1;
         if (t->stream.frame.kind == DDP__FRAME_BYE) t->hub_left = 1;
@@ -5152,35 +5097,17 @@ static void ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     if (whole >= 0 || t->hub_left) return;
     ddp__lost_text(text, sizeof text, 0, t->hub_who, errno);
     ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-    close(t->stream.fd);
-    t->stream.fd = -1;
-}
-
-/* Lets the hub know of a failure that this rank found. Where a call is being sent, its end does so. */
-static void ddp__tcp_tell(ddp__tcp *t) {
-    ddp__frame frame = DDP_ZERO;
-    char out[sizeof frame + DDP__TEXT_MAX];
-    if (!ddp__load(&t->tell) || pthread_mutex_trylock(&t->send_lock) != 0) return;
-    pthread_mutex_lock(&t->lock);
-    frame.kind = DDP__FRAME_CAUSE;
-    frame.size = DDP__TEXT_MAX;
-    frame.result = t->self.cause;
-    memcpy(out, &frame, sizeof frame);
-    memcpy(out + sizeof frame, t->self.text, DDP__TEXT_MAX);
-    int fd = ddp__load(&t->tell) ? t->stream.fd : -1;
-    ddp__store(&t->tell, 0);
-    pthread_mutex_unlock(&t->lock);
-    if (fd >= 0) ddp__send_all(fd, out, sizeof out, ddp_now() + 0.5);
-    pthread_mutex_unlock(&t->send_lock);
 }
 
 static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__tcp *t = (ddp__tcp *)state;
     pthread_mutex_lock(&t->lock);
-    if (t->self.cause == DDP_OK) ddp__store(&t->tell, 1);
+    int first = t->self.cause == DDP_OK;
     ddp__self_abort(group, t, cause, text);
     pthread_mutex_unlock(&t->lock);
-    ddp__tcp_tell(t);
+    pthread_mutex_lock(&t->send_lock);
+    if (first) ddp__send_text(t->stream.fd, DDP__FRAME_CAUSE, cause, text, DDP__TEXT_MAX);
+    pthread_mutex_unlock(&t->send_lock);
 }
 
 static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
@@ -5299,28 +5226,22 @@ static ddp_result ddp__tcp_finish(ddp_group *group, ddp__tcp *t, const ddp_call 
 }
 
 /* Sends the call and waits for the answer, a little longer than the hub, whose words say more. */
-static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__frame *frame) {
-    int timeout_ms = group->desc.timeout_ms, error = 0;
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, size_t size) {
+    int timeout_ms = group->desc.timeout_ms, error, ended = 0;
     double deadline = ddp_now() + 1e-3 * (timeout_ms + (timeout_ms < 8000 ? timeout_ms / 8 : 1000));
     char text[DDP__TEXT_MAX];
-    memcpy(t->out, frame, sizeof *frame);
     pthread_mutex_lock(&t->send_lock);
-    error = ddp__send_all(t->stream.fd, t->out, sizeof *frame + frame->size, deadline);
+    error = ddp__send_all(t->stream.fd, t->out, size, deadline);
     pthread_mutex_unlock(&t->send_lock);
     for (;;) {
-        int ended, fd;
-        ddp__tcp_tell(t);
         pthread_mutex_lock(&t->lock);
-        ddp__tcp_pump(group, t); /* after an error of the send too: it may say why */
-        if (error && !t->answered) {
-            ddp__lost_text(text, sizeof text, 0, t->hub_who, error);
-            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-        }
-        ended = t->self.cause != DDP_OK || t->answered;
-        fd = t->stream.fd;
+        ddp__tcp_pump(group, t); /* also when it could not be sent: what has come may say why */
+        if (error) ddp__lost_text(text, sizeof text, 0, t->hub_who, error);
+        if (error) ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+        ended = t->answered ? 1 : t->self.cause != DDP_OK ? -1 : 0;
         pthread_mutex_unlock(&t->lock);
-        if (ended) return t->answered ? DDP_OK : DDP_ERR_POISONED;
-        if (ddp__fd_ready(fd, POLLIN, ddp_now() + 0.05) || ddp_now() < deadline) continue;
+        if (ended) return ended > 0 ? DDP_OK : DDP_ERR_POISONED;
+        if (ddp__fd_ready(t->stream.fd, POLLIN, ddp_now() + 0.05) || ddp_now() < deadline) continue;
         snprintf(text, sizeof text, "timed out after %d ms: rank 0 (%s) does not answer", timeout_ms, t->hub_who);
         ddp__tcp_poison(group, t, DDP_ERR_TIMEOUT, text);
     }
@@ -5328,23 +5249,16 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__fr
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__frame frame = DDP_ZERO;
+    size_t size = ddp__tcp_pack(t, call, group->rank);
+    ddp__frame frame = {DDP__FRAME_CALL, size == SIZE_MAX ? 0 : (uint32_t)size, size == SIZE_MAX, 0, call->seq, call->count, ddp__signature(call)};
     ddp_result result;
-    size_t size;
+    memcpy(t->out, &frame, sizeof frame);
     pthread_mutex_lock(&t->lock);
     ddp__tcp_pump(group, t);
     t->running = 1;
     result = t->self.cause != DDP_OK ? DDP_ERR_POISONED : DDP_OK;
     pthread_mutex_unlock(&t->lock);
-    size = ddp__tcp_pack(t, call, group->rank);
-    frame.kind = DDP__FRAME_CALL;
-    frame.result = size == SIZE_MAX;
-    frame.size = size == SIZE_MAX ? 0 : (uint32_t)size;
-    frame.seq = call->seq;
-    frame.count = call->count;
-    frame.signature = ddp__signature(call);
-    frame.divisor = call->divisor;
-    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &frame);
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, sizeof frame + frame.size);
     if (result == DDP_OK && t->stream.frame.result != 0)
         result = ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
     else if (result == DDP_OK) result = ddp__tcp_finish(group, t, call);
@@ -5362,11 +5276,8 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__frame bye = DDP_ZERO;
-    bye.kind = DDP__FRAME_BYE;
-    ddp__tcp_tell(t);
-    if (t->stream.fd >= 0) ddp__send_all(t->stream.fd, &bye, sizeof bye, ddp_now() + 1.0);
-    if (t->stream.fd >= 0) shutdown(t->stream.fd, SHUT_WR);
+    ddp__send_text(t->stream.fd, DDP__FRAME_BYE, DDP_OK, "", 0);
+    shutdown(t->stream.fd, SHUT_WR);
     if (t->hub) pthread_join(t->hub->thread, NULL);
     while (t->self.regions) ddp__self_free(group, state, t->self.regions->mine);
     ddp__tcp_free(&group->desc, t);
