@@ -65,7 +65,7 @@ CONFIG MACROS (define before including)
     DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
 
 NOT DONE HERE
-    Traffic between machines (Open MPI, NCCL) is a backend, not this file. No matrix products, no autograd, no file formats.
+    Large data between machines travels on an engine (Open MPI, NCCL); TCP here is for bootstrap and control. No matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -170,12 +170,13 @@ typedef struct ddp_work {
 //== descs ================================================================================================ >>descs
 
 typedef struct ddp_group_desc {
-    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank */
-    int rank, world_size;    /* world_size 0 = from init_method; otherwise this rank's number and how many there are */
+    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
+                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there */
+    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
-    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
+    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, tcp for more */
     const ddp_device *device;   /* NULL = the CPU */
     void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
@@ -300,8 +301,13 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
    there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks), DDP_ERR_MISMATCH
-   (two ranks with one number, other world size, other version), DDP_ERR_UNSUPPORTED (world spans machines and no backend for it is built in). */
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
+   first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
+   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0's process; no messages; group memory is each rank's own.
+   A split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
+   answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
+   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
