@@ -4147,7 +4147,8 @@ static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd)
 static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 /* Who has come to rank 0, and how the meeting goes. */
-enum { DDP__STRANGERS = 128, DDP__STRANGER_SECONDS = 5 }; /* sockets that may be open before their hello has come, and for how long */
+#define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
+#define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 typedef struct ddp__visitor {
     ddp__hello hello;                  /* the first `got` bytes of it */
     size_t got;
