@@ -831,6 +831,9 @@ typedef struct ddp__control {
 
 /* --- private to one rank --- */
 
+/* A result with its line, to keep while other calls fail or succeed. */
+typedef struct ddp__outcome { ddp_result result; char text[DDP__TEXT_MAX]; } ddp__outcome;
+
 typedef struct ddp__mapping {
     uint64_t offset;
     size_t size;
@@ -866,13 +869,12 @@ typedef struct ddp__op {
     int polling;                 /* a thread is inside the backend's p2p_poll */
     int done;
     int ordered;                 /* event marks, first, what was before it on the compute lane, then its end on the communication lane */
-    ddp_result result;
     uint64_t ticket;
     struct ddp__op *next;
     /* what follows outlives a reuse of the handle */
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
-    char text[DDP__TEXT_MAX];    /* its error line */
+    ddp__outcome outcome;
     size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
 } ddp__op;
 
@@ -920,9 +922,37 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
     return result;
 }
 
+/* Leaves the function with a failure of call. */
+#define DDP__TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+
 /* Error lines that begin with the rank: `of` is whatever has a rank and a world_size. */
 #define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
 #define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
+
+/* An argument of the public function `who` is wrong. group may be NULL. */
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad(const char *who, const ddp_group *group, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ddp__fail_v(DDP_ERR_INVALID, format, args);
+    va_end(args);
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: %s", who, ddp_last_error());
+    return DDP__RANK_FAIL(group, DDP_ERR_INVALID, "%s group=%s: %s", who, group->name, ddp_last_error());
+}
+
+/* Leave the function unless the condition holds; what follows it is what to tell. DDP__NEED: of the public function it stands in. */
+#define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
+#define DDP__NEED(condition, ...) DDP__CHECK(__func__, NULL, condition, __VA_ARGS__)
+
+/* Joins what has just happened; the first failure stays. */
+static void ddp__outcome_join(ddp__outcome *first, ddp_result result) {
+    if (result == DDP_OK || first->result != DDP_OK) return;
+    first->result = result;
+    snprintf(first->text, sizeof first->text, "%s", ddp_last_error());
+}
+
+static ddp_result ddp__outcome_tell(const ddp__outcome *first) {
+    return first->result == DDP_OK ? DDP_OK : ddp_fail(first->result, "%s", first->text);
+}
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
@@ -933,12 +963,18 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-DDPDEF const char *ddp_call_name(ddp_call_kind kind) {
-    static const char *const names[] = {"ddp_all_reduce", "ddp_reduce", "ddp_broadcast", "ddp_all_gather", "ddp_reduce_scatter",
-                                        "ddp_all_to_all", "ddp_gather", "ddp_scatter", "ddp_all_gather_v", "ddp_all_to_all_v",
-                                        "ddp_barrier", "ddp_send", "ddp_recv"};
-    return names[kind];
-}
+/* What a buffer of a call holds: blocks of count elements, or as many elements as its array of counts says. */
+enum { DDP__NONE, DDP__ONE = 1, DDP__EACH = 2 /* a block for each rank */, DDP__ON_ROOT = 4 /* elsewhere none */, DDP__COUNTS = 8 };
+
+static const struct ddp__form { const char *name, *root; /* what that argument is called */ unsigned char send, recv; } ddp__forms[] = {
+    {"ddp_all_reduce", NULL, DDP__ONE, DDP__ONE}, {"ddp_reduce", "root", DDP__ONE, DDP__ONE | DDP__ON_ROOT},
+    {"ddp_broadcast", "root", DDP__NONE, DDP__ONE}, {"ddp_all_gather", NULL, DDP__ONE, DDP__EACH},
+    {"ddp_reduce_scatter", NULL, DDP__EACH, DDP__ONE}, {"ddp_all_to_all", NULL, DDP__EACH, DDP__EACH},
+    {"ddp_gather", "root", DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {"ddp_scatter", "root", DDP__EACH | DDP__ON_ROOT, DDP__ONE},
+    {"ddp_all_gather_v", NULL, DDP__ONE, DDP__COUNTS}, {"ddp_all_to_all_v", NULL, DDP__COUNTS, DDP__COUNTS},
+    {"ddp_barrier", NULL, DDP__NONE, DDP__NONE}, {"ddp_send", "peer", DDP__ONE, DDP__NONE}, {"ddp_recv", "peer", DDP__NONE, DDP__ONE}};
+
+DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
 static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
@@ -3514,14 +3550,11 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
     return result;
 }
 
-static inline ddp_result ddp__run_call(ddp_group *group, const ddp_call *call) {
-    ddp_result result = group->backend->run(group, group->state, call);
-    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
-}
-
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    call->seq = ++group->seq;
-    return ddp__run_call(group, call);
+    ddp_result result;
+    if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
+    result = group->backend->run(group, group->state, call);
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
 }
 
 /* SUM over ranks, then one division, in one pass. For tasks. */
@@ -3533,8 +3566,7 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
 }
 
 static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    if (task) return task(group, argument);
-    return ddp__is_p2p(call->kind) ? ddp__run_call(group, call) : ddp__execute(group, call);
+    return task ? task(group, argument) : ddp__execute(group, call);
 }
 
 /* A failure of a device on one rank takes the group down, since others count on its data. */
@@ -3577,18 +3609,8 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     return ddp__device_result(group, result);
 }
 
-/* An op that has been carried out: makes the compute lane wait for what it left on the communication lane. */
-static ddp_result ddp__op_join(ddp_group *group, const ddp__op *op) {
-    ddp_result result;
-    if (!op->ordered) return DDP_OK;
-    result = group->backend->status(group, group->state);
-    if (result != DDP_OK) return ddp__call_failed(group, &op->call, result);
-    return ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
-}
-
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
-    op->result = result;
-    if (result != DDP_OK) snprintf(op->text, sizeof op->text, "%s", ddp_last_error());
+    ddp__outcome_join(&op->outcome, result);
     op->done = 1;
     pthread_cond_broadcast(&group->done_cond);
 }
@@ -3616,7 +3638,8 @@ static void ddp__queue_step(ddp_group *group, int polite) {
     if (group->head) pthread_cond_signal(&group->work_cond);
 }
 
-/* With the lock held, moves one send or receive on; two threads never poll the same one. */
+/* With the lock held, moves one send or receive on; two threads never poll the same one. op->next stays good: only the thread that polls an op
+   takes it off the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
     ddp_result result;
@@ -3633,15 +3656,6 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     ddp__op_end(group, op, result);
 }
 
-static void ddp__p2p_step_all(ddp_group *group) {
-    ddp__op *ops[64];
-    int count = 0;
-    for (ddp__op *op = group->p2p; op && count < 64; op = op->next) ops[count++] = op;
-    for (int i = 0; i < count; i++)
-        for (ddp__op *op = group->p2p; op; op = op->next) /* the lock was released: it may be gone */
-            if (op == ops[i]) { ddp__p2p_step(group, op); break; }
-}
-
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
     else if (timeout_ms == 0) sched_yield();
@@ -3653,19 +3667,15 @@ static void *ddp__thread_main(void *argument) {
     prctl(PR_SET_NAME, "ddp-comm");
     pthread_mutex_lock(&group->lock);
     while (!group->stopping) {
-        if (group->head && !group->running) {
-            ddp__queue_step(group, 1);
-            continue;
+        if (group->head && !group->running) ddp__queue_step(group, 1);
+        else if (!group->p2p) pthread_cond_wait(&group->work_cond, &group->lock);
+        else {
+            for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
+            if (!group->p2p || (group->head && !group->running)) continue;
+            pthread_mutex_unlock(&group->lock);
+            ddp__p2p_rest(group, 1);
+            pthread_mutex_lock(&group->lock);
         }
-        if (!group->p2p) {
-            pthread_cond_wait(&group->work_cond, &group->lock);
-            continue;
-        }
-        ddp__p2p_step_all(group);
-        if (!group->p2p || (group->head && !group->running)) continue;
-        pthread_mutex_unlock(&group->lock);
-        ddp__p2p_rest(group, 1);
-        pthread_mutex_lock(&group->lock);
     }
     pthread_mutex_unlock(&group->lock);
     return NULL;
@@ -3687,11 +3697,16 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     error = ddp__thread_create(&group->thread, ddp__thread_main, group);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
-    return !error ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "rank %d/%d group=%s: the communication thread could not be started: %s", group->rank,
-                                       group->world_size, group->name, strerror(error));
+    return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
 }
 
-static ddp__op *ddp__op_new(ddp_group *group) {
+/* The caller's arrays may go before the call ends. */
+static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
+    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
+}
+
+/* A handle for a call, or for a task. */
+static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
@@ -3705,11 +3720,22 @@ static ddp__op *ddp__op_new(ddp_group *group) {
     pthread_mutex_unlock(&group->lock);
     if (!op) return NULL;
     memset(op, 0, offsetof(ddp__op, older));
+    op->outcome.result = DDP_OK;
     op->ticket = __atomic_add_fetch(&group->tickets, 1, __ATOMIC_RELAXED); /* tasks send and receive on the communication thread */
+    op->task = task;
+    op->argument = argument;
+    op->call.tag = DDP__FOR_TASK;
+    if (!call) return op;
+    op->call = *call;
+    op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
+    op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
+    op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
+    op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
     return op;
 }
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    if (!op) return;
     pthread_mutex_lock(&group->lock);
     op->ticket = 0;
     op->next = group->free_ops;
@@ -3734,7 +3760,8 @@ static int ddp__queue_enter(ddp_group *group, int take) {
     return place;
 }
 
-static void ddp__queue_leave(ddp_group *group) {
+static void ddp__queue_leave(ddp_group *group, int place) {
+    if (place != DDP__TOOK_QUEUE) return;
     pthread_mutex_lock(&group->lock);
     group->running = 0;
     pthread_mutex_unlock(&group->lock);
@@ -3768,7 +3795,12 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
         else pthread_cond_wait(&group->done_cond, &group->lock);
     }
     pthread_mutex_unlock(&group->lock);
-    result = op->result == DDP_OK ? ddp__op_join(group, op) : ddp_fail(op->result, "%s", op->text);
+    result = ddp__outcome_tell(&op->outcome);
+    if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
+        result = group->backend->status(group, group->state);
+        if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+        else result = ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
+    }
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
 }
@@ -3781,17 +3813,12 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
     return DDP_OK;
 }
 
-/* The caller's arrays may go before the call ends. */
-static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
-    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
-}
-
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
    or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
     ddp__op *op;
     ddp_result result = DDP_OK;
-    int place, enqueues;
+    int place, enqueues, here;
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
     enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
@@ -3799,33 +3826,20 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
-        if (place == DDP__INSIDE_TASK) return result;
-        ddp__queue_leave(group);
-        return ddp__deliver(group, result);
+        ddp__queue_leave(group, place);
+        return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
     }
-    op = ddp__op_new(group);
+    here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
+    op = ddp__op_new(group, call, task, argument);
     result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
+    if (result == DDP_OK && here) ddp__op_end(group, op, ddp__op_run(group, op));
+    else if (result == DDP_OK) result = ddp__thread_start(group);
+    ddp__queue_leave(group, place);
     if (result != DDP_OK) {
-        if (op) ddp__op_free(group, op);
-        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
+        ddp__op_free(group, op);
         return result;
     }
-    op->task = task;
-    op->argument = argument;
-    op->call.tag = DDP__FOR_TASK; /* unless it is a call */
-    if (call) {
-        op->call = *call;
-        op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
-        op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
-        op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
-        op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
-    }
-    if (group->world_size == 1 || place != DDP__BEHIND_OTHERS) {
-        ddp__op_end(group, op, ddp__op_run(group, op));
-        if (place == DDP__TOOK_QUEUE) ddp__queue_leave(group);
-    } else {
-        result = ddp__thread_start(group);
-        if (result != DDP_OK) { ddp__op_free(group, op); return result; }
+    if (!here) {
         pthread_mutex_lock(&group->lock);
         ddp__append(&group->head, &group->tail, op);
         pthread_cond_signal(&group->work_cond);
@@ -3847,7 +3861,7 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
 }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
-    if (!group || !fn) return ddp_fail(DDP_ERR_INVALID, "ddp_group_enqueue: group or fn is NULL");
+    DDP__NEED(group && fn, "group or fn is NULL");
     return ddp__issue(group, NULL, fn, argument, work);
 }
 
@@ -3856,12 +3870,14 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     ddp__op *op;
     ddp_result result;
     int enqueues = group->backend->enqueues;
+    if (!enqueues && !group->backend->p2p_start)
+        return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
+                              group->backend->name);
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
-    op = ddp__op_new(group);
+    op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return DDP_ERR_NO_MEMORY;
-    op->call = *call;
     result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
@@ -3890,13 +3906,13 @@ static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *w
     pthread_mutex_lock(&group->lock);
     valid = op->ticket == work->ticket;
     pthread_mutex_unlock(&group->lock);
-    if (!valid) ddp_fail(DDP_ERR_INVALID, "%s group=%s: this work has been waited for already", who, group->name);
+    if (!valid) ddp__bad(who, group, "this work has been waited for already");
     return valid ? op : NULL;
 }
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     ddp__op *op;
-    if (!group || !work) return ddp_fail(DDP_ERR_INVALID, "ddp_wait: group or work is NULL");
+    DDP__NEED(group && work, "group or work is NULL");
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_wait");
     memset(work, 0, sizeof *work);
@@ -3905,7 +3921,7 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     ddp__op *op;
-    if (!group || !work || !done) return ddp_fail(DDP_ERR_INVALID, "ddp_test: group, work or done is NULL");
+    DDP__NEED(group && work && done, "group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
     op = ddp__op_of(group, work, "ddp_test");
@@ -3914,13 +3930,13 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
-    if (!*done || op->result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
+    if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
     return group->device->event_test(group, op->event, done);
 }
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin: group is NULL");
-    if (group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_begin group=%s: a batch is open already; end it first", group->name);
+    DDP__NEED(group, "group is NULL");
+    DDP__CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
     group->in_batch = 1;
     return DDP_OK;
 }
@@ -3936,37 +3952,44 @@ static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
 }
 
 DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
-    ddp_result result = DDP_OK;
-    char text[DDP__TEXT_MAX] = "";
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end: group is NULL");
-    if (!group->in_batch) return ddp_fail(DDP_ERR_INVALID, "ddp_batch_end group=%s: no batch is open", group->name);
+    ddp__outcome first;
+    first.result = DDP_OK;
+    DDP__NEED(group, "group is NULL");
+    DDP__CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
-        result = ddp_group_enqueue(group, ddp__batch_run, NULL, NULL);
-        if (result != DDP_OK) snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__outcome_join(&first, ddp_group_enqueue(group, ddp__batch_run, NULL, NULL));
         for (ddp__op *op = group->batch; op; op = op->next) op->done = 1;
     }
     while (group->batch) {
         ddp__op *op = group->batch;
-        ddp_result one;
         group->batch = op->next;
-        one = ddp__op_wait(group, op);
-        if (one != DDP_OK && result == DDP_OK) { result = one; snprintf(text, sizeof text, "%s", ddp_last_error()); }
+        ddp__outcome_join(&first, ddp__op_wait(group, op));
     }
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
+    return ddp__outcome_tell(&first);
 }
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
 
-/* What the environment, or the desc, says about this rank. What reads the environment is here, and in ddp__venue_from_env. */
+/* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
 typedef struct ddp__identity {
-    int found, rank, world_size, local_world_size;
+    const char *place;   /* what follows the scheme of init_method: host:port, or a path */
+    int found;           /* a launcher has said who this rank is */
+    int rank, world_size, local_rank, local_world_size;
+    ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
+
+/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
+typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
+static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
    this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
+
+#define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
@@ -3977,28 +4000,26 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
     errno = 0;
     long value = strtol(text, &end, 10);
     *out = *text ? (int)value : fallback;
-    if (!*text || (!*end && !errno && value >= 0 && value <= 1 << 30)) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%.60s in the environment is not a whole number; unset it or start through a launcher",
-                     name, text);
+    DDP__JOIN_NEED(!*text || (!*end && !errno && value >= 0 && value <= 1 << 30),
+                   "%s=%.60s in the environment is not a whole number; unset it or start through a launcher", name, text);
+    return DDP_OK;
 }
 
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
-    int local_rank;
-    if (ddp__env_int(from->rank, -1, &id->rank) != DDP_OK || ddp__env_int(from->size, -1, &id->world_size) != DDP_OK) return DDP_ERR_INVALID;
+    DDP__TRY(ddp__env_int(from->rank, -1, &id->rank));
+    DDP__TRY(ddp__env_int(from->size, -1, &id->world_size));
     if (id->rank < 0 && id->world_size < 0) return DDP_OK;
-    if (id->rank < 0 || id->world_size < 0)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s is set in the environment but %s is not; set both or neither",
-                         id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
-    if (ddp__env_int(from->local_rank, id->rank, &local_rank) != DDP_OK ||
-        ddp__env_int(from->local_size, id->world_size, &id->local_world_size) != DDP_OK) return DDP_ERR_INVALID;
-    if (id->world_size < 1 || id->rank >= id->world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
-                         id->world_size - 1);
-    if (id->local_world_size < 1 || id->local_world_size > id->world_size || local_rank >= id->local_world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: %s=%d and %s=%d do not fit %s=%d", from->local_rank, local_rank,
-                         *from->local_size ? from->local_size : "local ranks", id->local_world_size, from->size, id->world_size);
+    DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
+                   id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
+    DDP__TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
+    DDP__TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
+    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
+                   id->world_size - 1);
+    DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size && id->local_rank < id->local_world_size,
+                   "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
+                   id->local_world_size, from->size, id->world_size);
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
-    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.90s", ddp__env_text(from->job[i]));
+    for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
     return DDP_OK;
 }
@@ -4015,7 +4036,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     memset(id, 0, sizeof *id);
     for (int i = 0; i < LAUNCHERS; i++) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
-        if (ddp__identity_from(id, &launchers[i]) != DDP_OK) return DDP_ERR_INVALID;
+        DDP__TRY(ddp__identity_from(id, &launchers[i]));
         if (!id->found) continue;
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
@@ -4027,7 +4048,24 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
+/* Who this rank is, where desc, which is resolved, does not say. The environment is read here, above, and in ddp__venue_from_env. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone) {
+    memset(id, 0, sizeof *id);
+    id->rank = desc->rank;
+    id->world_size = desc->world_size;
+    if (desc->world_size > 0) {
+        snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
+    } else if (ddp__here.heap && !alone) {
+        id->heap = ddp__here.heap;
+        id->rank = ddp__here.rank;
+        id->world_size = (int)id->heap->job->world_size;
+    } else if (!alone) {
+        return ddp__identity_resolve(id);
+    }
+    id->local_rank = id->rank;
+    id->local_world_size = id->world_size;
+    return DDP_OK;
+}
 
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
    visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
@@ -4109,38 +4147,36 @@ static void ddp__peer_text(int fd, char *out, size_t size) {
     snprintf(out, size, "%s port %s", *host ? host : "an unknown address", *port ? port : "?");
 }
 
-/* A welcome under way, with room for one file descriptor beside it. */
-typedef struct ddp__parcel {
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
+/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
+static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
-} ddp__parcel;
-
-static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
-    memset(parcel, 0, sizeof *parcel);
-    parcel->data.iov_base = &parcel->welcome;
-    parcel->data.iov_len = sizeof parcel->welcome;
-    parcel->message.msg_iov = &parcel->data;
-    parcel->message.msg_iovlen = 1;
-    parcel->message.msg_control = parcel->control;
-    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
+    struct iovec data = {bytes, size};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    memset(control, 0, sizeof control);
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (receive) {
+        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
+        return n;
+    }
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+    memcpy(CMSG_DATA(header), fd, sizeof *fd);
+    if (*fd < 0) message.msg_controllen = 0;
+    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 /* A fresh socket's buffer holds a welcome: it is sent whole or not at all. heap_fd -1: none goes with it. */
 static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd) {
-    ddp__parcel parcel;
-    ddp__parcel_init(&parcel, heap_fd);
-    parcel.welcome.magic = DDP__WELCOME_MAGIC;
-    parcel.welcome.result = (int32_t)result;
-    snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", text);
-    if (heap_fd < 0) parcel.message.msg_controllen = 0;
-    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ddp__welcome welcome = {DDP__WELCOME_MAGIC, (int32_t)result, ""};
+    snprintf(welcome.text, sizeof welcome.text, "%s", text);
+    ddp__pass(fd, 0, &welcome, sizeof welcome, &heap_fd);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
@@ -4353,25 +4389,16 @@ static ddp_result ddp__rendezvous_host(const ddp__identity *id, const ddp_group_
 /* Other ranks: the next answer of rank 0, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
    rank 0 has left, EPROTO when this is not rank 0 of any job. */
 static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
-    size_t got = 0;
-    while (got < sizeof *out) {
-        ddp__parcel parcel;
-        struct cmsghdr *header;
+    for (size_t got = 0; got < sizeof *out;) {
         struct pollfd wait = {fd, POLLIN, 0};
-        ssize_t n;
-        ddp__parcel_init(&parcel, -1);
-        parcel.data.iov_len = sizeof *out - got;
-        n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        int came = -1;
+        ssize_t n = ddp__pass(fd, 1, (char *)out + got, sizeof *out - got, &came);
         if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
         if (n < 0 && ddp_now() > deadline) return ETIMEDOUT;
         if (n < 0) { poll(&wait, 1, 20); continue; }
-        header = CMSG_FIRSTHDR(&parcel.message);
-        if (header && header->cmsg_type == SCM_RIGHTS) {
-            if (*heap_fd >= 0) close(*heap_fd);
-            memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-        }
         if (n == 0) return got ? EPROTO : ECONNRESET;
-        memcpy((char *)out + got, &parcel.welcome, (size_t)n);
+        if (came >= 0 && *heap_fd >= 0) close(*heap_fd);
+        if (came >= 0) *heap_fd = came;
         got += (size_t)n;
         if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
     }
@@ -4490,15 +4517,15 @@ static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id
 
 /* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
 static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp__identity *id, const ddp_group_desc *desc) {
-    const char *url = desc->init_method, *host = url + 6, *colon = strrchr(host, ':');
+    const char *url = desc->init_method, *host = id->place, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0;
     char *end;
     memset(venue, 0, sizeof *venue);
     venue->ports = 1;
     venue->advice = "give another one in init_method, on all ranks";
     if (url[0] == 'f') {
-        venue->path = url + 7;
-        snprintf(venue->token, sizeof venue->token, "file:%.30s:%.300s", desc->name, id->token); /* and what rank 0 adds */
+        venue->path = id->place;
+        snprintf(venue->token, sizeof venue->token, "file:%.30s:%.300s", desc->name, id->found ? id->token : ""); /* and what rank 0 adds */
         if (venue->path[0] == '/') return DDP_OK;
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"file:///path\"", url);
     }
@@ -4507,7 +4534,7 @@ static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp__identity *id
     if (length < 1 || length > 250 || memchr(host, ' ', (size_t)length) || venue->port < 1 || venue->port > 65535 || *end)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"tcp://host:port\"", url);
     snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
-    snprintf(venue->token, sizeof venue->token, "tcp:%d:%.30s:%.300s", venue->port, desc->name, id->token);
+    snprintf(venue->token, sizeof venue->token, "tcp:%d:%.30s:%.300s", venue->port, desc->name, id->found ? id->token : "");
     return DDP_OK;
 }
 
@@ -5351,10 +5378,6 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 
 //== groups ============================================================================================ >>impl-group
 
-/* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
-static DDP__THREAD_LOCAL ddp__place ddp__here;
-
 static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc *desc, ddp_group_desc *out) {
     ddp_group_desc none = DDP_ZERO;
     *out = desc ? *desc : none;
@@ -5362,12 +5385,11 @@ static ddp_result ddp__group_desc_resolve(const char *who, const ddp_group_desc 
     if (out->timeout_ms == 0) out->timeout_ms = 600000;
     if (!out->name) out->name = "world";
     if (!out->device) out->device = ddp_device_cpu();
-    if (out->timeout_ms < 0)
-        return ddp_fail(DDP_ERR_INVALID, "%s: timeout_ms=%d; use a positive number, or 0 for ten minutes", who, out->timeout_ms);
-    if (out->world_size < 0 || (out->world_size > 0 && (out->rank < 0 || out->rank >= out->world_size)))
-        return ddp_fail(DDP_ERR_INVALID, "%s: rank=%d with world_size=%d; ranks are 0 to world_size - 1", who, out->rank, out->world_size);
-    if ((unsigned)out->order > DDP_ORDER_ANY) return ddp_fail(DDP_ERR_INVALID, "%s: order=%d is not a ddp_order", who, (int)out->order);
-    if (!out->alloc_fn != !out->free_fn) return ddp_fail(DDP_ERR_INVALID, "%s: set both alloc_fn and free_fn, or neither", who);
+    DDP__CHECK(who, NULL, out->timeout_ms >= 0, "timeout_ms=%d; use a positive number, or 0 for ten minutes", out->timeout_ms);
+    DDP__CHECK(who, NULL, out->world_size == 0 || (out->world_size > 0 && out->rank >= 0 && out->rank < out->world_size),
+               "rank=%d with world_size=%d; ranks are 0 to world_size - 1", out->rank, out->world_size);
+    DDP__CHECK(who, NULL, (unsigned)out->order <= DDP_ORDER_ANY, "order=%d is not a ddp_order", (int)out->order);
+    DDP__CHECK(who, NULL, !out->alloc_fn == !out->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!out->alloc_fn) { out->alloc_fn = ddp__malloc_default; out->free_fn = ddp__free_default; }
     return DDP_OK;
 }
@@ -5418,8 +5440,8 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 /* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
     ddp_group *group;
-    ddp_result result = ddp__group_new(&group, desc, backend, rank, world_size, NULL);
-    if (result != DDP_OK) return result;
+    ddp_result result;
+    DDP__TRY(ddp__group_new(&group, desc, backend, rank, world_size, NULL));
     result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
@@ -5428,9 +5450,8 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     ddp_group_desc d;
-    ddp_result result;
     if (out) *out = NULL;
-    if (!out || !control || !desc || !desc->backend) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create_on: out, control, desc or its backend is NULL");
+    DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
     d = control->desc;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user;
@@ -5438,43 +5459,51 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (desc->device) d.device = desc->device;
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
-    result = ddp__group_desc_resolve("ddp_group_create_on", &d, &d);
-    if (result == DDP_OK) result = ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size);
-    if (result == DDP_OK) ddp_group_set_local(*out, control->local_rank, control->local_world_size);
-    return result;
+    DDP__TRY(ddp__group_desc_resolve(__func__, &d, &d));
+    DDP__TRY(ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size));
+    ddp_group_set_local(*out, control->local_rank, control->local_world_size);
+    return DDP_OK;
 }
 
 static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    ddp_result result = ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size);
     char text[96];
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size));
     ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(*out, text);
     return DDP_OK;
 }
 
-static ddp_result ddp__world_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    DDP__JOIN_NEED(id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
+    return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
+}
+
+static ddp_result ddp__create_given(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
+    ddp_group_set_local(*out, id->local_rank, id->local_world_size);
+    return DDP_OK;
+}
+
+static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
-    ddp_result result = ddp__rendezvous(id, desc, &heap);
-    if (result != DDP_OK) return result;
-    result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
+    DDP__TRY(ddp__rendezvous(id, desc, &heap));
+    ddp_result result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
     ddp__heap_release(heap);
     return result;
 }
 
 /* Ranks that turn out to be on one machine need the network no longer. */
-static ddp_result ddp__world_tcp(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, ddp__venue *venue) {
+static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, ddp__venue *venue) {
     ddp__identity here = *id;
     ddp_group *group;
     ddp__tcp *t;
-    ddp_result result = ddp__tcp_meet(id, desc, venue, -1, &t);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__tcp_meet(id, desc, venue, -1, &t));
     snprintf(here.token, sizeof here.token, "tcp:%016llx", (unsigned long long)t->nonce);
     int local = ddp__tcp_is_local(t, NULL, id->world_size);
-    result = local ? DDP_OK : ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL);
+    ddp_result result = local ? DDP_OK : ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL);
     if (local || result != DDP_OK) ddp__tcp_free(desc, t);
-    if (local) return ddp__world_local(out, desc, &here);
+    if (local) return ddp__create_local(out, desc, &here);
     if (result == DDP_OK && (result = ddp__tcp_start(group, t)) != DDP_OK) ddp__group_delete(group);
     if (result != DDP_OK) return result;
     group->state = t;
@@ -5482,51 +5511,54 @@ static ddp_result ddp__world_tcp(ddp_group **out, const ddp_group_desc *desc, co
     return DDP_OK;
 }
 
-/* Whatever launcher started us, or nobody. */
-static ddp_result ddp__world_from_env(ddp_group **out, const ddp_group_desc *desc) {
-    ddp__identity id = DDP_ZERO;
-    ddp__venue venue;
+/* With whatever launcher started us, or nobody. */
+static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    int env = strcmp(desc->init_method, "env://") == 0, elsewhere;
-    ddp_result result;
-    if (desc->world_size > 0) {
-        id.rank = desc->rank;
-        id.world_size = id.local_world_size = desc->world_size;
-        snprintf(id.token, sizeof id.token, "desc:%.60s:%.20s:%.60s", host, ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (ddp__here.heap && env) {
-        return ddp__world_on_heap(out, desc, ddp__here.heap, ddp__here.rank, 0);
-    } else if (ddp__identity_resolve(&id) != DDP_OK) {
-        return DDP_ERR_INVALID;
-    }
-    if (!env && desc->world_size == 0 && !id.found)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables", desc->init_method);
-    if (desc->backend) return ddp__world_new(out, desc, desc->backend, NULL, id.rank, id.world_size);
-    if (id.world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
+    ddp__venue venue;
+    if (id->heap) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
+    if (desc->backend) return ddp__create_given(out, desc, id);
+    if (id->world_size == 1) return ddp__create_self(out, desc, id);
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
-    elsewhere = !*ddp__env_text("LOCAL_WORLD_SIZE") && *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) &&
-                id.local_world_size == id.world_size && (id.token[0] == 't' || desc->world_size > 0);
-    if (env && id.local_world_size == id.world_size && !elsewhere) return ddp__world_local(out, desc, &id);
-    if (desc->world_size > 0 && !env) id.token[0] = 0;
-    result = env ? ddp__venue_from_env(&venue, &id) : ddp__venue_from_url(&venue, &id, desc);
-    return result == DDP_OK ? ddp__world_tcp(out, desc, &id, &venue) : result;
+    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
+                    (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
+    if (id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
+    DDP__TRY(ddp__venue_from_env(&venue, id));
+    return ddp__create_tcp(out, desc, id, &venue);
 }
 
+static ddp_result ddp__create_url(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    ddp__venue venue;
+    DDP__JOIN_NEED(desc->world_size > 0 || id->found || id->heap, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                   desc->init_method);
+    if (desc->backend) return ddp__create_given(out, desc, id);
+    if (id->world_size == 1) return ddp__create_self(out, desc, id);
+    DDP__TRY(ddp__venue_from_url(&venue, id, desc));
+    return ddp__create_tcp(out, desc, id, &venue);
+}
+
+/* How ranks meet and what they get, by the scheme of init_method. */
+static const struct ddp__meeting {
+    const char *scheme;
+    int place; /* 1 = a host or a path follows */
+    ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, ddp__create_url},
+                 {"file://", 1, ddp__create_url}};
+
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
+    const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
+    ddp__identity id;
     ddp_group_desc d;
-    ddp_result result;
-    if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: out is NULL");
+    DDP__NEED(out, "out is NULL");
     *out = NULL;
-    result = ddp__group_desc_resolve("ddp_group_create", desc, &d);
-    if (result != DDP_OK) return result;
-    if (strcmp(d.init_method, "self://") == 0 && d.world_size > 1)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: self:// is a world of one rank, not of world_size=%d", d.world_size);
-    if (strcmp(d.init_method, "self://") == 0) return ddp__world_new(out, &d, ddp__backend_self(), NULL, 0, 1);
-    if (strcmp(d.init_method, "env://") == 0 || strncmp(d.init_method, "tcp://", 6) == 0 || strncmp(d.init_method, "file://", 7) == 0)
-        return ddp__world_from_env(out, &d);
-    if (strncmp(d.init_method, "mpi://", 6) == 0)
+    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    while (meeting < end && (meeting->place ? strncmp(d.init_method, meeting->scheme, strlen(meeting->scheme)) : strcmp(d.init_method, meeting->scheme)))
+        meeting++;
+    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
+    if (!meeting->create)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"",
-                     d.init_method);
+    DDP__TRY(ddp__identity_of(&id, &d, meeting->create == ddp__create_self));
+    id.place = d.init_method + strlen(meeting->scheme);
+    return meeting->create(out, &d, &id);
 }
 
 /* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
@@ -5548,7 +5580,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     int *members, count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_result result, opened = DDP_OK;
-    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_split: group or out is NULL");
+    DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
     if (!table) return DDP_ERR_NO_MEMORY;
@@ -5575,14 +5607,14 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     ddp_result result;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_status: group is NULL");
+    DDP__NEED(group, "group is NULL");
     result = group->backend->status(group, group->state);
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "rank %d/%d group=%s: %s", group->rank, group->world_size, group->name, ddp_last_error());
+    return result == DDP_OK ? DDP_OK : DDP__GROUP_FAIL(group, result, "%s", ddp_last_error());
 }
 
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_abort: group is NULL");
+    DDP__NEED(group, "group is NULL");
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
     group->backend->poison(group, group->state, DDP_ERR_POISONED, text);
     return DDP_OK;
@@ -5623,13 +5655,13 @@ DDPDEF void ddp_group_set_local(ddp_group *group, int rank, int world_size) { gr
 
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out) {
     if (out) *out = NULL;
-    if (!group || !out) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc: group or out is NULL");
-    if (size_bytes == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_group_alloc group=%s: size_bytes is 0", group->name);
+    DDP__NEED(group && out, "group or out is NULL");
+    DDP__CHECK(__func__, group, size_bytes > 0, "size_bytes is 0");
     return group->backend->alloc(group, group->state, size_bytes, out);
 }
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_group_free: group is NULL");
+    DDP__NEED(group, "group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
 
@@ -5687,14 +5719,13 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 
 /* The life of one rank. */
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
+    const ddp__place outside = ddp__here, here = {launch->heap, rank, launch->desc->devices ? launch->desc->devices[rank] + 1 : 0};
     ddp_group *world = NULL;
-    ddp__place outside = ddp__here;
     ddp_result result;
     ddp__error_text[0] = 0;
+    ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
-    ddp__here.heap = launch->heap;
-    ddp__here.rank = rank;
-    ddp__here.device_plus_1 = launch->desc->devices ? launch->desc->devices[rank] + 1 : 0;
+    ddp__here = here;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
     if (result == DDP_OK) result = launch->fn(world, launch->user);
     ddp__here = outside;
@@ -5714,7 +5745,6 @@ static pid_t ddp__fork_rank(ddp__launch *launch, int rank, const sigset_t *mask)
     pthread_sigmask(SIG_SETMASK, mask, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() == parent) { /* otherwise the parent died before the line above */
-        ddp__take_cores(launch, rank);
         ddp__set_thread_variables(launch);
         result = ddp__rank_run(launch, rank);
     }
@@ -5729,9 +5759,8 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
     r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
-    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
-    ddp__note_failure(launch, rank, DDP_ERR_PEER_LOST);
+    ddp__note_failure(launch, rank, number ? DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number)
+        : DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status));
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
@@ -5790,7 +5819,6 @@ static void ddp__launch_processes(ddp__launch *launch) {
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
     prctl(PR_SET_NAME, "ddp-rank");
-    ddp__take_cores(t->launch, t->rank);
     ddp__rank_run(t->launch, t->rank);
     return NULL;
 }
@@ -5799,13 +5827,13 @@ static void ddp__launch_threads(ddp__launch *launch) {
     ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
     int set = ddp__set_thread_variables(launch);
     for (int r = 0; r < launch->world_size; r++) {
-        threads[r].launch = launch;
-        threads[r].rank = r;
-        int error = pthread_create(&threads[r].thread, NULL, ddp__launched_thread_main, &threads[r]);
-        threads[r].started = error == 0;
+        ddp__launched_thread *t = &threads[r];
+        t->launch = launch;
+        t->rank = r;
+        int error = pthread_create(&t->thread, NULL, ddp__launched_thread_main, t);
+        t->started = error == 0;
         if (!error) continue;
-        ddp_fail(DDP_ERR_SYSTEM, "ddp_launch: the thread of rank %d/%d could not be started: %s", r, launch->world_size, strerror(error));
-        ddp__note_failure(launch, r, DDP_ERR_SYSTEM);
+        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error)));
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
     for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
@@ -5827,53 +5855,47 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
 }
 
 /* Joins the world that somebody else started. */
-static ddp_result ddp__launch_join(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
-    ddp_group_desc group = desc->group;
+static ddp_result ddp__launch_join(const ddp__launch *launch) {
+    const ddp_launch_desc *desc = launch->desc;
     ddp_group *world;
-    char text[DDP__TEXT_MAX];
+    ddp__outcome outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
-    ddp_result result;
-    group.init_method = NULL;
-    group.rank = group.world_size = 0;
-    result = ddp_group_create(&world, &group);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp_group_create(&world, &launch->group));
     if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
-    result = fn(world, user);
+    ddp__outcome_join(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_group_destroy(world);
-    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
+    return ddp__outcome_tell(&outcome);
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
     const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
     ddp__launch launch = DDP_ZERO;
     ddp__identity id;
-    if (!fn) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: fn is NULL");
-    if (d->world_size < 0 || d->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size, DDP_MAX_LOCAL_RANKS);
-    if ((unsigned)d->mode > DDP_LAUNCH_THREADS) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: mode=%d is not a ddp_launch_mode", (int)d->mode);
-    if (d->max_restarts < 0) return ddp_fail(DDP_ERR_INVALID, "ddp_launch: max_restarts=%d is negative", d->max_restarts);
-    if (d->device_count < 0 || (d->device_count > 0 && !d->devices))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: device_count=%d without devices", d->device_count);
-    launch.desc = d;
-    launch.group = d->group;
-    launch.group.rank = launch.group.world_size = 0;
-    ddp_result result = ddp__group_desc_resolve("ddp_launch", &launch.group, &launch.group);
-    if (result != DDP_OK) return result;
-    if (!ddp__here.heap && ddp__identity_resolve(&id) != DDP_OK) return DDP_ERR_INVALID;
+    ddp_result result = DDP_OK;
     int cores = ddp__usable_cores(&launch.cpus);
-    if (cores > DDP_MAX_LOCAL_RANKS) cores = DDP_MAX_LOCAL_RANKS;
+    DDP__NEED(fn, "fn is NULL");
+    DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS, "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size,
+              DDP_MAX_LOCAL_RANKS);
+    DDP__NEED((unsigned)d->mode <= DDP_LAUNCH_THREADS, "mode=%d is not a ddp_launch_mode", (int)d->mode);
+    DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative", d->max_restarts);
+    DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices", d->device_count);
+    launch.desc = d;
     launch.fn = fn;
     launch.user = user;
-    launch.world_size = launch.desc->world_size ? launch.desc->world_size : cores;
-    if (ddp__here.heap || id.found || launch.world_size == 1) return ddp__launch_join(launch.desc, fn, user);
-    if (launch.desc->devices && launch.desc->device_count < launch.world_size)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_launch: %d devices for %d ranks; list one for each rank", launch.desc->device_count, launch.world_size);
-    for (int attempt = 0; attempt <= launch.desc->max_restarts; attempt++) {
+    launch.world_size = d->world_size ? d->world_size : cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
+    launch.group = d->group;
+    launch.group.init_method = NULL;
+    launch.group.rank = launch.group.world_size = 0;
+    DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
+    DDP__TRY(ddp__identity_of(&id, &launch.group, 0));
+    if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
+    DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
+              launch.world_size);
+    for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
-        if (result == DDP_OK || launch.interrupted || launch.desc->mode == DDP_LAUNCH_THREADS) break;
+        if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
     }
     return result;
 }
@@ -5959,11 +5981,22 @@ static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
-/* Finds the ranges of a bucket and which of them are packed; returns the bytes it needs in the flat buffer. */
-static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket) {
-    const ddp__grad *grads = reducer->grads;
-    size_t size = ddp_dtype_size(bucket->dtype);
-    for (int k = bucket->first; k <= bucket->last; k++) {
+/* Appends the bucket of all that walk[first .. last] holds of one dtype, with its ranges; returns the bytes it needs in the flat buffer. */
+static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
+    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
+    ddp__grad *grads = reducer->grads;
+    size_t size = ddp_dtype_size(dtype);
+    memset(bucket, 0, sizeof *bucket);
+    bucket->reducer = reducer;
+    bucket->index = reducer->stats.bucket_count++;
+    bucket->first = first;
+    bucket->last = last;
+    bucket->dtype = dtype;
+    bucket->wire = ddp__wire_dtype(reducer, dtype);
+    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
+    for (int k = first; k <= last; k++)
+        if (grads[reducer->walk[k]].dtype == dtype) grads[reducer->walk[k]].bucket = bucket->index;
+    for (int k = first; k <= last; k++) {
         int i = reducer->walk[k], before = grads[i].previous;
         ddp__range *range = &bucket->ranges[bucket->range_count];
         if (grads[i].bucket != bucket->index || grads[i].count == 0 || (before >= 0 && grads[before].bucket == bucket->index)) continue;
@@ -5975,28 +6008,10 @@ static size_t ddp__bucket_make_ranges(ddp_reducer *reducer, ddp__bucket *bucket)
     for (int k = 0; k < bucket->range_count; k++) {
         ddp__range *range = &bucket->ranges[k];
         int large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
-        range->in_place = bucket->wire == bucket->dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
+        range->in_place = bucket->wire == dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
         if (!range->in_place) bucket->flat_count += range->count;
     }
     return bucket->flat_count * ddp_dtype_size(bucket->wire);
-}
-
-/* Appends the bucket of all that walk[first .. last] holds of one dtype; returns the bytes it needs in the flat buffer. */
-static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
-    memset(bucket, 0, sizeof *bucket);
-    bucket->reducer = reducer;
-    bucket->index = reducer->stats.bucket_count++;
-    bucket->first = first;
-    bucket->last = last;
-    bucket->dtype = dtype;
-    bucket->wire = ddp__wire_dtype(reducer, dtype);
-    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
-    for (int k = first; k <= last; k++) {
-        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        if (grad->dtype == dtype) grad->bucket = bucket->index;
-    }
-    return ddp__bucket_make_ranges(reducer, bucket);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
@@ -6052,7 +6067,6 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     ddp_group *group = reducer->group;
     ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps};
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     if (ddp__reducer_is_alone(reducer)) {
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
@@ -6061,10 +6075,10 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
-    snprintf(text, sizeof text, "rank %d/%d ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", reducer->rank, reducer->world_size,
-             ddp_result_name(result), bucket->index, reducer->stats.bucket_count, ddp_last_error());
-    if (reducer->world_size > 1) group->backend->poison(group, group->state, result, text); /* the first cause stays, if there is one */
-    return ddp_fail(result, "%s", text);
+    DDP__RANK_FAIL(reducer, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result), bucket->index,
+                   view.bucket_count, ddp_last_error());
+    if (reducer->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
+    return result;
 }
 
 /* Copies between the packed ranges and the flat buffer, casting when what is sent has another dtype. */
@@ -6090,8 +6104,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     double begin = ddp_now();
     ddp_result result = DDP_OK;
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d reducer: no room was found for the packed gradients of the rebuilt buckets; "
-                         "free group memory and make a new reducer", group->rank, group->world_size);
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt buckets; "
+                              "free group memory and make a new reducer");
     if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
         result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
@@ -6106,8 +6120,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
 /* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
 static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp__bucket *bucket = &reducer->buckets[reducer->next_bucket];
-    ddp_result result = ddp__compute(reducer->group);
-    if (result != DDP_OK) return result;
+    ddp_result result = DDP_OK;
+    DDP__TRY(ddp__compute(reducer->group));
     for (int k = bucket->first; k <= bucket->last; k++) {
         ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
@@ -6122,19 +6136,14 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 //== equal on all ranks ============================================================================= >>impl-schema
 
 #define DDP__SCHEMA_OPTIONS 8
-#define DDP__CREATE_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: " __VA_ARGS__)
-#define DDP__REDUCER_FAIL DDP__RANK_FAIL
+#define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-/* What ranks tell each other at create: how far they got, and what must be equal. */
-typedef struct ddp__schema {
-    int64_t result;                   /* this rank's own; not DDP_OK = it takes no part, for the reason in text */
-    char text[DDP__TEXT_MAX];
-    uint64_t hash[2];                 /* of the last entry of the parameters, and of the buffers */
-    int64_t option[DDP__SCHEMA_OPTIONS];
-} ddp__schema;
+/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so that the last one
+   stands for all. Texts may be cut short: the hash has all of the name and shape. */
+typedef struct ddp__entry { uint64_t hash; char what[32], text[240]; } ddp__entry;
 
-/* One parameter or buffer. Texts may be cut short: the hash has all of the name and shape, and of the entries before. */
-typedef struct ddp__entry { uint64_t hash; char text[240]; } ddp__entry;
+/* What ranks tell each other at create: how far they got, and the hash of the last entry. A rank that failed takes no part. */
+typedef struct ddp__schema { ddp__outcome own; uint64_t hash; } ddp__schema;
 
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
@@ -6167,24 +6176,33 @@ static ddp_tensor ddp__param_grad(const ddp_param *param) {
     return grad;
 }
 
-/* One parameter or buffer as ranks compare it; hash is that of the entry before. After the last comes one that says so. */
-static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int buffers, int index, uint64_t hash) {
+/* Entry `index` of the list; hash is that of the entry before. After the last parameter, and the last buffer, comes one that says so. */
+static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint64_t hash) {
+    const ddp_reducer_desc *d = &reducer->desc;
+    const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
+        {"bucket_cap_bytes", (long long)d->bucket_cap_bytes}, {"first_bucket_bytes", (long long)d->first_bucket_bytes},
+        {"micro_batch_count", d->micro_batch_count}, {"find_unused", !!d->find_unused}, {"static_graph", !!d->static_graph},
+        {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast}};
+    int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     ddp__entry entry;
     memset(&entry, 0, sizeof entry);
-    if (index >= (buffers ? reducer->desc.buffer_count : reducer->desc.param_count)) {
-        snprintf(entry.text, sizeof entry.text, "no such %s", buffers ? "buffer" : "parameter");
-    } else if (buffers) {
-        hash = ddp__shape_text(hash, &reducer->desc.buffers[index], entry.text, sizeof entry.text);
+    if (param < 0) snprintf(entry.what, sizeof entry.what, "%s", options[index].name);
+    else snprintf(entry.what, sizeof entry.what, "%s %d", buffer < 0 ? "parameter" : "buffer", buffer < 0 ? param : buffer);
+    if (param < 0) {
+        snprintf(entry.text, sizeof entry.text, "%lld", options[index].value);
+    } else if (param == d->param_count || buffer >= d->buffer_count) {
+        snprintf(entry.text, sizeof entry.text, "no such %s", buffer < 0 ? "parameter" : "buffer");
+    } else if (buffer >= 0) {
+        hash = ddp__shape_text(hash, &d->buffers[buffer], entry.text, sizeof entry.text);
     } else {
-        const ddp_param *param = &reducer->desc.params[index];
-        const ddp__grad *own = &reducer->grads[index];
-        const char *name = param->name ? param->name : "";
+        const ddp__grad *own = &reducer->grads[param];
+        const char *name = d->params[param].name ? d->params[param].name : "";
         char value[96], gradient[96], tied[48] = "";
-        ddp_tensor grad = ddp__param_grad(param);
-        hash = ddp__shape_text(hash, &param->value, value, sizeof value);
+        ddp_tensor grad = ddp__param_grad(&d->params[param]);
+        hash = ddp__shape_text(hash, &d->params[param].value, value, sizeof value);
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp__hash_bytes(hash, name, strlen(name));
-        if (own->first_use != index) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
+        if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
         snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
     }
     entry.hash = ddp__hash_bytes(hash, entry.text, sizeof entry.text);
@@ -6192,18 +6210,17 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int buffers, int
 }
 
 static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
-    if (!d) return DDP__CREATE_FAIL("desc is NULL");
-    if (!d->params || d->param_count < 1)
-        return DDP__CREATE_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    if (d->micro_batch_count < 0) return DDP__CREATE_FAIL("micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
-    if (d->comm_dtype != DDP_DTYPE_DEFAULT && d->comm_dtype != DDP_F16 && d->comm_dtype != DDP_BF16)
-        return DDP__CREATE_FAIL("comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
-    if (d->buffer_count < 0 || (d->buffer_count > 0 && !d->buffers))
-        return DDP__CREATE_FAIL("buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
+    DDP__CREATE_NEED(d, "desc is NULL");
+    DDP__CREATE_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
+    DDP__CREATE_NEED(d->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
+    DDP__CREATE_NEED(d->comm_dtype == DDP_DTYPE_DEFAULT || d->comm_dtype == DDP_F16 || d->comm_dtype == DDP_BF16,
+                     "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
+    DDP__CREATE_NEED(d->buffer_count == 0 || (d->buffer_count > 0 && d->buffers), "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers",
+                     d->buffer_count);
     for (int i = 0; i < d->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&d->buffers[i]);
-        if (count < 0 || !ddp_dtype_size(d->buffers[i].dtype) || (count > 0 && !d->buffers[i].data))
-            return DDP__CREATE_FAIL("buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(d->buffers[i].dtype) && (count == 0 || d->buffers[i].data),
+                         "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
     return DDP_OK;
 }
@@ -6215,23 +6232,20 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     ddp_tensor grad = ddp__param_grad(&reducer->desc.params[index]);
     int64_t count = ddp_tensor_count(value), grad_count = ddp_tensor_count(&grad);
     ddp__label label = ddp__param_label(reducer->desc.params, index);
-    const char *dtype = ddp_dtype_name(grad.dtype);
-    if (!ddp_dtype_size(value->dtype)) return DDP__CREATE_FAIL("%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
-    if (count < 0 || count > INT64_MAX / 16)
-        return DDP__CREATE_FAIL("%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative", label.text, value->ndim,
-                                DDP_MAX_NDIM);
-    if (count > 0 && !value->data) return DDP__CREATE_FAIL("%s: value.data is NULL; point it at the parameter", label.text);
-    if (grad.dtype != DDP_F32 && grad.dtype != DDP_F64 && grad.dtype != DDP_F16 && grad.dtype != DDP_BF16)
-        return DDP__CREATE_FAIL("%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16", label.text, dtype);
-    if (grad_count != count)
-        return DDP__CREATE_FAIL("%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text, (long long)grad_count,
-                                (long long)count);
-    if ((uintptr_t)grad.data % ddp_dtype_size(grad.dtype))
-        return DDP__CREATE_FAIL("%s: grad.data=%p is not aligned to %s", label.text, grad.data, dtype);
+    size_t size = ddp_dtype_size(grad.dtype);
+    DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
+    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative",
+                     label.text, value->ndim, DDP_MAX_NDIM);
+    DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter", label.text);
+    DDP__CREATE_NEED(grad.dtype >= DDP_F32 && grad.dtype <= DDP_BF16, "%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16",
+                     label.text, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
+                     (long long)grad_count, (long long)count);
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data, ddp_dtype_name(grad.dtype));
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
-    own->size_bytes = (size_t)count * ddp_dtype_size(grad.dtype);
+    own->size_bytes = (size_t)count * size;
     own->placed = !grad.data;
     own->expected = 1;
     own->first_use = index;
@@ -6270,26 +6284,25 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
     for (int k = 1; k < count; k++) {
         int i = keys[k].index, first = grads[keys[k - 1].index].first_use;
         if (keys[k].address != keys[k - 1].address) continue;
-        if (grads[i].count != grads[first].count || grads[i].dtype != grads[first].dtype)
-            return DDP__CREATE_FAIL("%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
-                                    ddp__param_label(params, first).text, ddp__param_label(params, i).text);
+        DDP__CREATE_NEED(grads[i].count == grads[first].count && grads[i].dtype == grads[first].dtype,
+                         "%s and %s share value.data but differ in shape or gradient dtype; uses of one tied parameter have both equal",
+                         ddp__param_label(params, first).text, ddp__param_label(params, i).text);
         grads[i].first_use = first;
     }
     count = ddp__params_sort(reducer, 0);
     for (int k = 1; k < count; k++) {
         int before = keys[k - 1].index;
-        if (keys[k].address - keys[k - 1].address < grads[before].size_bytes)
-            return DDP__CREATE_FAIL("the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
-                                    ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
+        DDP__CREATE_NEED(keys[k].address - keys[k - 1].address >= grads[before].size_bytes,
+                         "the gradients of %s and %s overlap; give each its own memory, also the uses of a tied parameter",
+                         ddp__param_label(params, before).text, ddp__param_label(params, keys[k].index).text);
     }
     return DDP_OK;
 }
 
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
-    ddp_result result = ddp__reducer_check_desc(desc);
     size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + 2 * sizeof(int);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_check_desc(desc));
     n = (size_t)desc->param_count;
     reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
@@ -6301,8 +6314,8 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
     if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
     if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
     if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
-    for (int i = 0; i < desc->param_count && result == DDP_OK; i++) result = ddp__reducer_take_param(reducer, i);
-    return result == DDP_OK ? ddp__reducer_check_memory(reducer) : result;
+    for (int i = 0; i < desc->param_count; i++) DDP__TRY(ddp__reducer_take_param(reducer, i));
+    return ddp__reducer_check_memory(reducer);
 }
 
 /* host (count elements) becomes op over ranks of host. */
@@ -6317,69 +6330,55 @@ static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, si
 }
 
 /* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
-static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer, int buffers) {
+static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer) {
     const ddp__entry *all = (const ddp__entry *)reducer->host;
     uint64_t hash = 0;
     for (int index = 0;; index++) {
-        ddp__entry mine = ddp__schema_entry(reducer, buffers, index, hash);
-        ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
-        if (result != DDP_OK) return result;
+        ddp__entry mine = ddp__schema_entry(reducer, index, hash);
+        DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
         for (int r = 1; r < reducer->world_size; r++)
             if (all[r].hash != all[0].hash)
-                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s %d differs: %.180s on rank 0, %.180s on rank %d",
-                                         buffers ? "buffer" : "parameter", index, all[0].text, all[r].text, r);
+                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %.180s on rank 0, %.180s on rank %d; pass the same on "
+                                      "every rank", mine.what, all[0].text, all[r].text, r);
         hash = mine.hash;
     }
 }
 
 /* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
-    static const char *const names[DDP__SCHEMA_OPTIONS] = {"bucket_cap_bytes", "first_bucket_bytes", "micro_batch_count", "find_unused",
-                                                           "static_graph", "comm_dtype", "hook", "skip_initial_broadcast"};
-    const ddp_reducer_desc *d = &reducer->desc;
-    const int64_t option[DDP__SCHEMA_OPTIONS] = {(int64_t)d->bucket_cap_bytes, (int64_t)d->first_bucket_bytes, d->micro_batch_count, !!d->find_unused,
-                                                 !!d->static_graph, d->comm_dtype, !!d->hook, !!d->skip_initial_broadcast};
+    int entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
     const ddp__schema *all = (const ddp__schema *)reducer->host;
     ddp__schema mine;
     if (reducer->world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    memcpy(mine.option, option, sizeof option);
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
-    for (int kind = 0; kind < 2 && own == DDP_OK; kind++)
-        for (int i = 0; i <= (kind ? d->buffer_count : d->param_count); i++)
-            mine.hash[kind] = ddp__schema_entry(reducer, kind, i, mine.hash[kind]).hash;
-    ddp_result result = ddp__reducer_gather(reducer, &mine, sizeof mine);
-    if (result != DDP_OK) return result;
-    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+    ddp__outcome_join(&mine.own, own);
+    for (int i = 0; i < entries && own == DDP_OK; i++) mine.hash = ddp__schema_entry(reducer, i, mine.hash).hash;
+    DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
+    if (own != DDP_OK) return ddp__outcome_tell(&mine.own);
     for (int r = 0; r < reducer->world_size; r++)
-        if (all[r].result != DDP_OK)
-            return DDP__RANK_FAIL(reducer, (ddp_result)all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+        if (all[r].own.result != DDP_OK)
+            return DDP__RANK_FAIL(reducer, all[r].own.result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].own.text);
     for (int r = 1; r < reducer->world_size; r++)
-        for (int i = 0; i < DDP__SCHEMA_OPTIONS; i++)
-            if (all[r].option[i] != all[0].option[i])
-                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %lld on rank 0, %lld on rank %d; pass the same "
-                                         "on every rank", names[i], (long long)all[0].option[i], (long long)all[r].option[i], r);
-    for (int kind = 0; kind < 2; kind++)
-        for (int r = 1; r < reducer->world_size; r++)
-            if (all[r].hash[kind] != all[0].hash[kind]) return ddp__reducer_name_difference(reducer, kind);
+        if (all[r].hash != all[0].hash) return ddp__reducer_name_difference(reducer);
     return DDP_OK;
 }
 
 //== reducer ======================================================================================== >>impl-reducer
 
+#define DDP__REDUCER_NEED(reducer, condition, ...) DDP__CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
+
 /* Places the gradients that were NULL side by side, each dtype in reverse definition order: the order of the buckets. */
 static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
     size_t at = 0;
-    ddp_result result = reducer->arena_bytes ? ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena) : DDP_OK;
-    for (int d = 0; d < DDP__DTYPES && reducer->arena; d++)
+    if (reducer->arena_bytes) DDP__TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
+    for (int d = 0; d < DDP__DTYPES; d++)
         for (int i = reducer->desc.param_count - 1; i >= 0; i--) {
             ddp__grad *grad = &reducer->grads[i];
             if (!grad->placed || (int)grad->dtype != d) continue;
             grad->data = (unsigned char *)reducer->arena + at;
             at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
         }
-    return result;
+    return DDP_OK;
 }
 
 /* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
@@ -6388,7 +6387,6 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
     const ddp__grad_key *keys = (const ddp__grad_key *)reducer->host;
     int32_t *links = (int32_t *)reducer->host;
     int count = ddp__params_sort(reducer, 0), n = reducer->desc.param_count;
-    ddp_result result;
     for (int k = 1; k < count; k++) {
         ddp__grad *left = &reducer->grads[keys[k - 1].index], *right = &reducer->grads[keys[k].index];
         int gaps = left->placed && !reducer->desc.hook && ddp__wire_dtype(reducer, left->dtype) == left->dtype;
@@ -6399,42 +6397,40 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
         links[i] = reducer->grads[i].next;
         links[n + i] = -links[i];
     }
-    result = ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN); /* the smallest, and minus the largest */
-    for (int i = 0; i < n && result == DDP_OK; i++) {
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
+    for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
         else if (links[i] >= 0) reducer->grads[links[i]].previous = i;
     }
-    return result;
+    return DDP_OK;
 }
 
 /* The first count of the tensors that ranks share, values and then buffers, from root to everywhere; a tied value goes once. */
 static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int root) {
     int n = reducer->desc.param_count;
-    ddp_result result = DDP_OK;
-    for (int k = 0; k < count && result == DDP_OK; k++) {
+    for (int k = 0; k < count; k++) {
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
         size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
-            result = ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL);
+            DDP__TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
     }
-    return result;
+    return DDP_OK;
 }
 
 /* What follows once every rank has been given the same. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
-    ddp_result result = ddp__reducer_place(reducer);
-    if (result == DDP_OK) result = ddp__reducer_link(reducer);
+    DDP__TRY(ddp__reducer_place(reducer));
+    DDP__TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->walk[k] = n - 1 - k;
-    if (result == DDP_OK) result = ddp__buckets_plan(reducer);
-    if (result == DDP_OK && !reducer->desc.skip_initial_broadcast)
-        result = ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0);
-    for (int i = 0; i < n && result == DDP_OK; i++) {
+    DDP__TRY(ddp__buckets_plan(reducer));
+    if (!reducer->desc.skip_initial_broadcast) DDP__TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
+    for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
         param->grad = ddp__param_grad(param);
         param->grad.data = reducer->grads[i].data;
     }
-    return result;
+    return DDP_OK;
 }
 
 /* Collective as far as group memory was allocated. */
@@ -6463,77 +6459,60 @@ static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
+    ddp__outcome failure = {DDP_OK, ""};
     ddp_reducer *reducer;
     ddp_result result;
-    char text[DDP__TEXT_MAX];
     if (out) *out = NULL;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: group is NULL");
+    DDP__NEED(group, "group is NULL");
     reducer = ddp__reducer_make(group, desc);
     if (!reducer) {
         if (group->world_size > 1) ddp_group_abort(group);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "rank %d/%d ddp_reducer_create: %s", group->rank, group->world_size, ddp_last_error());
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
     }
-    result = out ? ddp__reducer_prepare(reducer, desc) : ddp_fail(DDP_ERR_INVALID, "ddp_reducer_create: out is NULL");
+    result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
-    if (result == DDP_OK) {
-        *out = reducer;
-        return DDP_OK;
-    }
-    memcpy(text, ddp_last_error(), sizeof text);
-    ddp__reducer_free(reducer);
-    return ddp_fail(result, "%s", text);
+    ddp__outcome_join(&failure, result);
+    if (result == DDP_OK) *out = reducer;
+    else ddp__reducer_free(reducer);
+    return ddp__outcome_tell(&failure);
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     ddp__grad *grad;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_ready: reducer is NULL");
-    if (param_index < 0 || param_index >= reducer->desc.param_count)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
-                                 reducer->desc.param_count);
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
+                      param_index, reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
     grad = &reducer->grads[param_index];
-    if (grad->ready)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s is ready twice in step %llu; call it once per step, and "
-                                 "ddp_reducer_wait before the next", ddp__param_label(reducer->desc.params, param_index).text,
-                                 (unsigned long long)reducer->stats.steps);
-    if (!grad->expected)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_ready: %s was not used in the first step, and static_graph promises the same "
-                                 "for every step; leave static_graph 0 and set find_unused",
-                                 ddp__param_label(reducer->desc.params, param_index).text);
+    DDP__REDUCER_NEED(reducer, !grad->ready, "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
+                      ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
+    DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
+                      "static_graph 0 and set find_unused", ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
-    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count && reducer->buckets[reducer->next_bucket].pending == 0) {
-        ddp_result result = ddp__bucket_issue(reducer, 0);
-        if (result != DDP_OK) return result;
-    }
+    while (reducer->next_bucket + !reducer->group->backend->enqueues < reducer->stats.bucket_count &&
+           reducer->buckets[reducer->next_bucket].pending == 0) DDP__TRY(ddp__bucket_issue(reducer, 0));
     return DDP_OK;
 }
 
 /* Ends what is under way and, with rest, carries out what is not. The first failure is the one that is told. */
 static ddp_result ddp__reducer_drain(ddp_reducer *reducer, int rest) {
-    ddp_result first = DDP_OK;
-    char text[DDP__TEXT_MAX];
+    ddp__outcome first = {DDP_OK, ""};
     for (int i = 0; i < reducer->stats.bucket_count; i++) {
-        ddp_result result = DDP_OK;
-        if (i < reducer->next_bucket) result = ddp_wait(reducer->group, &reducer->buckets[i].work);
-        else if (rest && first == DDP_OK) result = ddp__bucket_issue(reducer, 1);
-        if (result == DDP_OK || first != DDP_OK) continue;
-        first = result;
-        memcpy(text, ddp_last_error(), sizeof text);
+        if (i < reducer->next_bucket) ddp__outcome_join(&first, ddp_wait(reducer->group, &reducer->buckets[i].work));
+        else if (rest && first.result == DDP_OK) ddp__outcome_join(&first, ddp__bucket_issue(reducer, 1));
     }
-    return first == DDP_OK ? DDP_OK : ddp_fail(first, "%s", text);
+    return ddp__outcome_tell(&first);
 }
 
 /* Which parameters nobody used; with static_graph the first step also tells what to wait for. */
 static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
     unsigned char *used = (unsigned char *)reducer->host;
-    ddp_result result;
     for (int i = 0; i < reducer->desc.param_count; i++) used[i] = reducer->grads[i].ready;
-    result = ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)reducer->desc.param_count, DDP_U8, DDP_OP_MAX));
     reducer->stats.unused_count = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
@@ -6548,31 +6527,28 @@ static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
    rank that lacks one went on and the group stays whole. */
 static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
     int64_t *first = (int64_t *)reducer->host;
-    ddp_result result;
     *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
-    result = ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN);
-    if (result != DDP_OK || *first == INT64_MAX) return result;
-    return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_wait: %s never became ready on rank %d in step %llu; call ddp_reducer_ready for "
-                             "it in every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
-                             (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    DDP__TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
+    DDP__CHECK("ddp_reducer_wait", reducer->group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+               "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
+               (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    return DDP_OK;
 }
 
 /* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
     int32_t *walk = (int32_t *)reducer->host;
-    ddp_result result;
     memcpy(walk, reducer->ready_order, (size_t)count * sizeof walk[0]);
     for (int i = n - 1; i >= 0; i--)
         if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) walk[count++] = i;
     while (count < n) walk[count++] = -1;
     for (int k = 0; k < n && reducer->rank > 0; k++) walk[k] = INT32_MAX; /* rank 0's is the smallest */
-    result = ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
     memcpy(reducer->walk, walk, (size_t)n * sizeof walk[0]);
-    result = ddp__buckets_plan(reducer);
-    reducer->stats.rebuilt = result == DDP_OK;
-    return result;
+    DDP__TRY(ddp__buckets_plan(reducer));
+    reducer->stats.rebuilt = 1;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
@@ -6580,7 +6556,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     int find, missing = -1; /* missing: the first parameter that is */
     ddp_reducer_stats *stats;
     ddp_result result;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_wait: reducer is NULL");
+    DDP__NEED(reducer, "reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
     stats = &reducer->stats;
     find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
@@ -6608,10 +6584,9 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_no_sync: reducer is NULL");
-    if (reducer->ready_count > 0)
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_no_sync: %d parameters of this step are ready already; call it between "
-                                 "ddp_reducer_wait and the next backward", reducer->ready_count);
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
+                      "backward", reducer->ready_count);
     reducer->no_sync = on != 0;
     return DDP_OK;
 }
@@ -6619,12 +6594,9 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
     float length;
-    ddp_result result;
-    if (!reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: reducer is NULL");
-    if (!(max_norm > 0))
-        return DDP__REDUCER_FAIL(reducer, DDP_ERR_INVALID, "ddp_reducer_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    result = ddp__compute(reducer->group);
-    if (result != DDP_OK) return result;
+    DDP__NEED(reducer, "reducer is NULL");
+    DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
         const ddp__grad *grad = &reducer->grads[i];
@@ -6633,8 +6605,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
         if (grad->first_use == i && grad->count) reducer->device->sum_squares((ddp_exact_sum *)reducer->squares, grad->data, rows, grad->count / rows, grad->dtype);
     }
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
-    result = ddp__device_check(reducer->group);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__device_check(reducer->group));
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
@@ -6650,7 +6621,7 @@ DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index) {
 }
 
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats) {
-    if (!reducer || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_reducer_get_stats: reducer or stats is NULL");
+    DDP__NEED(reducer && stats, "reducer or stats is NULL");
     *stats = reducer->stats;
     return DDP_OK;
 }
@@ -7336,15 +7307,34 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 
 //== public collectives =================================================================================== >>impl-public
 
-/* The rest of the public functions stand beside what they are made of; here are the calls that move data: check, describe, submit. */
+/* The rest of the public functions stand beside what they are made of; here are the calls that move data: describe, check, submit. */
 
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad_call(const ddp_group *group, const ddp_call *call, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    ddp__fail_v(DDP_ERR_INVALID, format, args);
-    va_end(args);
-    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", group->rank, group->world_size, ddp_call_name(call->kind), group->name,
-                     ddp_last_error());
+/* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
+typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
+
+static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
+    ddp__extent extent = {holds & DDP__ONE ? call->count : 0, 0, 0};
+    if (holds & DDP__EACH) {
+        extent.end = call->count * (size_t)group->world_size;
+        extent.own = call->count * (size_t)group->rank;
+    }
+    if (holds & DDP__ON_ROOT && call->root != group->rank) extent.end = extent.own = 0;
+    return extent;
+}
+
+/* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
+static int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
+                                 ddp__extent *extent) {
+    extent->end = extent->sum = 0;
+    for (int r = 0; r < group->world_size; r++) {
+        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
+        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
+        extent->sum += counts[r];
+        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
+    }
+    *offsets = packed;
+    extent->own = packed[group->rank];
+    return extent->end <= most;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -7352,164 +7342,111 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
-static ddp_result ddp__check_call(const ddp_group *group, const ddp_call *call) {
-    int p2p = ddp__is_p2p(call->kind), rooted = p2p || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_BROADCAST ||
-                                                call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_SCATTER;
-    size_t element = ddp_dtype_size(call->dtype), blocks;
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: group is NULL", ddp_call_name(call->kind));
+/* Calls as the user made them: checked, completed and issued. */
+static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
+#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
+    const struct ddp__form *form = &ddp__forms[call->kind];
+    const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
+    size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
+    ddp__extent send, recv;
+    DDP__CALL_NEED(group, "group is NULL");
+    DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
+                   group->world_size - 1);
+    DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
+    DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op", (int)call->op);
     blocks = p2p ? 1 : (size_t)group->world_size;
-    if (rooted && (call->root < 0 || call->root >= group->world_size))
-        return ddp__bad_call(group, call, "%s=%d; ranks are 0 to %d", p2p ? "peer" : "root", call->root, group->world_size - 1);
-    if (!element) return ddp__bad_call(group, call, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
-    if (!p2p && call->kind >= DDP_CALL_ALL_GATHER_V && call->kind < DDP_CALL_BARRIER && group->world_size > DDP_MAX_LOCAL_RANKS)
+    if (by_counts && group->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", ddp_call_name(call->kind), DDP_MAX_LOCAL_RANKS);
-    if (ddp__has_op(call->kind) && (unsigned)call->op > DDP_OP_PROD) return ddp__bad_call(group, call, "op=%d is not a ddp_op", (int)call->op);
-    if (call->count > SIZE_MAX / 2 / element / blocks)
-        return ddp__bad_call(group, call, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count, blocks,
-                             ddp_dtype_name(call->dtype));
-    return DDP_OK;
+    most = SIZE_MAX / 2 / element;
+    DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
+                   blocks, ddp_dtype_name(call->dtype));
+    send = ddp__extent_of(group, call, form->send);
+    recv = ddp__extent_of(group, call, form->recv);
+    if (by_counts) {
+        DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
+        DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
+        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
+                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, recv_packed, &recv),
+                       "the counts do not fit in memory");
+        DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
+                       group->rank, call->recv_counts[group->rank]);
+        call->count = call->send_counts ? 0 : recv.sum;
+    }
+    if (p2p) {
+        DDP__CALL_NEED(call->root != group->rank, "peer is this rank itself; copy the buffer");
+        DDP__CALL_NEED(call->tag >= 0, "tag is negative; use 0 or more");
+    }
+    DDP__CALL_NEED(call->send || !send.end, "%s is NULL", p2p ? "buf" : "send");
+    DDP__CALL_NEED(call->recv || !recv.end, "%s is NULL", p2p ? "buf" : "recv");
+    if (ddp__overlap(call->send, send.end * element, call->recv, recv.end * element)) {
+        DDP__CALL_NEED(call->kind != DDP_CALL_ALL_TO_ALL && call->kind != DDP_CALL_ALL_TO_ALL_V, "send and recv overlap; this call is not done in place");
+        DDP__CALL_NEED((const unsigned char *)call->send + send.own * element == (unsigned char *)call->recv + recv.own * element,
+                       "send and recv overlap other than by its in-place rule");
+    }
+    if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
+    return p2p ? ddp__submit_p2p(group, call, work) : ddp__submit(group, call, work);
 }
 
-/* A buffer of a call holds no block of count elements, one, or one for each rank, whose own block is what an in-place call shares. */
-enum { DDP__ONE = 1, DDP__EACH = 2, DDP__ON_ROOT = 4 /* elsewhere none */ };
-
-static size_t ddp__blocks(const ddp_group *group, int root, int holds) {
-    if (holds & DDP__ON_ROOT && root != group->rank) return 0;
-    return holds & DDP__EACH ? (size_t)group->world_size : (size_t)(holds & DDP__ONE);
-}
-
-static ddp_result ddp__collective(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
-                                  int root, ddp_work *work) {
-    static const unsigned char holds[][2] = {/* send, recv of DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
-        {DDP__ONE, DDP__ONE}, {DDP__ONE, DDP__ONE | DDP__ON_ROOT}, {0, DDP__ONE}, {DDP__ONE, DDP__EACH}, {DDP__EACH, DDP__ONE},
-        {DDP__EACH, DDP__EACH}, {DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {DDP__EACH | DDP__ON_ROOT, DDP__ONE}, {0, 0}, {0, 0}, {0, 0}};
+static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
+                              int root, int tag, ddp_work *work) {
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
-    const unsigned char *from = (const unsigned char *)send, *to = (unsigned char *)recv;
-    size_t block, own, send_blocks, recv_blocks;
-    ddp_result result;
     call.op = op;
     call.root = root;
-    result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    block = count * ddp_dtype_size(dtype);
-    own = (size_t)group->rank * block;
-    send_blocks = ddp__blocks(group, root, holds[kind][0]);
-    recv_blocks = ddp__blocks(group, root, holds[kind][1]);
-    if (count && send_blocks && !send) return ddp__bad_call(group, &call, "send is NULL");
-    if (count && recv_blocks && !recv) return ddp__bad_call(group, &call, "recv is NULL");
-    if (ddp__overlap(send, send_blocks * block, recv, recv_blocks * block)) {
-        if (kind == DDP_CALL_ALL_TO_ALL) return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
-        if (from + (send_blocks > 1 ? own : 0) != to + (recv_blocks > 1 ? own : 0))
-            return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    }
-    if (op == DDP_OP_AVG) call.divisor = (uint64_t)group->world_size;
-    return ddp__submit(group, &call, work);
+    call.tag = tag;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 0, work);
 }
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, work);
+    return ddp__public(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, 0, work);
 }
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, work);
+    return ddp__public(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, 0, work);
 }
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 0, work);
 }
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, work);
+    return ddp__public(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, 0, work);
 }
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
-    return ddp__collective(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, work);
+    return ddp__public(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, 0, work);
 }
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__collective(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, NULL);
-}
-
-/* Fills packed offsets where none are given; 0 when the counts overflow. *end = one past the last element. */
-static int ddp__v_offsets(const size_t *counts, const size_t *offsets, int world_size, size_t element, size_t *packed, size_t *end) {
-    size_t at = 0, most = SIZE_MAX / 2 / element;
-    *end = 0;
-    for (int r = 0; r < world_size; r++) {
-        packed[r] = offsets ? offsets[r] : at;
-        if (counts[r] > most || packed[r] > most || at > most) return 0;
-        at += counts[r];
-        if (counts[r] && packed[r] + counts[r] > *end) *end = packed[r] + counts[r];
-    }
-    return *end <= most;
+    return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
 }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t offsets[DDP_MAX_LOCAL_RANKS], end, element = ddp_dtype_size(dtype);
-    ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, 0, dtype);
-    ddp_result result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (!recv_counts) return ddp__bad_call(group, &call, "recv_counts is NULL");
-    if (!ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, offsets, &end))
-        return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    if (recv_counts[group->rank] != send_count)
-        return ddp__bad_call(group, &call, "send_count=%zu but recv_counts[%d]=%zu", send_count, group->rank, recv_counts[group->rank]);
-    if ((send_count && !send) || (end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_count * element, recv, end * element) &&
-        (const unsigned char *)send != (unsigned char *)recv + offsets[group->rank] * element)
-        return ddp__bad_call(group, &call, "send and recv overlap other than by its in-place rule");
-    for (int r = 0; r < group->world_size; r++) call.count += recv_counts[r];
+    ddp_call call = ddp__call_of(DDP_CALL_ALL_GATHER_V, send, recv, send_count, dtype);
     call.recv_counts = recv_counts;
-    call.recv_offsets = offsets;
-    return ddp__submit(group, &call, work);
+    call.recv_offsets = recv_offsets;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {
-    size_t from[DDP_MAX_LOCAL_RANKS], to[DDP_MAX_LOCAL_RANKS], send_end, recv_end, element = ddp_dtype_size(dtype);
     ddp_call call = ddp__call_of(DDP_CALL_ALL_TO_ALL_V, send, recv, 0, dtype);
-    ddp_result result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (!send_counts || !recv_counts) return ddp__bad_call(group, &call, "send_counts or recv_counts is NULL");
-    if (!ddp__v_offsets(send_counts, send_offsets, group->world_size, element, from, &send_end) ||
-        !ddp__v_offsets(recv_counts, recv_offsets, group->world_size, element, to, &recv_end))
-        return ddp__bad_call(group, &call, "the counts do not fit in memory");
-    if ((send_end && !send) || (recv_end && !recv)) return ddp__bad_call(group, &call, "send or recv is NULL");
-    if (ddp__overlap(send, send_end * element, recv, recv_end * element))
-        return ddp__bad_call(group, &call, "send and recv overlap; this call is not done in place");
     call.send_counts = send_counts;
-    call.send_offsets = from;
+    call.send_offsets = send_offsets;
     call.recv_counts = recv_counts;
-    call.recv_offsets = to;
-    return ddp__submit(group, &call, work);
-}
-
-static ddp_result ddp__p2p(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, int peer,
-                           int tag, ddp_work *work) {
-    ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
-    ddp_result result;
-    call.root = peer;
-    call.tag = tag;
-    result = ddp__check_call(group, &call);
-    if (result != DDP_OK) return result;
-    if (peer == group->rank) return ddp__bad_call(group, &call, "peer is this rank itself; copy the buffer");
-    if (tag < 0) return ddp__bad_call(group, &call, "tag is negative; use 0 or more");
-    if (count && !send && !recv) return ddp__bad_call(group, &call, "buf is NULL");
-    if (!group->backend->p2p_start && !group->backend->enqueues)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d/%d %s group=%s: the %s backend sends no messages", group->rank, group->world_size,
-                         ddp_call_name(kind), group->name, group->backend->name);
-    return ddp__submit_p2p(group, &call, work);
+    call.recv_offsets = recv_offsets;
+    return ddp__checked(group, &call, work);
 }
 
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__p2p(group, DDP_CALL_SEND, buf, NULL, count, dtype, peer, tag, work);
+    return ddp__public(group, DDP_CALL_SEND, buf, NULL, count, dtype, DDP_OP_SUM, peer, tag, work);
 }
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__p2p(group, DDP_CALL_RECV, NULL, buf, count, dtype, peer, tag, work);
+    return ddp__public(group, DDP_CALL_RECV, NULL, buf, count, dtype, DDP_OP_SUM, peer, tag, work);
 }
 
 #if defined(__cplusplus)
