@@ -170,6 +170,27 @@ static ddp_result splits(ddp_group *world, ddp_group *tcp, int per) {
     return DDP_OK;
 }
 
+/* Rank 0 calls it off while the others wait in work, and look at the group's state meanwhile. */
+static ddp_result aborted(ddp_group *world) {
+    int me = ddp_rank(world), done = 0;
+    ddp_group *tcp = NULL;
+    ddp_work work = DDP_ZERO;
+    float x = 1;
+    RANKS_OK(world, join(world, "127.0.0.1", me + 1, &tcp));
+    if (me == 0) RANKS_OK(world, ddp_group_abort(tcp));
+    else RANKS_OK(world, ddp_all_reduce(tcp, &x, &x, 1, DDP_F32, DDP_OP_SUM, &work));
+    while (me != 0 && !done) {
+        (void)!ddp_group_status(tcp);
+        RANKS_OK(world, ddp_test(tcp, &work, &done));
+    }
+    RANKS_CHECK(world, me == 0 || ddp_wait(tcp, &work) == DDP_ERR_POISONED, "%s", ddp_last_error());
+    RANKS_CHECK(world, ddp_barrier(tcp) == DDP_ERR_POISONED && strstr(ddp_last_error(), "rank 0 (pid ") && strstr(ddp_last_error(), "called ddp_group_abort"), "%s",
+                ddp_last_error());
+    RANKS_OK(world, ddp_barrier(world));
+    ddp_group_destroy(tcp);
+    return DDP_OK;
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     int w = ddp_world_size(world), me = ddp_rank(world), few = w > 8 ? 29 : *(ranks_mode *)user == RANKS_THREADS || DDP_TEST_SLOWDOWN > 1 ? 5 : 1;
     size_t bytes = MOST * 8 * (size_t)w;
@@ -187,6 +208,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_RUN(world, same_bits(&g, few));
         RANKS_RUN(world, limits(&g));
         RANKS_RUN(world, splits(world, g.tcp, 1));
+        RANKS_RUN(world, aborted(world));
         RANKS_OK(world, join(world, "localhost", me / 2 + 1, &pairs)); /* two and two */
         RANKS_CHECK(world, (w == 2) == (strcmp(pairs->backend->name, "local") == 0), "%s", pairs->backend->name);
         RANKS_CHECK(world, ddp_local_rank(pairs) == me % 2 && ddp_local_world_size(pairs) == (me == w - 1 && w % 2 ? 1 : 2), "%d/%d", ddp_local_rank(pairs),
