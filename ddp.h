@@ -4493,7 +4493,8 @@ static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
     int own, slurm = strncmp(id->token, "slurm", 5) == 0;
     memset(venue, 0, sizeof *venue);
-    if (ddp__env_int("MASTER_PORT", 0, &venue->port) != DDP_OK || ddp__env_int("DDP_MASTER_PORT", 0, &own) != DDP_OK) return DDP_ERR_INVALID;
+    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &venue->port));
+    DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     snprintf(venue->token, sizeof venue->token, "%s", id->token);
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
@@ -4511,8 +4512,8 @@ static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id
     if (!*venue->hosts || !venue->port)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
                          "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    if (venue->port + venue->ports - 1 <= 65535) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+    DDP__JOIN_NEED(venue->port + venue->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+    return DDP_OK;
 }
 
 /* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
@@ -4526,13 +4527,13 @@ static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp__identity *id
     if (url[0] == 'f') {
         venue->path = id->place;
         snprintf(venue->token, sizeof venue->token, "file:%.30s:%.300s", desc->name, id->found ? id->token : ""); /* and what rank 0 adds */
-        if (venue->path[0] == '/') return DDP_OK;
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"file:///path\"", url);
+        DDP__JOIN_NEED(venue->path[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", url);
+        return DDP_OK;
     }
     if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
     venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    if (length < 1 || length > 250 || memchr(host, ' ', (size_t)length) || venue->port < 1 || venue->port > 65535 || *end)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_group_create: init_method \"%.60s\" is not like \"tcp://host:port\"", url);
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && venue->port > 0 && venue->port <= 65535 && !*end,
+                   "init_method \"%.60s\" is not like \"tcp://host:port\"", url);
     snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
     snprintf(venue->token, sizeof venue->token, "tcp:%d:%.30s:%.300s", venue->port, desc->name, id->found ? id->token : "");
     return DDP_OK;
@@ -4574,7 +4575,8 @@ static void ddp__port_holder(int port, char *out, size_t size) {
         FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
         unsigned at, state;
         while (table && fgets(line, sizeof line, table))
-            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10) wanted = inode;
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10)
+                wanted = inode;
         if (table) fclose(table);
     }
     snprintf(want, sizeof want, "socket:[%lu]", wanted);
@@ -5065,8 +5067,7 @@ static ddp_result ddp__tcp_guest(const ddp__identity *id, const ddp_group_desc *
     double deadline = ddp_now() + desc->timeout_ms * 1e-3 + 1.0;
     ddp__welcome welcome;
     int whole = 0;
-    ddp_result result = ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd));
     ddp__tcp_tune(t->stream.fd, desc->timeout_ms);
     snprintf(t->hub_who, sizeof t->hub_who, "%.90s", welcome.text);
     while (whole == 0 && ddp__fd_ready(t->stream.fd, POLLIN, deadline)) whole = ddp__stream_read(desc, &t->stream, 8 * ((size_t)id->world_size + 1));
@@ -5115,7 +5116,8 @@ static ddp_result ddp__tcp_start(ddp_group *group, ddp__tcp *t) {
 static void ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     char text[DDP__TEXT_MAX];
     int whole = 0;
-    while (!t->answered && (whole = ddp__stream_read(&group->desc, &t->stream, ((size_t)DDP__TCP_PAYLOAD + 16 * (size_t)t->world_size + 128) * (size_t)t->world_size)) > 0) {
+    size_t w = (size_t)t->world_size, most = (DDP__TCP_PAYLOAD + 16 * w + 128) * w;
+    while (!t->answered && (whole = ddp__stream_read(&group->desc, &t->stream, most)) > 0) {
         t->stream.got = 0;
         if (t->stream.frame.kind == DDP__FRAME_ANSWER) t->answered = 1;
         if (t->stream.frame.kind == DDP__FRAME_BYE) t->hub_left = 1;
@@ -5221,7 +5223,8 @@ static ddp_result ddp__tcp_counts_agree(ddp_group *group, ddp__tcp *t, const ddp
             const uint64_t *row = (const uint64_t *)source[gather ? group->rank : r], *other = (const uint64_t *)source[gather ? r : i];
             unsigned long long given = row[i], wanted = other[gather ? i : w + r];
             if (given == wanted) continue;
-            if (gather) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, given, group->rank, wanted, r);
+            if (gather) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, given, group->rank,
+                                 wanted, r);
             else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, given, i, wanted);
             ddp__tcp_poison(group, t, DDP_ERR_MISMATCH, text);
             return DDP_ERR_POISONED;
@@ -5294,7 +5297,8 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
     pthread_mutex_unlock(&t->lock);
     if (result == DDP_OK) result = ddp__tcp_exchange(group, t, sizeof frame + frame.size);
     if (result == DDP_OK && t->stream.frame.result != 0)
-        result = ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+        result = ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU memory use "
+                          "ddp_cuda.cuh");
     else if (result == DDP_OK) result = ddp__tcp_finish(group, t, call);
     pthread_mutex_lock(&t->lock);
     t->running = t->answered = 0;
@@ -5304,8 +5308,8 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
 
 /* Memory that other machines cannot see is this rank's own. */
 static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
-    return result == DDP_OK ? ddp__self_alloc(group, state, size_bytes, out) : result;
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    return ddp__self_alloc(group, state, size_bytes, out);
 }
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
