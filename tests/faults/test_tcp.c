@@ -364,6 +364,7 @@ static void test_strangers(void) {
         reap(0, 3);
         expect_ok(3);
         EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log says '%s'", logs[0]); /* 1: the job began before their time was up */
+        EXPECT(kind != 3 || says(logs[0], "others are waiting"), "nobody made room: '%s'", logs[0]);
         for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
     }
 }
