@@ -3989,7 +3989,6 @@ static DDP__THREAD_LOCAL ddp__place ddp__here;
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
-#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 static const char *ddp__env_text(const char *name) { const char *text = getenv(name); return text ? text : ""; }
 
@@ -4048,24 +4047,31 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Who this rank is, where desc, which is resolved, does not say. The environment is read here, above, and in ddp__venue_from_env. */
-static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone) {
+/* From desc, which is resolved, what follows its scheme, and the environment, which is read here, above, and in
+   ddp__venue_from_env. alone: this rank is all of its world. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, const char *place, int alone) {
     memset(id, 0, sizeof *id);
-    id->rank = desc->rank;
-    id->world_size = desc->world_size;
     if (desc->world_size > 0) {
+        id->rank = desc->rank;
+        id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (ddp__here.heap && !alone) {
+    } else if (alone) {
+        id->world_size = 1;
+    } else if (ddp__here.heap && !*place) {
         id->heap = ddp__here.heap;
         id->rank = ddp__here.rank;
         id->world_size = (int)id->heap->job->world_size;
-    } else if (!alone) {
-        return ddp__identity_resolve(id);
+    } else {
+        DDP__TRY(ddp__identity_resolve(id));
     }
+    id->place = place;
+    if (id->local_world_size > 0) return DDP_OK;
     id->local_rank = id->rank;
     id->local_world_size = id->world_size;
     return DDP_OK;
 }
+
+#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
    visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
@@ -5560,8 +5566,7 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
     if (!meeting->create)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
-    DDP__TRY(ddp__identity_of(&id, &d, meeting->create == ddp__create_self));
-    id.place = d.init_method + strlen(meeting->scheme);
+    DDP__TRY(ddp__identity_of(&id, &d, d.init_method + strlen(meeting->scheme), meeting->create == ddp__create_self));
     return meeting->create(out, &d, &id);
 }
 
@@ -5893,7 +5898,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.group.init_method = NULL;
     launch.group.rank = launch.group.world_size = 0;
     DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
-    DDP__TRY(ddp__identity_of(&id, &launch.group, 0));
+    DDP__TRY(ddp__identity_of(&id, &launch.group, "", 0));
     if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
               launch.world_size);
@@ -7316,7 +7321,7 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 /* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
 typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
 
-static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
+static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
     ddp__extent extent = {holds & DDP__ONE ? call->count : 0, 0, 0};
     if (holds & DDP__EACH) {
         extent.end = call->count * (size_t)group->world_size;
@@ -7327,18 +7332,21 @@ static ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, 
 }
 
 /* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
-static int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
-                                 ddp__extent *extent) {
-    extent->end = extent->sum = 0;
+static inline int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
+                                        ddp__extent *extent) {
+    size_t at = 0, end = 0;
     for (int r = 0; r < group->world_size; r++) {
-        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
-        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
-        extent->sum += counts[r];
-        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
+        size_t begin = *offsets ? (*offsets)[r] : at;
+        if (counts[r] > most || begin > most || at > most) return 0;
+        packed[r] = begin;
+        if (r == group->rank) extent->own = begin;
+        at += counts[r];
+        if (counts[r] && begin + counts[r] > end) end = begin + counts[r];
     }
     *offsets = packed;
-    extent->own = packed[group->rank];
-    return extent->end <= most;
+    extent->end = end;
+    extent->sum = at;
+    return end <= most;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -7346,9 +7354,10 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
     return a_size && b_size && x < y + b_size && y < x + a_size;
 }
 
+#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
+
 /* Calls as the user made them: checked, completed and issued. */
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
-#define DDP__CALL_NEED(condition, ...) DDP__CHECK(form->name, group, condition, __VA_ARGS__)
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
     size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
@@ -7359,14 +7368,14 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
     DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op", (int)call->op);
     blocks = p2p ? 1 : (size_t)group->world_size;
-    if (by_counts && group->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", ddp_call_name(call->kind), DDP_MAX_LOCAL_RANKS);
     most = SIZE_MAX / 2 / element;
     DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
                    blocks, ddp_dtype_name(call->dtype));
     send = ddp__extent_of(group, call, form->send);
     recv = ddp__extent_of(group, call, form->recv);
     if (by_counts) {
+        if (group->world_size > DDP_MAX_LOCAL_RANKS)
+            return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", form->name, DDP_MAX_LOCAL_RANKS);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
