@@ -119,7 +119,7 @@ typedef struct ddp_cuda_pick_desc {
 
 typedef enum ddp_cuda_engine {
     DDP_CUDA_ENGINE_DEFAULT = 0, /* NCCL; staged, with a notice to log_fn, where ranks share a device or NCCL is not built in */
-    DDP_CUDA_ENGINE_NCCL,
+    DDP_CUDA_ENGINE_NCCL,        /* with allow_shared, ranks may share a device from NCCL 2.30 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 */
     DDP_CUDA_ENGINE_STAGED       /* through host memory and the control group: slow, for development */
 } ddp_cuda_engine;
 
@@ -267,7 +267,13 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <math.h>
 #if !defined(DDP_NO_NCCL)
 #include <nccl.h>
-#if NCCL_VERSION_CODE < 21800
+#if !defined(DDP__NCCL_VERSION)
+#define DDP__NCCL_VERSION NCCL_VERSION_CODE /* tests also compile what is for older ones */
+#endif
+#if !defined(DDP__NCCL_SHARES)
+#define DDP__NCCL_SHARES (DDP__NCCL_VERSION >= 23000) /* ranks may share a device, if NCCL_MULTI_RANK_GPU_ENABLE=1 tells NCCL so */
+#endif
+#if DDP__NCCL_VERSION < 21800
 #error "ddp_cuda.cuh needs NCCL 2.18 or newer: update it, or define DDP_NO_NCCL"
 #endif
 #endif
@@ -280,7 +286,12 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <type_traits>
 #include <unistd.h>
 
+#if !defined(DDP__HD)
 #define DDP__HD __host__ __device__ __forceinline__
+#endif
+#if !defined(DDP__CUDA_KERNEL)
+#define DDP__CUDA_KERNEL(...) (const void *)__VA_ARGS__ /* tests on the CPU do without kernels */
+#endif
 #if defined(__CUDA_ARCH__)
 #define DDP__UNROLL _Pragma("unroll")
 #define DDP__UNROLL_4 _Pragma("unroll 4")
@@ -821,7 +832,7 @@ template <class F> static __global__ void ddp__cuda_each_kernel(const __grid_con
 template <class F> struct ddp__cuda_each_work {
     F f;
     ddp__cuda_split split;
-    void run() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
+    __forceinline__ void run() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
 };
 
 template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
@@ -832,7 +843,7 @@ template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split 
         ddp__cuda_each_work<F> work = {f, split};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_each_kernel<F>, (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_each_kernel<F>), (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
 }
 
 /* Chunks of a list of tensors, a block at a time. F has chunk(number, thread, threads). */
@@ -843,7 +854,7 @@ template <class F> static __global__ void ddp__cuda_chunks_kernel(const __grid_c
 template <class F> struct ddp__cuda_chunks_work {
     F f;
     size_t chunks;
-    void run() const {
+    __forceinline__ void run() const {
         for (size_t i = 0; i < chunks; i++)
             for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
     }
@@ -856,24 +867,42 @@ template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks,
         ddp__cuda_chunks_work<F> work = {f, chunks};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_chunks_kernel<F>, chunks, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_chunks_kernel<F>), chunks, arguments, 0, stream, function);
 }
 
-/* Rows, a warp at a time. F has a type value and
-     partial(row, lane, cells)        what a lane finds in its part of the row
-     join(a, b)                       of lanes e and e + half, for half = 16, 8, 4, 2, 1; lane 0 ends up with the row's value
+/* Sums that one thread keeps side by side. */
+template <int N> struct ddp__cuda_sums { double at[N]; };
+
+/* What another lane of the team has; all lanes of the warp ask. */
+template <class T> static __device__ __forceinline__ T ddp__cuda_from_lane(T value, int lane, int team, unsigned all) {
+    return __shfl_sync(all, value, lane, team);
+}
+template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_from_lane(ddp__cuda_sums<N> value, int lane, int team, unsigned all) {
+    DDP__UNROLL
+    for (int i = 0; i < N; i++) value.at[i] = __shfl_sync(all, value.at[i], lane, team);
+    return value;
+}
+
+/* Rows, a team of F::TEAM threads of a warp at a time. F has a type value and
+     partial(row, lane, cells)        what a lane, 0 to TEAM - 1, finds in its part of the row
+     join(a, b)                       of lanes e and e + half, for half = TEAM / 2, ..., 2, 1; lane 0 ends up with the row's value
      finish(row, value, lane, cells)  every lane, with that value
      CELLS, flush(cells)              int64 sums that a block keeps in shared memory, and one thread's last word about them */
 template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_constant__ F f, size_t rows) {
     __shared__ int64_t cells[F::CELLS];
-    int lane = threadIdx.x & 31;
+    const unsigned all = 0xffffffffu, teams = 32 / F::TEAM;
+    int lane = threadIdx.x % F::TEAM;
     for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
     __syncthreads();
-    for (size_t row = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32; row < rows; row += (size_t)gridDim.x * blockDim.x / 32) {
-        typename F::value value = f.partial(row, lane, cells);
+    /* A warp stays together, also where only some of its teams have a row left. */
+    for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows; first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
+        size_t row = first + threadIdx.x % 32 / F::TEAM;
+        typename F::value value = {};
+        if (row < rows) value = f.partial(row, lane, cells);
         DDP__UNROLL
-        for (int half = 16; half; half /= 2) value = F::join(value, __shfl_down_sync(0xffffffffu, value, half));
-        f.finish(row, __shfl_sync(0xffffffffu, value, 0), lane, cells);
+        for (int half = F::TEAM / 2; half; half /= 2) value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
+        value = ddp__cuda_from_lane(value, 0, F::TEAM, all);
+        if (row < rows) f.finish(row, value, lane, cells);
     }
     __syncthreads();
     if (threadIdx.x == 0) f.flush(cells);
@@ -882,14 +911,14 @@ template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_con
 template <class F> struct ddp__cuda_rows_work {
     F f;
     size_t rows;
-    void run() const {
+    __forceinline__ void run() const {
         int64_t cells[F::CELLS] = {0};
         for (size_t row = 0; row < rows; row++) {
-            typename F::value value[32];
-            for (int lane = 0; lane < 32; lane++) value[lane] = f.partial(row, lane, cells);
-            for (int half = 16; half; half /= 2)
+            typename F::value value[F::TEAM];
+            for (int lane = 0; lane < F::TEAM; lane++) value[lane] = f.partial(row, lane, cells);
+            for (int half = F::TEAM / 2; half; half /= 2)
                 for (int lane = 0; lane < half; lane++) value[lane] = F::join(value[lane], value[lane + half]);
-            for (int lane = 0; lane < 32; lane++) f.finish(row, value[0], lane, cells);
+            for (int lane = 0; lane < F::TEAM; lane++) f.finish(row, value[0], lane, cells);
         }
         f.flush(cells);
     }
@@ -902,7 +931,7 @@ template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cud
         ddp__cuda_rows_work<F> work = {f, rows};
         return ddp__cuda_on_host(work, stream, function);
     }
-    return ddp__cuda_launch((const void *)ddp__cuda_rows_kernel<F>, (rows - 1) / (DDP__CUDA_THREADS / 32) + 1, arguments, 0, stream, function);
+    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_rows_kernel<F>), (rows - 1) / (DDP__CUDA_THREADS / F::TEAM) + 1, arguments, 0, stream, function);
 }
 
 /* Block-local cells and those in device memory: integers, so the order of additions does not show. */
@@ -1145,9 +1174,10 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
 //== sums of squares by rows ========================================================================= >>impl-rows
 
 /* The order of ddp_device_cpu(): in a piece of a row of up to 4096 elements lane e of 32 adds the squares of elements e and e + 32 of every 64, and the
-   lanes add up in halves. So a piece is one warp's, and its lanes' additions are a chain that nobody can cut; pieces add exactly (Kulisch's
-   long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. A load is 4 bytes wide (16-bit floats: 2), as the order
-   gives lanes neighbouring elements: whole lines of memory, eight of them on their way at a time. */
+   lanes add up in halves. A lane's additions are a chain that nobody can cut, but one thread may have several chains: those of as many lanes as fit
+   into 16 bytes, or four. So a load is 16 bytes wide, neighbours read whole lines, and a piece needs 8 threads (16-bit floats: 4), a warp has several:
+       f32   thread 0: lanes 0 1 2 3   thread 1: lanes 4 5 6 7   ...   thread 7: lanes 28 29 30 31
+   Pieces add exactly (Kulisch's long accumulator, see >>impl-exact in ddp.h, whose cells these are), on any number of warps. */
 #define DDP__CUDA_PIECE ((size_t)4096)
 enum { DDP__CUDA_EXACT_NAN = 68, DDP__CUDA_EXACT_PLUS = 69, DDP__CUDA_EXACT_BOUND = 71, DDP__CUDA_NON_FINITE = DDP_EXACT_CELLS };
 
@@ -1173,42 +1203,66 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
     typedef ddp__cuda_type<D> type;
     typedef typename type::store store;
     typedef typename type::math math;
-    typedef double value;
-    enum { CELLS = DDP_EXACT_CELLS + 1 };
+    enum { CELLS = DDP_EXACT_CELLS + 1, WIDTH = sizeof(store) == 2 ? 8 : 4, TEAM = 32 / WIDTH };
+    typedef ddp__cuda_sums<WIDTH> value;
     void *data;
     size_t row_count, pieces; /* of a row */
     math factor;
     int64_t *total; /* CELLS of them */
 
-    DDP__HD double square(size_t at, int64_t *cells) const {
-        store kept;
-        math x;
-        ddp__cuda_get<1>(&kept, data, at);
-        x = type::load(kept);
+    /* What is left of one element in its place, and its square. */
+    DDP__HD double square(store *kept, int *bad) const {
+        math x = type::load(*kept);
         if (UNSCALE) {
             int finite = ddp__cuda_finite(x);
-            kept = type::save(ddp__cuda_mul(x, factor));
-            x = type::load(kept);
-            ddp__cuda_put<1>(&kept, data, at);
-            if (!finite || !ddp__cuda_finite(x)) ddp__cuda_cell_add(cells + DDP__CUDA_NON_FINITE, 1);
+            *kept = type::save(ddp__cuda_mul(x, factor));
+            x = type::load(*kept);
+            *bad += !finite || !ddp__cuda_finite(x);
         }
         return ddp__cuda_mul((double)x, (double)x);
     }
-    DDP__HD double partial(size_t number, int lane, int64_t *cells) const {
-        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
-        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane;
-        double sum = 0;
-        DDP__UNROLL_4
-        for (; at + 32 < count; at += 64) {
-            double low = square(first + at, cells), high = square(first + at + 32, cells);
-            sum = ddp__cuda_add(sum, ddp__cuda_add(low, high));
+    /* sums += squares of N elements at `low` + squares of those at `low` + 32, of which there may be none. */
+    template <int N> DDP__HD void pair(double *sums, size_t low, int has_high, int *bad) const {
+        store a[N], b[N] = {};
+        ddp__cuda_get<N>(a, data, low);
+        if (has_high) ddp__cuda_get<N>(b, data, low + 32);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            double sum = square(a + i, bad);
+            if (has_high) sum = ddp__cuda_add(sum, square(b + i, bad));
+            sums[i] = ddp__cuda_add(sums[i], sum);
         }
-        return at < count ? ddp__cuda_add(sum, square(first + at, cells)) : sum;
+        if (UNSCALE) ddp__cuda_put<N>(a, data, low);
+        if (UNSCALE && has_high) ddp__cuda_put<N>(b, data, low + 32);
     }
-    static DDP__HD double join(double a, double b) { return ddp__cuda_add(a, b); }
-    DDP__HD void finish(size_t, double value, int lane, int64_t *cells) const {
+    DDP__HD value partial(size_t number, int lane, int64_t *cells) const {
+        size_t row = pieces == 1 ? number : number / pieces, begin = (number - row * pieces) * DDP__CUDA_PIECE, first = row * row_count + begin;
+        size_t count = row_count - begin < DDP__CUDA_PIECE ? row_count - begin : DDP__CUDA_PIECE, at = (size_t)lane * WIDTH;
+        value sums = {};
+        int bad = 0;
+        if (((uintptr_t)data + first * sizeof(store)) % 16 == 0) {
+            DDP__UNROLL_4
+            for (; at + 32 + WIDTH <= count; at += 64) pair<WIDTH>(sums.at, first + at, 1, &bad);
+        }
+        DDP__UNROLL
+        for (int i = 0; i < WIDTH; i++)
+            for (size_t e = at + (size_t)i; e < count; e += 64) pair<1>(sums.at + i, first + e, e + 32 < count, &bad);
+        if (bad) ddp__cuda_cell_add(cells + DDP__CUDA_NON_FINITE, bad);
+        return sums;
+    }
+    static DDP__HD value join(value a, const value &b) {
+        DDP__UNROLL
+        for (int i = 0; i < WIDTH; i++) a.at[i] = ddp__cuda_add(a.at[i], b.at[i]);
+        return a;
+    }
+    DDP__HD void finish(size_t, value sums, int lane, int64_t *cells) const {
         if (lane) return;
-        ddp__cuda_exact_add(cells, value);
+        DDP__UNROLL
+        for (int half = WIDTH / 2; half; half /= 2) {
+            DDP__UNROLL
+            for (int i = 0; i < half; i++) sums.at[i] = ddp__cuda_add(sums.at[i], sums.at[i + half]);
+        }
+        ddp__cuda_exact_add(cells, sums.at[0]);
         ddp__cuda_cell_add(cells + DDP__CUDA_EXACT_BOUND, 1);
     }
     DDP__HD void flush(const int64_t *cells) const {
@@ -1393,7 +1447,7 @@ template <ddp_dtype S> struct ddp__cuda_quantise {
     typedef ddp__cuda_type<S> type;
     typedef typename type::store store;
     typedef uint32_t value;
-    enum { CELLS = 1, EACH = DDP_CUDA_QUANT_BLOCK / 32 };
+    enum { CELLS = 1, TEAM = 32, EACH = DDP_CUDA_QUANT_BLOCK / 32 };
     const void *src;
     int8_t *q;
     float *scales;
@@ -1741,8 +1795,9 @@ typedef struct ddp__nccl {
     double since;                /* when the first of them became the first */
 } ddp__nccl;
 
-static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, ncclBfloat16, ncclInt8, ncclUint8, ncclInt32,
-                                                 ncclInt64, ncclUint64}; /* by ddp_dtype */
+/* By ddp_dtype. Headers before 2.24 show ncclBfloat16, which is 9, only to who includes cuda_bf16.h before them: the program may not have. */
+static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
+                                                 ncclInt64, ncclUint64};
 
 static ddp_result ddp__nccl_status(const ddp_group *group, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
@@ -2195,7 +2250,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
     ncclResult_t now = ncclSuccess;
     cudaError_t error = cudaSuccess;
     ddp__nccl_mark first;
-    int late = 0, pending;
+    int late = 0, pending, error_free;
     pthread_mutex_lock(&n->lock);
     while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
         error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
@@ -2215,7 +2270,8 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
         snprintf(text, sizeof text, "rank %d: %s: cudaEventQuery: %s (%s)", n->rank, ddp__nccl_describe(what, &first), cudaGetErrorString(error), cudaGetErrorName(error));
         ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
     }
-    if (n->cause == DDP_OK && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
+    error_free = __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK; /* the rank's own thread may abort the group meanwhile */
+    if (error_free && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
         const char *last = ncclGetLastError(n->comm);
         snprintf(text, sizeof text, "rank %d: %s: ncclCommGetAsyncError: %s%s%.200s", n->rank, pending ? ddp__nccl_describe(what, &first) : "between calls",
                  ncclGetErrorString(now == ncclSuccess ? ncclInternalError : now), last && last[0] ? ": " : "", last ? last : "");
@@ -2307,7 +2363,8 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     pthread_mutex_lock(&n->lock);
-    if (!n->stopping && (n->cause == DDP_OK || !n->comm)) pthread_cond_timedwait(&n->changed, &n->lock, &until);
+    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK || !n->comm))
+        pthread_cond_timedwait(&n->changed, &n->lock, &until);
     pthread_mutex_unlock(&n->lock);
 }
 
@@ -2315,7 +2372,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
 static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_word *words, ddp_work *work) {
     pthread_mutex_lock(&n->lock);
     n->mine.result = n->cause;
-    n->mine.leaving = n->stopping;
+    n->mine.leaving = __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE);
     snprintf(n->mine.text, sizeof n->mine.text, "%.399s", n->cause == DDP_OK ? "" : n->text);
     *word = n->mine;
     pthread_mutex_unlock(&n->lock);
@@ -2594,14 +2651,14 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
 
 /* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
 static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
-#if NCCL_VERSION_CODE >= 22700
+#if DDP__NCCL_VERSION >= 22700
     ncclWindow_t window = NULL;
     region->is_window = ddp__nccl_settle(n, n->comm, ncclCommWindowRegister(n->comm, region->memory, size_bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
                                          "ncclCommWindowRegister") == DDP_OK && window;
     region->handle = (void *)window;
     if (region->is_window) return;
 #endif
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
     if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
 #else
     (void)n; (void)size_bytes;
@@ -2612,10 +2669,10 @@ static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t si
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
     if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
-#if NCCL_VERSION_CODE >= 22700
+#if DDP__NCCL_VERSION >= 22700
     if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
 #endif
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
     if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
     if (region->memory) ncclMemFree(region->memory);
 #else
@@ -2635,7 +2692,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         const char *call = "cudaSetDevice";
         memset(region, 0, sizeof *region);
         error = cuda->set_device(n->lanes->device);
-#if NCCL_VERSION_CODE >= 21900
+#if DDP__NCCL_VERSION >= 21900
         if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
         if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
 #else
@@ -3344,7 +3401,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: this build has no NCCL: compile without DDP_NO_NCCL, or choose DDP_CUDA_ENGINE_STAGED");
     if (desc->engine == DDP_CUDA_ENGINE_DEFAULT) *notice = "this build has no NCCL: collectives go through host memory, which is slow";
 #else
-    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && NCCL_VERSION_CODE < 23000)
+    if (desc->engine == DDP_CUDA_ENGINE_NCCL && shared && !DDP__NCCL_SHARES)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_cuda_group_create: ranks share a device, which NCCL %d.%d cannot do: give each rank a device of its own, "
                         "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED", NCCL_MAJOR, NCCL_MINOR);
     if (desc->engine == DDP_CUDA_ENGINE_NCCL || desc->comm || (desc->engine == DDP_CUDA_ENGINE_DEFAULT && !shared)) *backend = ddp__cuda_nccl_backend();

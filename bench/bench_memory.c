@@ -9,10 +9,12 @@
               reduce_scatter out[i] = a[i] + b[i], past the caches when out is not a or b; all_gather writes the own block past the caches into the other's
               buffer. copy is memcpy of each thread's own buffer.
     private   a thread may touch its own buffer and shared slots alone, as processes can; plain pages.
-              --setting slots-128, slots-512 (KiB)
+              --setting slots-8, slots-128, slots-256, slots-512 (KiB)
                 all_reduce, chunk by chunk:   fill   own slot <- what the other adds     add   own part += other's slot, and the sum into that slot
                                               drain  the rest <- own slot
                 reduce_scatter: fill, add without the sum back. all_gather: fill, take.
+              --setting line-64, line-128
+                all_reduce: fill of a chunk, add of the one before and drain of the one before that in one loop, a line of each in turn.
               --setting read
                 the other's buffer is read by process_vm_readv, in pieces of 256 KiB: reduce_scatter adds from there; all_reduce then reads the sums.
 */
@@ -48,42 +50,50 @@ typedef struct memory_user {
 
 typedef float line __attribute__((vector_size(64), may_alias, aligned(4)));
 
-/* Two runs at once, one line of each in turn: while one starts a page, the other one streams. */
-#define TWO_RUNS(count, STEP)                                                    \
+/* Several runs at once, one line of each in turn: while one starts a page, the others stream. Two on AMD and three elsewhere are fastest. */
+static int three_runs;
+#define RUNS_OF(count, runs, STEP)                                               \
     do {                                                                         \
-        size_t half_ = (count) / 32 * 16;                                        \
-        for (size_t i = 0; i < half_; i += 16) {                                 \
-            { STEP }                                                             \
-            i += half_; { STEP } i -= half_;                                     \
+        size_t each_ = (count) / (16 * (runs)) * 16;                             \
+        for (size_t at_ = 0; at_ < each_; at_ += 16) {                           \
+            { size_t i = at_; STEP(line) }                                       \
+            { size_t i = at_ + each_; STEP(line) }                               \
+            if ((runs) == 3) { size_t i = at_ + 2 * each_; STEP(line) }          \
         }                                                                        \
-        for (size_t k_ = 2 * half_; k_ < (count); k_++) { size_t i = k_; STEP##_TAIL } \
+        for (size_t i = (runs) * each_; i < (count); i++) { STEP(float) }        \
     } while (0)
+#define RUNS(count, STEP) do { if (three_runs) RUNS_OF(count, 3, STEP); else RUNS_OF(count, 2, STEP); } while (0)
+#define AT(T, p) (*(T *)((p) + i))
 
-static void copy_lines(float *out, const float *in, size_t count) {
-#define COPY *(line *)(out + i) = *(const line *)(in + i);
-#define COPY_TAIL out[i] = in[i];
-    TWO_RUNS(count, COPY);
+static void copy_lines(float *out, float *in, size_t count) {
+#define COPY(T) AT(T, out) = AT(T, in);
+    RUNS(count, COPY);
 }
 
 static void pair_add(float *left, float *right, size_t count) {
-#define PAIR line sum = *(line *)(left + i) + *(line *)(right + i); *(line *)(left + i) = sum; *(line *)(right + i) = sum;
-#define PAIR_TAIL left[i] = right[i] = left[i] + right[i];
-    TWO_RUNS(count, PAIR);
+#define PAIR(T) T sum = AT(T, left) + AT(T, right); AT(T, left) = sum; AT(T, right) = sum;
+    RUNS(count, PAIR);
 }
 
-static void add_to(float *left, const float *right, size_t count) {
-#define ADD *(line *)(left + i) += *(const line *)(right + i);
-#define ADD_TAIL left[i] += right[i];
-    TWO_RUNS(count, ADD);
+static void add_to(float *left, float *right, size_t count) {
+#define ADD(T) AT(T, left) += AT(T, right);
+    RUNS(count, ADD);
 }
 
 static void quad_add(float *const data[4], size_t begin, size_t count) {
     float *a = data[0] + begin, *b = data[1] + begin, *c = data[2] + begin, *d = data[3] + begin;
-#define QUAD                                                                                                               \
-    line sum = (*(line *)(a + i) + *(line *)(b + i)) + (*(line *)(c + i) + *(line *)(d + i));                              \
-    *(line *)(a + i) = sum; *(line *)(b + i) = sum; *(line *)(c + i) = sum; *(line *)(d + i) = sum;
-#define QUAD_TAIL a[i] = b[i] = c[i] = d[i] = (a[i] + b[i]) + (c[i] + d[i]);
-    TWO_RUNS(count, QUAD);
+#define QUAD(T)                                                       \
+    T sum = (AT(T, a) + AT(T, b)) + (AT(T, c) + AT(T, d));            \
+    AT(T, a) = sum; AT(T, b) = sum; AT(T, c) = sum; AT(T, d) = sum;
+    RUNS(count, QUAD);
+}
+
+/* A fill, an add and a drain. */
+static void fill_add_drain(float *fill, float *give, float *own, float *slot, float *take, float *full, size_t count) {
+#define ROUND(T)                                                                        \
+    T given = AT(T, give), sum = AT(T, own) + AT(T, slot), taken = AT(T, full);         \
+    AT(T, fill) = given; AT(T, own) = sum; AT(T, slot) = sum; AT(T, take) = taken;
+    RUNS(count, ROUND);
 }
 
 /* out[i] = left[i] + right[i], or left[i] where right is NULL. */
@@ -137,17 +147,26 @@ static span chunk_of(size_t block, size_t chunk, size_t chunks, size_t k) {
     return s;
 }
 
-static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes) {
-    size_t block = cell->bytes / sizeof(float) / 2, share = block / 4 < 2048 ? 2048 : block / 4, chunk = chunk_bytes / sizeof(float) / 2;
-    size_t chunks;
+static void slots_run(memory_user *u, const bench_cell *cell, size_t chunk_bytes, int at_once) {
+    size_t block = cell->bytes / sizeof(float) / 2, chunk = chunk_bytes / sizeof(float) / 2, chunks;
     int reduces = cell->op != BENCH_ALL_GATHER, drains = cell->op == BENCH_ALL_REDUCE;
     float *data = u->s->private_data[u->me], *own = data + (size_t)u->me * block, *others = data + (size_t)(1 - u->me) * block;
     rank_words *mine = &u->s->words[u->me], *their = &u->s->words[1 - u->me];
     uint64_t first = u->round + 1;
-    if (chunk > share) chunk = share;
+    if (chunk > block) chunk = block;
     chunks = (block + chunk - 1) / chunk;
     u->round += chunks;
     for (size_t k = 0; k <= chunks + (size_t)drains; k++) {
+        if (at_once && k > 2 && k < chunks) { /* the first chunk may be shorter */
+            size_t at = (chunks - 1 - k) * chunk;
+            await(u, &their->passed, first + k - 2);
+            await(u, &their->filled, first + k - 1);
+            fill_add_drain(slot_of(u, u->me, first + k, chunk_bytes), others + at, own + at + chunk, slot_of(u, 1 - u->me, first + k - 1, chunk_bytes),
+                           others + at + 2 * chunk, slot_of(u, u->me, first + k - 2, chunk_bytes), chunk);
+            tick(&mine->filled, first + k);
+            tick(&mine->passed, first + k - 1);
+            continue;
+        }
         if (k < chunks) {
             span s = chunk_of(block, chunk, chunks, k);
             if (first + k > SLOTS) await(u, &their->passed, first + k - SLOTS);
@@ -208,11 +227,11 @@ static void read_run(memory_user *u, const bench_cell *cell) {
 
 static int memory_supports(void *user, const bench_cell *cell, int kind) {
     const bench *b = ((memory_user *)user)->b;
-    int slots = strncmp(b->setting, "slots", 5) == 0, reads = strcmp(b->setting, "read") == 0;
+    int slots = strncmp(b->setting, "slots", 5) == 0, at_once = strncmp(b->setting, "line", 4) == 0, reads = strcmp(b->setting, "read") == 0;
     if (b->rank_count == 4) return kind == 1 && cell->op == BENCH_ALL_REDUCE;
-    if (kind == 1) return !slots && !reads && (cell->op == BENCH_COPY || cell->op == BENCH_ALL_REDUCE || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER));
+    if (kind == 1) return !slots && !at_once && !reads && (cell->op == BENCH_COPY || cell->op == BENCH_ALL_REDUCE || (cell->bytes >= (size_t)25 << 20 && cell->op <= BENCH_ALL_GATHER));
     if (cell->op > BENCH_ALL_GATHER || cell->bytes < 16384) return 0;
-    return slots || (reads && cell->bytes >= (size_t)1 << 20);
+    return slots || (at_once && cell->op == BENCH_ALL_REDUCE) || (reads && cell->bytes >= (size_t)1 << 20);
 }
 
 static int memory_run(void *user, const bench_cell *cell, int kind, int calls) {
@@ -220,7 +239,7 @@ static int memory_run(void *user, const bench_cell *cell, int kind, int calls) {
     for (int i = 0; i < calls; i++) {
         if (kind == 1) group_run(u, cell);
         else if (u->b->setting[0] == 'r') read_run(u, cell);
-        else slots_run(u, cell, strcmp(u->b->setting, "slots-128") == 0 ? 128 * 1024 : 512 * 1024);
+        else slots_run(u, cell, (size_t)atoi(strchr(u->b->setting, '-') + 1) * 1024, u->b->setting[0] == 'l');
     }
     return 0;
 }
@@ -270,6 +289,10 @@ int main(int argc, char **argv) {
     memory_thread thread[4];
     bench b;
     bench_arguments(&b, argc, argv);
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    three_runs = !__builtin_cpu_is("amd");
+#endif
     if (b.cell_count == 0) { /* whether this setting works here */
         struct iovec here = {&b, 1}, there = {&shared, 1};
         return strcmp(b.setting, "read") == 0 && process_vm_readv(getpid(), &here, 1, &there, 1, 0) != 1;

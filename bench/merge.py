@@ -29,7 +29,8 @@ BARRIER_US = {"near": 0.25, "far": 0.6}
 BOUND_SHARE = {("group", "near"): 0.8, ("group", "far"): 0.8, ("private", "near"): 0.4, ("private", "far"): 0.3}
 NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "gloo": "Gloo"}
 SETTINGS = {"stock": "its own choice", "ring": "ring in 1 MiB segments", "eager": "recursive doubling, eager limit 64 KiB", "sm": "coll/sm",
-            "halving": "halving and doubling", "yield": "yielding", "spin": "spinning", "slots-128": "128 KiB slots", "slots-512": "512 KiB slots",
+            "halving": "halving and doubling", "yield": "yielding", "spin": "spinning", "slots-8": "8 KiB slots", "slots-128": "128 KiB slots",
+            "slots-256": "256 KiB slots", "slots-512": "512 KiB slots", "line-64": "64 KiB slots, line by line", "line-128": "128 KiB slots, line by line",
             "read": "process_vm_readv", "-": "in place"}
 
 Block = collections.namedtuple("Block", "system setting op memory ranks bytes time tag us preempted")

@@ -88,6 +88,10 @@ two_ranks() {
     for way in slots-128 slots-512 $reads; do
         program memory $way "$build/memory" --ops all_reduce,reduce_scatter,reduce_scatter_in_place,all_gather --from 16384 --to 67108864
     done
+    program memory slots-8 "$build/memory" --ops all_reduce --from 16384 --to 16384
+    program memory slots-256 "$build/memory" --ops all_reduce --from 262144 --to 1048576
+    program memory line-64 "$build/memory" --ops all_reduce --from 26214400 --to 67108864
+    program memory line-128 "$build/memory" --ops all_reduce --from 1048576 --to 67108864
     if [ -n "$openmpi" ]; then
         program openmpi stock $openmpi --oversubscribe --mca mpi_yield_when_idle 0 -n 2 "$build/openmpi"
         program openmpi ring $openmpi --oversubscribe --mca mpi_yield_when_idle 0 $ring -n 2 "$build/openmpi" --ops all_reduce --from 262144

@@ -2,16 +2,16 @@
 # Measures ddp_cuda.cuh on the GPU here, in a few minutes: kernels against the copy bandwidth of the device and, where PyTorch is installed, against
 # its fused AdamW and foreach norm; NCCL through ddp against bare NCCL, and a reducer against none, both in a world of 1.
 #   sh bench/gpu/run.sh [--out DIR]   gpu.jsonl and gpu.txt go to DIR, bench/results by default
-#   sh bench/gpu/run.sh build         only build, for sm_90: what a machine without a device can do
+#   sh bench/gpu/run.sh build         only build, as PTX that is not optimised: what a machine without a device can do
 # $NVCC names the compiler. Status 77: there is no device.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/../results
 nvcc=${NVCC:-nvcc}
-target=-arch=native
+target=-arch=native level=-O3
 case ${1:-} in
 '') ;;
-build) target=-arch=sm_90 ;;
+build) target="-arch=compute_90 -Xcicc -O0" level=-O1 ;;
 --out) out=${2:?--out needs a folder} ;;
 *) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 1 ;;
 esac
@@ -20,7 +20,7 @@ build=$(mktemp -d) || exit 1
 trap 'rm -rf "$build"' EXIT
 trap 'exit 130' INT TERM
 
-compile() { "$nvcc" -std=c++17 -O3 "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/bench_gpu.cu" -o "$build/bench_gpu"; }
+compile() { "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/bench_gpu.cu" -o "$build/bench_gpu"; }
 if printf '#include <nccl.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then
     compile $target -lnccl || exit 1
 else

@@ -25,7 +25,7 @@ BANNER = re.compile(r"^//== (\S.*?) =+ >>([a-z0-9][a-z0-9-]*)$")
 
 
 def max_lines(name):
-    return 6500 if name == "ddp.h" else 4000
+    return 7600 if name == "ddp.h" else 4000
 
 
 def blank(text):
@@ -236,7 +236,7 @@ def compile_program(root, work, stem, source, run):
     if cuda:
         if not os.environ.get("NVCC"):
             return None
-        command = [os.environ["NVCC"], "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, nccl_flag(), "-lpthread", "-lm"]
+        command = [os.environ["NVCC"], "-Xcicc", "-O0", "-Xptxas", "-O0", "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, nccl_flag(), "-lpthread", "-lm"]
     else:
         command = [os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-I", root, path, "-o", program, "-lpthread", "-lm"]
     built = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,7 +1,8 @@
 #!/bin/sh
 # How the headers may be included, compiled and linked: one case per call.
 #   matrix.sh ROOT WORK CASE        the cases are the functions below whose names start with case_; `matrix.sh list` prints them
-# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers; a case that needs one that is empty ends with status 77 (skipped).
+# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers, $NCCL_INCLUDE is where nccl.h lies; a case that needs one that is empty ends with status 77
+# (skipped).
 set -u
 
 if [ "${1:-}" = list ]; then
@@ -107,19 +108,19 @@ case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11; }
 case_cxx17_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++17; }
 case_cxx17_clang() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17; }
 case_cxx20_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++20; }
-case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -O2 -I"$root" -c unit.c -o unit.o; }
+case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
 case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
 case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
 
 case_libc_first_gcc() {
     implementation "$libc_first" >unit.c
-    build $CC -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+    build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
 }
 case_libc_first_clang() {
     need "$CLANG" clang
     implementation "$libc_first" >unit.c
-    build $CLANG -std=gnu11 $warnings -O1 -I"$root" -c unit.c -o unit.o
+    build $CLANG -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
 }
 
 case_nvcc() {
@@ -128,20 +129,28 @@ case_nvcc() {
     build $NVCC -x cu -std=c++17 -O2 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
 }
 
-# ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without.
-cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -O2 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
+# ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
+# is always optimised; where only the host's side matters, $unoptimised saves the time. cuda_example optimises both, as a user does.
+unoptimised='-arch=compute_80 -Xcicc -O0'
+cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
 cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
 
 case_cuda_targets() {
     need_cuda
     { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
-    cuda -arch=sm_80 -c unit.cu -o sm_80.o
-    cuda -arch=sm_90 -c unit.cu -o sm_90.o
-    cuda -arch=compute_80 -ptx unit.cu -o unit.ptx
-    grep -q 'ld.global.v4' unit.ptx && grep -q 'st.global.v4' unit.ptx || fail "no 16-byte accesses in the PTX"
-    if grep -E 'fma\.rn\.f(32|64)' unit.ptx; then fail "multiplications and additions are fused"; fi
-    if nm -g --defined-only sm_80.o | awk '$2 != "V" { print $3 }' | grep -Ev '^ddp_(cuda_|device_cuda$)'; then fail "the symbols above are exported"; fi
+    cuda -O1 --keep -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80 -gencode arch=compute_90,code=sm_90 -c unit.cu -o unit.o
+    set -- *.ptx
+    [ $# -eq 2 ] && [ -f "$1" ] || fail "expected the PTX of two architectures, there is $*"
+    for ptx; do
+        grep -q 'ld.global.v4' "$ptx" && grep -q 'st.global.v4' "$ptx" || fail "no 16-byte accesses in $ptx"
+        # Sums of squares: f32, f64, f16, bf16, each with and without unscaling in the same pass.
+        awk '/\.entry/ { name = /ddp__cuda_squares/ ? $0 : ""; kernels += name != "" }
+             name != "" && /ld\.global\.v(4|2\.[a-z]64)/ && !(name in seen) { seen[name] = 1; wide++ }
+             END { exit !(kernels == 8 && wide == 8) }' "$ptx" || fail "sums of squares without 16-byte loads in $ptx"
+        if grep -E 'fma\.rn\.f(32|64)' "$ptx"; then fail "multiplications and additions are fused in $ptx"; fi
+    done
+    if nm -g --defined-only unit.o | awk '$2 != "V" { print $3 }' | grep -Ev '^ddp_(cuda_|device_cuda$)'; then fail "the symbols above are exported"; fi
 }
 case_cuda_linked() { # ddp.h in a C file, this header in one for nvcc, a C program that calls both; and all in one file, private
     need_cuda
@@ -150,17 +159,43 @@ case_cuda_linked() { # ddp.h in a C file, this header in one for nvcc, a C progr
     { include ddp_cuda.cuh; echo 'int main(void) { int device; return ddp_cuda_pick(0, 0, &device) != DDP_OK && !ddp_last_error()[0]; }'; } >main.c
     build $CC -std=gnu11 $warnings -I"$root" -c core.c -o core.o
     build $CC -std=c11 $warnings -I"$root" -isystem "$(cuda_include)" -c main.c -o main.o
-    cuda -arch=sm_80 -c cuda.cu -o cuda.o
+    cuda $unoptimised -c cuda.cu -o cuda.o
     cuda core.o main.o cuda.o -o program -lpthread -lm
     build ./program
     { printf '%s\n' '#define DDP_STATIC' '#define DDP_IMPLEMENTATION'; include ddp_cuda.cuh; cat main.c; } >static.cu
-    cuda -arch=sm_80 static.cu -o program -lpthread -lm
+    cuda $unoptimised static.cu -o program -lpthread -lm
     build ./program
     { printf '%s\n' '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >wrong.c
     refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
     grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
 }
-case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work"; }
+# Each side of what is asked of NCCL_VERSION_CODE, with the header that is there. Names that came later may not be used.
+case_cuda_nccl_versions() {
+    need_cuda
+    need "$CXX" g++
+    need "${NCCL_INCLUDE-}" nccl.h
+    flags="-std=c++17 -x c++ -Wall -Wextra -Werror -I$root -isystem $(cuda_include)"
+    [ "$NCCL_INCLUDE" = /usr/include ] || flags="$flags -isystem $NCCL_INCLUDE"
+    printf '#include <nccl.h>\nNCCL_VERSION_CODE\n' >probe.cu
+    installed=$($CXX $flags -E -P probe.cu | tail -n 1)
+    echo "NCCL $installed"
+    for version in 21800 21900 22600 22700 22900 23000; do
+        windows='ncclWindow_t ncclCommWindowRegister ncclCommWindowDeregister'
+        later="$windows ncclMemAlloc ncclMemFree ncclCommRegister ncclCommDeregister"
+        if [ $version -ge 21900 ]; then later=$windows; fi
+        if [ $version -ge 22700 ]; then later=; fi
+        if [ -z "$later" ] && [ "$installed" -lt 22700 ]; then continue; fi
+        { echo '#include "tests/support/host_only.h"'; echo '#include <nccl.h>'; echo "${later:+#pragma GCC poison $later}"
+            echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
+        build $CXX $flags -fsyntax-only -DDDP__NCCL_VERSION=$version unit.cu
+    done
+    refuse $CXX $flags -fsyntax-only -DDDP__NCCL_VERSION=21700 unit.cu
+    grep -q 'error.*2.18 or newer' refused.log || fail "old versions are not refused by their number: $(cat refused.log)"
+    { echo '#include <nccl.h>'; cat unit.cu; } >early.cu # by the program, before cuda_bf16.h
+    build $CXX $flags -fsyntax-only early.cu
+}
+# The other two are built by the C++ compiler, as cuda_tests.
+case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS='test_kernels test_conformance' sh "$root/tests/gpu/run.sh" build "$work"; }
 case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
 case_cuda_example() { # as its comment builds it; it runs where there is a GPU, and says what is missing where there is none
     need_cuda
@@ -177,7 +212,7 @@ case_fast_math() { # refused with a sentence, unless asked for
     for compiler in $CC $CLANG; do
         refuse $compiler -std=gnu11 -ffast-math -I"$root" -c unit.c -o unit.o
         grep -q 'error.*DDP_ALLOW_FAST_MATH' refused.log || fail "$compiler does not name DDP_ALLOW_FAST_MATH: $(cat refused.log)"
-        build $compiler -std=gnu11 -O1 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -c unit.c -o unit.o
+        build $compiler -std=gnu11 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -fsyntax-only unit.c
     done
 }
 

@@ -1,6 +1,5 @@
 /*  test_launch.c - ddp_launch as a guest in somebody's program: signals, other children, descriptors, buffered output,
     cores, restarts, idle ranks, and what is left when its own process is killed. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

@@ -3,7 +3,6 @@
     test_lost [processes|threads]
 
     The cross of how a rank goes (kill -9, segfault, exit, return with and without an error) and what the others are doing meanwhile. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

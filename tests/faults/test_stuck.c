@@ -1,7 +1,6 @@
 /*  test_stuck.c - ranks that make different calls, do not come, or give up: everybody learns who and what, and nobody hangs.
 
     test_stuck [processes|threads] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -233,6 +232,33 @@ static void run_no_message(ranks_mode mode) {
     EXPECT(stage_shared->event_at > 0.99 * patience && stage_shared->event_at < patience + PROMPT_SECONDS, "it waited %.3f s", stage_shared->event_at);
 }
 
+/* Two groups of the same ranks, called in different orders: each rank waits in one for the other rank, and hears where that one is. */
+static ddp_result crossed_main(ddp_group *world, void *user) {
+    int rank = ddp_rank(world);
+    ddp_group *group[2] = {NULL, NULL};
+    double x = 1;
+    (void)user;
+    for (int i = 0; i < 2; i++) RANKS_OK(world, ddp_group_split(world, i + 1, rank, &group[i]));
+    stage_shared->rank[rank].first = ddp_all_reduce(group[rank], &x, &x, 1, rank ? DDP_F64 : DDP_F32, rank ? DDP_OP_MAX : DDP_OP_SUM, NULL);
+    snprintf(stage_shared->rank[rank].text, sizeof stage_shared->rank[rank].text, "%s", ddp_last_error());
+    say(&stage_shared->counter);
+    heard(&stage_shared->counter, 2); /* nobody leaves before the other has heard */
+    for (int i = 0; i < 2; i++) ddp_group_destroy(group[i]);
+    return DDP_OK;
+}
+
+static void run_crossed(ranks_mode mode) {
+    static const char *const words[2] = {"group=world.1 seq=1 f32 count=1: timed out", "group=world.2 seq=1 f64 count=1: timed out"};
+    static const char *const others[2] = {"rank 1 was waiting in ddp_all_reduce f64 count=1 max of group=world.2 (seq=1)", "rank 0 was waiting in ddp_all_reduce f32 count=1 sum of group=world.1 (seq=1)"};
+    faults_begin(mode == RANKS_THREADS ? "threads: two groups in different orders" : "processes: two groups in different orders");
+    launch(mode, 2, ABSENCE_MS, crossed_main, NULL);
+    for (int r = 0; r < 2; r++) {
+        const char *text = stage_shared->rank[r].text;
+        EXPECT(stage_shared->rank[r].first == DDP_ERR_TIMEOUT, "%s '%s'", ddp_result_name(stage_shared->rank[r].first), text);
+        EXPECT(strstr(text, words[r]) && strstr(text, others[r]), "'%s' lacks '%s' or '%s'", text, words[r], others[r]);
+    }
+}
+
 //== giving up ==============================================================================
 
 static ddp_result abort_main(ddp_group *world, void *user) {
@@ -313,6 +339,7 @@ int main(int argc, char **argv) {
     run_mismatches(mode, 3);
     run_absences(mode);
     run_no_message(mode);
+    run_crossed(mode);
     run_aborts(mode);
     faults_begin("a wrong argument on one rank");
     result = launch(mode, 3, 20000, invalid_main, NULL);

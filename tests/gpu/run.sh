@@ -1,9 +1,9 @@
 #!/bin/sh
 # Builds the tests that need a GPU with nvcc alone and runs them; prints one table. Nothing is installed or fetched.
 #   sh tests/gpu/run.sh             build for the device here and run: some minutes
-#   sh tests/gpu/run.sh build [DIR] only build, for sm_80, sm_90 and PTX: what a machine without a device can do
+#   sh tests/gpu/run.sh build [DIR] only build, as PTX that is not optimised: what a machine without a device can do
 #   sh tests/gpu/run.sh sanitize    run everything, with fewer cases and ranks as threads, under compute-sanitizer: memcheck, racecheck, synccheck
-# $NVCC names the compiler. Logs lie in build/gpu. Status 77: there is no device.
+# $NVCC names the compiler, $PROGRAMS what `build` builds when it is not all. Logs lie in build/gpu. Status 77: there is no device.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 mode=${1:-run}
@@ -31,13 +31,12 @@ compile() {
 }
 rm -f "$build/failed"
 level=-O2
-if [ "$mode" = build ]; then # all kernels are in test_kernels: the others are only seen to compile and link
-    compile test_kernels -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90 &
+if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_80, sm_90 and PTX
     level=-O0
-    for program in test_conformance test_groups test_training; do compile $program -arch=compute_90; done
-    wait
+    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training}
+    for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0; done
     [ ! -f "$build/failed" ] || exit 1
-    echo "built test_kernels test_conformance test_groups test_training in $build"
+    echo "built $programs in $build"
     exit 0
 fi
 started=$(date +%s)

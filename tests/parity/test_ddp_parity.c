@@ -4,7 +4,6 @@
 
     What must be equal is the sum over all micro-batches of a step, a tree over their global index: rank r takes the
     block r*m .. r*m + m - 1, m a power of two unless one rank has them all. */
-#define DDP_IMPLEMENTATION
 #include "ddp.h"
 #include "../support/ranks.h"
 

@@ -10,7 +10,9 @@
     tests/gpu/test_conformance.cu includes this file: each call is then made twice, on the CPU group and, while that may still be under way, on
     a group over device memory whose buffers mirror those here, and the two are compared bit for bit. */
 #if !defined(TEST_DEVICE)
+#if defined(DDP__LARGE_BYTES) /* a ddp.h of its own */
 #define DDP_IMPLEMENTATION
+#endif
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #endif

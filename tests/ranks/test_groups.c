@@ -1,7 +1,6 @@
 /*  test_groups.c - splitting, group memory, asynchronous work, batches of tasks, status and abort.
 
     test_groups processes|threads|env [W ...] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 

@@ -1,7 +1,6 @@
 /*  test_p2p.c - sends and receives: matching, order, sizes, many in flight, batches, and progress beside collectives.
 
     test_p2p processes|threads|env [W ...] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 

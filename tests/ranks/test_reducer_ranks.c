@@ -2,7 +2,6 @@
     the reference tree, whatever the layout, buckets or order of readiness; and every way for ranks to disagree.
 
     test_reducer_ranks [processes|threads] */
-#define DDP_IMPLEMENTATION
 #include "ddp.h"
 #include "../support/ranks.h"
 

@@ -1,7 +1,6 @@
 /*  test_abandoned_work.c - destroying a group frees the handles of work that nobody waited for.
 
     After a failure programs leave without waiting for every ddp_work. Only handles in a queue were freed; those that were done stayed. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

@@ -2,7 +2,6 @@
 
     Ranks that are threads read and write each other's buffers. One that gave up (a timeout, an abort) returned while its peers were
     still inside the reduction or the copy; when it freed its buffer, they crashed, or wrote into somebody else's memory. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

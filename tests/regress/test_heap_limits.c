@@ -2,7 +2,6 @@
 
     A ddp_group_alloc that could not be met had already moved the end of the heap past its limit, so that every later one failed too;
     and sizes near the top of size_t wrapped around. A file size limit below the job's header was a SIGBUS. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

@@ -2,7 +2,8 @@
 
     Two containers may share the network, and so meet, and have their own process numbers. A large receive then read whatever process had the
     sender's number here, often the receiver itself, and returned DDP_OK with that; any wait of some milliseconds ended in "pid is gone". */
-#define DDP_IMPLEMENTATION
+#include <sys/syscall.h>
+
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

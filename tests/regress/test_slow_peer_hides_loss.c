@@ -4,7 +4,6 @@
     took every turn. With rank 1 busy and rank 2 dead, rank 0 learnt of the loss when rank 1 arrived, or at its timeout.
 
     test_slow_peer_hides_loss [processes|threads] */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"

@@ -10,6 +10,7 @@
 #define DDP_TEST_DEVICE_H
 
 #if defined(DDP_TEST_ON_CPU)
+#include "host_only.h"
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" /* each test needs some of it */
 #include "fake_nccl.h"
@@ -19,6 +20,10 @@ static const struct ddp__cuda_runtime *device_runtime(void);
 #define DDP__CUDA_RUNTIME device_runtime()
 #define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
 #define DDP__CUDA_STAGE ((size_t)16384) /* many rounds with little data */
+static int device_patience_ms = 2000;
+#define DDP__NCCL_PATIENCE_MS device_patience_ms
+static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
+#define DDP__NCCL_SHARES device_nccl_shares
 #endif
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
@@ -44,7 +49,7 @@ static RANKS_UNUSED void device_delay(cudaStream_t stream) { (void)stream; } /* 
 /* One machine per process; it begins with its first rank, and is looked at when its last rank has left. */
 static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
 static int device_ranks, device_pid, device_failures;
-static int device_machine(int by) { /* what was out of order so far */
+static RANKS_UNUSED int device_machine(int by) { /* what was out of order so far */
     int failures;
     pthread_mutex_lock(&device_lock);
     if (by > 0 && (device_pid != (int)getpid() || device_ranks == 0)) {

@@ -434,7 +434,9 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
     c->thread = &fake_me;
     if (world->size != size || world->members.count(rank))
         fake_failed("mismatch: size or rank differs from those of others: %s", fake_where(call.line).c_str());
-    for (std::pair<const int, ncclComm_t> &other : world->members) world->duplicate |= other.second->device == fake_me.device;
+    const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE"); /* as from 2.30 on */
+    for (std::pair<const int, ncclComm_t> &other : world->members)
+        world->duplicate |= other.second->device == fake_me.device && (!shares || strcmp(shares, "1") != 0);
     world->members[rank] = c;
     pthread_cond_broadcast(&fake.changed);
     *out = c;

@@ -1,5 +1,6 @@
 /*  test_fake_gpu.cu - the fake machine of support/fake_gpu.h and fake_nccl.h: each rule of CUDA and NCCL that it plays by, with programs that are
     known to be in order and programs that are known not to be. What is not in order must be found under every seed. */
+#include "host_only.h"
 #include "fake_nccl.h"
 #include "watchdog.h"
 
@@ -851,10 +852,11 @@ static void split(void) {
     end(5);
 }
 
+/* Ranks share a device only if NCCL is told that they may. */
 static void same_device_rank(int rank, int size) {
     ncclComm_t c;
     fake_set_device(0);
-    CHECK(ncclCommInitRank(&c, size, id, rank) == ncclInvalidUsage);
+    CHECK(ncclCommInitRank(&c, size, id, rank) == (getenv("NCCL_MULTI_RANK_GPU_ENABLE") ? ncclSuccess : ncclInvalidUsage));
     ncclCommAbort(c);
 }
 
@@ -863,6 +865,11 @@ static void same_device(void) {
     ncclGetUniqueId(&id);
     ranks(2, same_device_rank);
     CLEAN();
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    ncclGetUniqueId(&id);
+    ranks(2, same_device_rank);
+    CLEAN();
+    unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
 /* Of a group of one: registered memory, errors from behind, and what is left behind. */

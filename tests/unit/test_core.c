@@ -4,7 +4,6 @@
     is wrong, and leave the group as it was. */
 #include "../support/unit.h"
 
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 
 #include <pthread.h>

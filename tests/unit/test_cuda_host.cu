@@ -4,6 +4,7 @@
     selection on one rank and on several, and what becomes of CUDA's errors. It proves nothing about a GPU. */
 #include <stddef.h>
 #include <stdint.h>
+#include "../support/host_only.h"
 
 struct ddp__cuda_runtime;
 static const struct ddp__cuda_runtime *fake_runtime(void);

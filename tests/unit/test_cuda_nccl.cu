@@ -3,20 +3,10 @@
     Every program runs under many seeds, which choose the order of streams. In all of them no two accesses race, no data is wrong, the fake finds
     nothing to complain about, and nothing is left in the end. Beside that: the exact calls of CUDA and NCCL, who waits for whom, what a watchdog
     makes of a rank that does not come, and an error at every single call. Nothing here says anything about a GPU. */
-#include "../support/fake_nccl.h"
-struct ddp__cuda_runtime;
-static const struct ddp__cuda_runtime *fake_runtime(void);
-#define DDP__CUDA_RUNTIME fake_runtime()
-#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
-#define DDP__NCCL_PATIENCE_MS 50
-#define DDP_IMPLEMENTATION
-#include "../../ddp_cuda.cuh"
-#include "../support/ranks.h"
-
-static const ddp__cuda_runtime *fake_runtime(void) {
-    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
-    return &table;
-}
+#if !defined(DDP_TEST_ON_CPU)
+#define DDP_TEST_ON_CPU
+#endif
+#include "../support/device.h"
 
 #define N 600 /* elements of a buffer; W divides it */
 #define MAX_RANKS 4
@@ -26,7 +16,7 @@ static const ddp__cuda_runtime *fake_runtime(void) {
 typedef struct rank_state {
     ddp_group *cpu, *group;
     cudaStream_t stream;
-    int rank, size;
+    int rank, size, device;
     float *in, *out, *keep, *spare; /* N, N, 16 N and N floats on the device */
     int kept, counts[16];
     float expected[16 * N];         /* what keep holds in the end */
@@ -39,6 +29,7 @@ static struct {
     ddp_cuda_desc desc;
     ddp_order order;
     int timeout_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
@@ -111,7 +102,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     s->cpu = world;
     s->rank = ddp_rank(world);
     s->size = ddp_world_size(world);
-    fake_set_device(s->rank);
+    s->device = job.shared ? 0 : s->rank;
+    fake_set_device(s->device);
     fake_stream_create(&s->stream, 0);
     s->in = floats(N);
     s->out = floats(N);
@@ -172,7 +164,7 @@ static void run_seeds(program_fn program, int seeds) {
 
 /* What ranks did on their device since fake_record_from_here must hold none of these. */
 static ddp_result never(rank_state *s, const char *const *words) {
-    std::string record = fake_record(s->rank);
+    std::string record = fake_record(s->device);
     for (; *words; words++) RANKS_CHECK(s->cpu, record.find(*words) == std::string::npos, "%s appears in\n%s", *words, record.c_str());
     return DDP_OK;
 }
@@ -241,6 +233,7 @@ static ddp_result collectives(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     for (int kind = 0; kind < 11; kind++) RANKS_OK(s->cpu, collective(s, kind, kind + 1, (kind + 1) % 2));
     RANKS_OK(s->cpu, never(s, no_host_waits));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* who shares the device has looked, too */
     return look_back(s);
 }
 
@@ -610,10 +603,11 @@ static ddp_result different_calls(rank_state *s) {
 }
 
 static void watchdogs(void) {
+    int seeds = DDP_TEST_SLOWDOWN > 1 ? 1 : 4; /* each waits for a timeout */
     static const program_fn programs[] = {one_is_missing, error_from_behind, one_aborts, one_leaves, different_calls};
     for (int k = 0; k < 5; k++)
         for (int size = 2; size <= MAX_RANKS; size++)
-            for (int seed = 0; seed < 4; seed++) {
+            for (int seed = 0; seed < seeds; seed++) {
                 settled = 0;
                 job.timeout_ms = 300 * DDP_TEST_SLOWDOWN;
                 job.patient = 1;
@@ -711,7 +705,7 @@ static int error_at(const char *function, int n, int sticky) {
 /* An error at every single call: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
 static void errors_everywhere(void) {
     static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
-    int stride = DDP_TEST_SLOWDOWN > 1 ? 7 : 1;
+    int stride = DDP_TEST_SLOWDOWN > 3 ? 31 : DDP_TEST_SLOWDOWN > 1 ? 13 : 1;
     for (int sticky = 0; sticky < 2; sticky++) {
         for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {}
         for (int k = 0; k < 5; k++)
@@ -900,6 +894,51 @@ static ddp_result sequences(rank_state *s) {
              "cudaStreamDestroy(s2)\n");
 }
 
+/* ---- sharing a device ---- */
+
+static ddp_result on_one_device(rank_state *s) {
+    int staged;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    s->kept = 0;
+    staged = fake_record(0).find("cudaHostAlloc") != std::string::npos;
+    RANKS_CHECK(s->cpu, staged == job.staged, "the group %s through host memory", staged ? "goes" : "does not go");
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    return staged ? DDP_OK : collectives(s);
+}
+
+/* Refused on all ranks, with text in the line. */
+static void refused(ddp_result result, const char *text) {
+    job.may_fail = 1;
+    run_on(3, 0, on_one_device);
+    job.may_fail = 0;
+    for (int r = 0; r < 3; r++)
+        check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
+}
+
+/* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
+static void sharing(void) {
+    static const int zeros[MAX_RANKS] = {0};
+    job.shared = job.staged = job.desc.allow_shared = 1;
+    job.desc.devices = zeros;
+    job.desc.device_count = MAX_RANKS;
+    run_on(3, 0, on_one_device);
+    job.staged = 0;
+    job.desc.engine = DDP_CUDA_ENGINE_NCCL;
+    refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED");
+    device_nccl_shares = 1;
+    refused(DDP_ERR_ENGINE, "ncclCommInitRankConfig: invalid usage");
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        job.order = seed & 1 ? DDP_ORDER_TREE : DDP_ORDER_ANY;
+        for (int size = 2; size <= MAX_RANKS; size++) run_on(size, seed, on_one_device);
+    }
+    unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    device_nccl_shares = job.shared = 0;
+    job.order = DDP_ORDER_DEFAULT;
+    job.desc = ddp_cuda_desc();
+}
+
 /* ---- main ---- */
 
 static void both_orders(program_fn program, int seeds) {
@@ -916,6 +955,7 @@ int main(int argc, char **argv) {
     only = argc > 1 ? argv[1] : "";
     setvbuf(stdout, NULL, _IOLBF, 0);
     watchdog_start(150);
+    device_patience_ms = 50;
     CASE(run_on(2, 0, sequences));
     CASE(both_orders(collectives, 12));
     CASE(run_seeds(several, 16));
@@ -935,6 +975,7 @@ int main(int argc, char **argv) {
     job.own_comm = 0;
     CASE(reducers());
     CASE(watchdogs());
+    CASE(sharing());
     CASE(errors_everywhere());
     printf("%d checks, %d failed\n", checks, failures);
     return failures != 0;

@@ -7,7 +7,7 @@
 #include "../support/random.h"
 #include "../support/unit.h"
 
-#define DDP__TWO_RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in two runs */
+#define DDP__RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in several runs */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 
@@ -193,10 +193,10 @@ static unsigned char *arena, *outside; /* SOURCES_MAX slots each; offset bytes i
 static void *source[SOURCES_MAX], *pristine[SOURCES_MAX];
 
 /* Sets of destinations: number of arrays apart from the sources, then sources written in place. */
-typedef enum pattern { OUT_1, OUT_2, OUT_3, OUT_5, IN_FIRST, IN_LAST, IN_FIRST_AND_OUT, IN_ALL, IN_TWO_LAST, PATTERNS } pattern;
+typedef enum pattern { OUT_1, OUT_2, OUT_3, OUT_10, IN_FIRST, IN_LAST, IN_FIRST_AND_OUT, IN_ALL, IN_TWO_LAST, PATTERNS } pattern;
 
 static int destinations(pattern p, int src_count, void **dst, size_t offset) {
-    int n = 0, outs = p == OUT_1 ? 1 : p == OUT_2 ? 2 : p == OUT_3 ? 3 : p == OUT_5 ? 5 : p == IN_FIRST_AND_OUT ? 1 : 0;
+    int n = 0, outs = p == OUT_1 ? 1 : p == OUT_2 ? 2 : p == OUT_3 ? 3 : p == OUT_10 ? 10 : p == IN_FIRST_AND_OUT ? 1 : 0;
     if (p == IN_FIRST || p == IN_FIRST_AND_OUT) dst[n++] = source[0];
     if (p == IN_LAST || p == IN_TWO_LAST) dst[n++] = source[src_count - 1];
     if (p == IN_TWO_LAST && src_count > 1) dst[n++] = source[src_count - 2];
@@ -271,7 +271,7 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
     }
 }
 
-/* ddp__copy_across and ddp__copy_stream, below and above two runs, from and to every alignment, write what they should and nothing beside. */
+/* ddp__copy_across and ddp__copy_stream, below and above several runs, from and to every alignment, write what they should and nothing beside. */
 static void copies_are_exact(void **state) {
     static const size_t sizes[] = {0, 1, 63, 64, 65, 8191, 8192, 8193, 12345, 16448};
     unsigned char *in = arena, *out = outside;

@@ -1,6 +1,5 @@
 /*  test_reducer.c - the reducer, the accumulator and the join on one rank: rules of bucketing against a plain
     reimplementation, bits of sums and averages, clipping against long double, every bad input, and no allocation in a step. */
-#define DDP_IMPLEMENTATION
 #include "ddp.h"
 
 #include "../support/unit.h"

@@ -1,0 +1,53 @@
+/*  test_fused_round_place.c - rounds in one loop and rounds in three steps use the same places of a slot.
+
+    Two ranks' large private all_reduce fills, adds and drains in one loop from its fourth round on. The rounds before and after it go step by step, and
+    there rank 0 filled its slot for rank 1 behind the place that is its own, which the loop took for its beginning: where the two met, rank 1's share had
+    wrong sums. The loop is not for AMD, so this test says that it runs elsewhere. */
+#define __builtin_cpu_is(name) 0
+#define DDP__LARGE_BYTES 65536
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+
+enum { CHUNK = DDP__CHUNK / 4 / sizeof(float), MOST = 12 * CHUNK + 1 };
+
+static float term(int rank, size_t i) { return (float)((i * 7 + (size_t)rank * 13) % 1001); }
+
+static ddp_result reduce_one(ddp_group *world, float *send, float *recv, size_t count, ddp_op op) {
+    int rank = ddp_rank(world);
+    for (size_t i = 0; i < count; i++) recv[i] = -1;
+    for (size_t i = 0; i < count; i++) send[i] = term(rank, i);
+    RANKS_OK(world, ddp_all_reduce(world, send, recv, count, DDP_F32, op, NULL));
+    for (size_t i = 0; i < count; i++) {
+        float value = (term(0, i) + term(1, i)) / (op == DDP_OP_AVG ? 2 : 1);
+        RANKS_CHECK(world, recv[i] == value, "element %zu of %zu is %g and not %g", i, count, (double)recv[i], (double)value);
+        RANKS_CHECK(world, send == recv || send[i] == term(rank, i), "element %zu of %zu was sent and has changed", i, count);
+    }
+    return DDP_OK;
+}
+
+/* Rounds 3 to 13, of which the first is full, nearly full or one element; each number of rounds meets the slots at another place. */
+static ddp_result rank_main(ddp_group *world, void *user) {
+    float *send = (float *)malloc(MOST * sizeof *send), *recv = (float *)malloc(MOST * sizeof *recv);
+    ddp_result result = send && recv ? DDP_OK : DDP_ERR_NO_MEMORY;
+    (void)user;
+    for (size_t rounds = 3; rounds <= 12; rounds++)
+        for (int rest = -1; rest <= 1; rest++) {
+            size_t count = (size_t)((int)(rounds * CHUNK) + rest);
+            if (result == DDP_OK) result = reduce_one(world, send, recv, count, DDP_OP_SUM);
+            if (result == DDP_OK) result = reduce_one(world, recv, recv, count, DDP_OP_AVG);
+        }
+    free(send);
+    free(recv);
+    return result;
+}
+
+int main(void) {
+    watchdog_start(100);
+    if (ranks_run(RANKS_PROCESSES, 2, 60000, rank_main, NULL) != DDP_OK) {
+        fprintf(stderr, "FAIL: %s\n", ddp_last_error());
+        return 1;
+    }
+    printf("ok\n");
+    return 0;
+}

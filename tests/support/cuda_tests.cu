@@ -1,0 +1,40 @@
+/*  cuda_tests.cu - all tests that run on the fake machine, as one program: a compiler takes most of its time for what they share.
+
+    cuda_tests NAME [its arguments]      conformance, groups and training are those of tests/gpu, nccl is unit/test_cuda_nccl.cu, fake_gpu test_fake_gpu.cu.
+    Each file lies in a namespace of its own and stays a program of its own, too. */
+#define DDP_TEST_ON_CPU
+#include "host_only.h"
+#include "device.h"
+
+#define main test_main
+namespace conformance {
+#include "../gpu/test_conformance.cu"
+}
+namespace groups {
+#include "../gpu/test_groups.cu"
+}
+namespace training {
+#include "../gpu/test_training.cu"
+}
+namespace nccl {
+#include "../unit/test_cuda_nccl.cu"
+}
+#undef N
+#undef CASE
+namespace fake_gpu {
+#include "test_fake_gpu.cu"
+}
+#undef main
+
+int main(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
+    argc--;
+    argv++;
+    if (strcmp(name, "conformance") == 0) return conformance::test_main(argc, argv);
+    if (strcmp(name, "groups") == 0) return groups::test_main(argc, argv);
+    if (strcmp(name, "training") == 0) return training::test_main(argc, argv);
+    if (strcmp(name, "nccl") == 0) return nccl::test_main(argc, argv);
+    if (strcmp(name, "fake_gpu") == 0) return fake_gpu::test_main();
+    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, nccl and fake_gpu\n", name);
+    return 2;
+}
