@@ -2414,7 +2414,7 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
 enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */, DDP__ADDS = 16 };
 static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
     DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
-    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS};
+    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS, 0};
 
 /* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
@@ -2467,22 +2467,22 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+/* Where in send lies what a rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(int rank, const ddp__move *m, int to) {
     const ddp_call *call = m->call;
     ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
-    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+        part.size = (m->common ? call->recv_counts[rank] : call->send_counts[to]) * m->element;
     }
     return part;
 }
 
-DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+DDP__FORCED_INLINE ddp__part ddp__takes(int rank, const ddp__move *m, int from) {
     const ddp_call *call = m->call;
     ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && rank != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = call->recv_offsets[from] * m->element;
         part.size = call->recv_counts[from] * m->element;
@@ -2508,8 +2508,8 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
 DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
     ddp__part give, take;
     if (m->shape & DDP__ADDS) return;
-    give = ddp__gives(l, m, l->rank);
-    take = ddp__takes(l, m, l->rank);
+    give = ddp__gives(l->rank, m, l->rank);
+    take = ddp__takes(l->rank, m, l->rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
@@ -2520,7 +2520,7 @@ DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->c
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp__part give;
-        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l, m, p), k, p)).size) continue;
+        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
         (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
         if (m->common) break;
     }
@@ -2530,14 +2530,14 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
 DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     const ddp_call *call = m->call;
-    ddp__part take = ddp__piece(m, ddp__takes(l, m, l->rank), k, l->rank);
+    ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
     if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l, m, l->rank), k, l->rank).begin); /* only read */
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
     ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
                      call->dtype, call->op, call->divisor, how);
 }
@@ -2547,7 +2547,7 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) ddp__move_add(l, m, in, k, how);
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp__part take = ddp__piece(m, ddp__takes(l, m, p), k, p);
+        ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
@@ -2585,6 +2585,13 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
+static void ddp__counts_text(char out[DDP__TEXT_MAX], const ddp__move *m, int from, unsigned long long given, int to, unsigned long long wanted) {
+    if (m->common)
+        snprintf(out, DDP__TEXT_MAX, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+    else
+        snprintf(out, DDP__TEXT_MAX, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+}
+
 /* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     char text[DDP__TEXT_MAX];
@@ -2593,10 +2600,7 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            if (m->common)
-                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-            else
-                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+            ddp__counts_text(text, m, from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
@@ -2622,7 +2626,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     for (size_t k = 0; k < m.rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            ddp__part take = ddp__piece(&m, ddp__takes(l, &m, p), k, p);
+            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, p);
             uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
             if (take.size == 0) continue;
             if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
@@ -2672,7 +2676,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
     void *in[DDP_MAX_LOCAL_RANKS];
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        int takes = m->shared || ddp__piece(m, ddp__takes(l, m, p), k, p).size;
+        int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
         if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
     }
@@ -2685,7 +2689,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
 static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
     ddp_result result = ddp__await_passed(group, l, round);
     for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
-        ddp__part part = ddp__piece(m, ddp__gives(l, m, p), k, p);
+        ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k, p);
         if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
     }
     return result;
@@ -2701,8 +2705,8 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    ddp__part in = ddp__piece(m, ddp__gives(l, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l, m, me), k - 1, me);
-    ddp__part out = ddp__piece(m, ddp__gives(l, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
+    ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
     ddp__any_f32 *fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
     ddp__any_f32 *theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
     ddp__any_f32 *sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin), *take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
@@ -2788,7 +2792,7 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
 static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
     size_t span = 0;
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, p);
+        ddp__part give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
     return span;
@@ -3551,20 +3555,14 @@ static void *ddp__thread_main(void *argument) {
     return NULL;
 }
 
-/* Signals are the user's threads' business. Returns an errno. */
-static int ddp__thread_create(pthread_t *thread, void *(*fn)(void *), void *argument) {
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    int error = pthread_create(thread, NULL, fn, argument);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
-    return error;
-}
-
 static ddp_result ddp__thread_start(ddp_group *group) {
+    sigset_t all, old;
     int error;
     if (group->thread_started) return DDP_OK;
-    error = ddp__thread_create(&group->thread, ddp__thread_main, group);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
+    error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
     return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
@@ -3945,7 +3943,16 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
    visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
-   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor, over TCP followed by the roster. */
+   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor. */
+
+typedef struct ddp__venue {
+    ddp__identity id;
+    int local;           /* an abstract socket of this machine. Otherwise: */
+    char hosts[256];     /* names or addresses with blanks between, asked in turn */
+    int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
+    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
+    const char *advice;  /* how to choose another port */
+} ddp__venue;
 
 #define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* in a welcome: the outcome is still to come; ask elsewhere */
@@ -3955,48 +3962,17 @@ typedef struct ddp__hello {
     uint32_t version;    /* up to here the same in every version */
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
     char host[64];
-    uint64_t machine;
 } ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
+#define DDP__HASH UINT64_C(14695981039346656037)
 static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
-static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(UINT64_C(14695981039346656037), text, strlen(text)); }
-
-/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
-#if !defined(DDP__MACHINE_SALT)
-#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
-#endif
-static uint64_t ddp__machine(void) {
-    static const char *const links[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    char text[400] = "", line[64];
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd < 0 ? 0 : read(fd, text, 63);
-    if (fd >= 0) close(fd);
-    if (n <= 0) gethostname(text, 63);
-    for (int i = 0; i < 2; i++) {
-        n = readlink(links[i], line, sizeof line - 1);
-        snprintf(text + strlen(text), sizeof text - strlen(text), " %.*s", (int)(n > 0 ? n : 0), line);
-    }
-    snprintf(text + strlen(text), sizeof text - strlen(text), " %ld %d", (long)geteuid(), (int)(DDP__MACHINE_SALT));
-    return ddp__hash_text(text);
-}
-
-static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, const char *token) {
-    memset(hello, 0, sizeof *hello);
-    hello->magic = DDP__MAGIC;
-    snprintf(hello->token, sizeof hello->token, "%s", token);
-    hello->version = DDP__VERSION;
-    hello->world_size = id->world_size;
-    hello->rank = id->rank;
-    hello->pid = (int32_t)getpid();
-    gethostname(hello->host, sizeof hello->host - 1);
-    hello->machine = ddp__machine();
-}
+static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(DDP__HASH, text, strlen(text)); }
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
     memset(address, 0, sizeof *address);
@@ -4016,20 +3992,19 @@ static ddp__ucred ddp__peer_of(int fd) {
 static void ddp__peer_text(int fd, char *out, size_t size) {
     struct sockaddr_storage address;
     socklen_t length = sizeof address;
-    char host[80] = "", port[8] = "";
+    char host[80] = "an unknown address", port[8] = "?";
     int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
     if (known && address.ss_family == AF_UNIX) { snprintf(out, size, "pid %d", (int)ddp__peer_of(fd).pid); return; }
     if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
-    snprintf(out, size, "%s port %s", *host ? host : "an unknown address", *port ? port : "?");
+    snprintf(out, size, "%s port %s", host, port);
 }
 
 /* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
 static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
-    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct iovec data = {bytes, size};
     struct msghdr message;
     memset(&message, 0, sizeof message);
-    memset(control, 0, sizeof control);
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
@@ -4058,45 +4033,46 @@ static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd)
 /* connect waits for a full backlog unless the socket is non-blocking. */
 static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
+/* Waits until a socket can be read, or written; 0 = not by the deadline. */
+static int ddp__fd_ready(int fd, short events, double deadline) {
+    struct pollfd wait = {fd, events, 0};
+    for (;;) {
+        double left = deadline - ddp_now();
+        if (poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0) > 0) return 1;
+        if (left <= 0) return 0;
+    }
+}
+
 /* Who has come to rank 0, and how the meeting goes. */
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 typedef struct ddp__visitor {
-    ddp__hello hello;                  /* the first `got` bytes of it */
+    ddp__hello hello;             /* the first `got` bytes of it */
     size_t got;
     double since;
     char from[96];
 } ddp__visitor;
 typedef struct ddp__lobby {
-    const ddp__identity *id;
+    const ddp__venue *venue;
     const ddp_group_desc *desc;
-    int heap_fd;                       /* -1 = over TCP */
-    int count;                         /* of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
-    struct pollfd *seat;               /* fd -1 = nobody, or has left again */
-    ddp__visitor *visitor;             /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
-    double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
+    int world_size, count;        /* count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
+    struct pollfd *seat;          /* fd -1 = nobody, or has left again */
+    ddp__visitor *visitor;        /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
+    double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
+    ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-static ddp_result ddp__lobby_open(ddp__lobby *lobby, const ddp__identity *id, const ddp_group_desc *desc, const char *token, int listener) {
-    size_t count = (size_t)id->world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
-    memset(lobby, 0, sizeof *lobby);
-    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!lobby->visitor) return DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size);
-    memset(lobby->visitor, 0, size);
-    lobby->seat = (struct pollfd *)(lobby->visitor + count);
-    lobby->id = id;
-    lobby->desc = desc;
-    lobby->heap_fd = -1;
-    lobby->count = (int)count;
-    for (int i = 0; i < lobby->count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
-    lobby->seat[count - 1].fd = listener;
-    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    ddp__hello_init(&lobby->visitor[0].hello, id, token);
-    return DDP_OK;
+static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, double patience) {
+    memset(hello, 0, sizeof *hello);
+    hello->magic = DDP__MAGIC;
+    memcpy(hello->token, id->token, sizeof hello->token);
+    hello->version = DDP__VERSION;
+    hello->world_size = id->world_size;
+    hello->rank = id->rank;
+    hello->pid = (int32_t)getpid();
+    hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
+    gethostname(hello->host, sizeof hello->host - 1);
 }
-
-static void ddp__lobby_free(ddp__lobby *lobby) { ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor); }
 
 static void ddp__hang_up(ddp__lobby *lobby, int place) {
     close(lobby->seat[place].fd);
@@ -4106,7 +4082,7 @@ static void ddp__hang_up(ddp__lobby *lobby, int place) {
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
 static void ddp__turn_away(ddp__lobby *lobby, int place, const char *why, int tell) {
     char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->id->world_size, lobby->visitor[place].from, why);
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, lobby->visitor[place].from, why);
     if (tell) ddp__send_welcome(lobby->seat[place].fd, tell, why, -1);
     if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
     ddp__hang_up(lobby, place);
@@ -4117,31 +4093,27 @@ static int ddp__is_there(ddp__lobby *lobby, int rank) {
     char byte;
     int fd = lobby->seat[rank].fd;
     ssize_t n = fd < 0 ? -1 : recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
-    if (n >= 0 || (fd >= 0 && errno != EAGAIN && errno != EINTR)) ddp__hang_up(lobby, rank);
+    if (fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__hang_up(lobby, rank);
     return lobby->seat[rank].fd >= 0;
 }
 
 /* "pid 77 on hostb"; on one machine the host goes without saying. */
-static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char *out, size_t size) {
-    snprintf(out, size, lobby->heap_fd < 0 ? "pid %d on %.63s" : "pid %d", hello->pid, hello->host);
+static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char out[96]) {
+    snprintf(out, 96, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host);
     return out;
 }
 
 /* Judges a whole hello of this job. DDP_OK admits it, anything else ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__lobby *lobby, int place) {
-    const ddp__hello *hello = &lobby->visitor[place].hello, *older;
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
+    const ddp__hello *hello = &lobby->visitor[place].hello;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size;
     char who[96], other[96];
-    ddp__who(lobby, hello, who, sizeof who);
-    if (hello->world_size != lobby->id->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size,
-                        lobby->id->world_size);
-    older = &lobby->visitor[in_range ? rank : 0].hello;
-    if (in_range && older->pid == hello->pid && older->machine == hello->machine && ddp__is_there(lobby, rank))
-        ddp__hang_up(lobby, rank); /* the same process comes anew: its first connection broke */
+    ddp__who(lobby, hello, who);
+    if (hello->world_size != lobby->world_size)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size, lobby->world_size);
     if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, older, other, sizeof other), who);
-    if (lobby->heap_fd < 0 || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, &lobby->visitor[in_range ? rank : 0].hello, other), who);
+    if (!lobby->venue->local || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
     return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
                     "(such as --pid=host)", rank, hello->pid);
 }
@@ -4153,36 +4125,32 @@ static void ddp__lobby_read(ddp__lobby *lobby, int place) {
     ddp__hello *hello = &v->hello;
     int fd = lobby->seat[place].fd;
     ssize_t n = recv(fd, (char *)hello + v->got, sizeof *hello - v->got, MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) n = 0;
-    else if (n <= 0) { ddp__turn_away(lobby, place, "it left without saying who it is", 0); return; }
-    v->got += (size_t)n;
-    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) { ddp__turn_away(lobby, place, "it is no rank of ddp", 0); return; }
-    if (v->got >= COMMON && memcmp(hello->token, lobby->visitor[0].hello.token, sizeof hello->token) != 0) {
+    const char *stranger = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ? "it left without saying who it is" : NULL;
+    if (n > 0) v->got += (size_t)n;
+    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) stranger = "it is no rank of ddp";
+    if (!stranger && v->got < sizeof *hello && ddp_now() - v->since > DDP__STRANGER_SECONDS) stranger = "it did not say who it is";
+    if (stranger) {
+        ddp__turn_away(lobby, place, stranger, 0);
+    } else if (v->got >= COMMON && memcmp(hello->token, lobby->venue->id.token, sizeof hello->token) != 0) {
         ddp__turn_away(lobby, place, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-        return;
-    }
-    if (v->got >= COMMON && hello->version != DDP__VERSION) {
+    } else if (v->got >= COMMON && hello->version != DDP__VERSION) {
         unsigned u = hello->version;
         lobby->result = ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", v->from,
                                  u / 10000, u / 100 % 100, u % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    } else if (v->got == sizeof *hello) {
+    } else if (v->got == sizeof *hello && (lobby->result = ddp__judge_hello(lobby, place)) == DDP_OK) { /* otherwise its seat is told with the others */
         double patience = ddp_now() + hello->patience_ms * 1e-3;
-        lobby->result = ddp__judge_hello(lobby, place);
-        if (lobby->result != DDP_OK) return; /* its seat is told with the others */
         lobby->visitor[hello->rank] = *v;
         lobby->seat[hello->rank].fd = fd;
         lobby->seat[place].fd = -1;
         if (patience < lobby->deadline) lobby->deadline = patience;
         ddp__send_welcome(fd, DDP__ADMITTED, "", -1);
-    } else if (ddp_now() - v->since > DDP__STRANGER_SECONDS) {
-        ddp__turn_away(lobby, place, "it did not say who it is", 0);
     }
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. When no seat is free, the stranger who has had the longest time goes: so a flood keeps
    no rank out, and nobody goes unread. */
 static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int first = lobby->id->world_size, end = lobby->count - 1;
+    int first = lobby->world_size, end = lobby->count - 1;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
         int place = first, fd;
         for (int i = first; i < end && lobby->seat[place].fd >= 0; i++)
@@ -4190,7 +4158,7 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
         if (lobby->seat[place].fd >= 0 && accepted) break;
         if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
         if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
-        if (lobby->heap_fd >= 0 && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
@@ -4205,8 +4173,8 @@ static void ddp__lobby_admit(ddp__lobby *lobby) {
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[200] = "", who[96];
-    for (int r = 1; r < lobby->id->world_size; r++) {
+    char list[300] = "", who[96];
+    for (int r = 1; r < lobby->world_size; r++) {
         if (ddp__is_there(lobby, r)) continue;
         ddp__list_rank(list, sizeof list, r);
         missing++;
@@ -4217,86 +4185,81 @@ static int ddp__lobby_waits(ddp__lobby *lobby) {
     if (to_come && ddp_now() <= lobby->deadline) return 1;
     if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
     else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed,
-                                  ddp__who(lobby, &lobby->visitor[departed].hello, who, sizeof who));
+                                  ddp__who(lobby, &lobby->visitor[departed].hello, who));
     return 0;
 }
 
-/* Waits for all ranks, or a reason not to. The listener is closed then, and strangers are gone. */
-static ddp_result ddp__lobby_wait(ddp__lobby *lobby) {
-    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
-    ddp__hang_up(lobby, lobby->count - 1);
+/* Tells everybody how the meeting went. Over TCP the connections of ranks stay. */
+static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd) {
+    char who[96];
+    const char *text = result == DDP_OK ? ddp__who(lobby, &lobby->visitor[0].hello, who) : ddp_last_error();
     for (int i = 1; i < lobby->count; i++) {
-        if (lobby->seat[i].fd < 0 || (i < lobby->id->world_size && lobby->result == DDP_OK)) continue;
-        if (lobby->result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, lobby->result, ddp_last_error(), -1);
-        ddp__hang_up(lobby, i);
+        if (lobby->seat[i].fd < 0) continue;
+        if (i < lobby->world_size || result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, result, text, heap_fd);
+        if (i >= lobby->world_size || result != DDP_OK || lobby->venue->local) ddp__hang_up(lobby, i);
     }
-    return lobby->result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(lobby->id, lobby->result, "%s", ddp_last_error());
+    return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    int listener = ddp__socket(AF_UNIX);
-    ddp__lobby lobby;
-    ddp_result result = DDP_OK;
-    if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(listener, (struct sockaddr *)&address, length) != 0 || listen(listener, 128) != 0) {
-        if (errno != EADDRINUSE) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
-                                     "MASTER_PORT", id->token);
-    } else {
-        result = ddp__heap_create(out, id->world_size, 0, 0);
-    }
-    if (result == DDP_OK && (result = ddp__lobby_open(&lobby, id, desc, id->token, listener)) != DDP_OK) ddp__heap_release(*out);
-    if (result != DDP_OK) { close(listener); return result; }
-    lobby.heap_fd = (*out)->fd;
-    result = ddp__lobby_wait(&lobby);
-    for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
-    for (int r = 1; r < id->world_size && result == DDP_OK; r++) {
-        ddp__send_welcome(lobby.seat[r].fd, DDP_OK, "", lobby.heap_fd);
-        ddp__hang_up(&lobby, r);
-    }
-    if (result != DDP_OK) ddp__heap_release(*out);
-    ddp__lobby_free(&lobby);
+static void ddp__lobby_free(ddp__lobby *lobby) { ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor); }
+
+/* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
+static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
+    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
+    ddp_result result;
+    memset(lobby, 0, sizeof *lobby);
+    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->visitor) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
+    memset(lobby->visitor, 0, size);
+    lobby->seat = (struct pollfd *)(lobby->visitor + count);
+    lobby->venue = venue;
+    lobby->desc = desc;
+    lobby->world_size = venue->id.world_size;
+    lobby->count = (int)count;
+    for (size_t i = 0; i < count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
+    lobby->seat[count - 1].fd = listener;
+    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    ddp__hello_init(&lobby->visitor[0].hello, &venue->id, 0);
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
+    ddp__hang_up(lobby, lobby->count - 1);
+    if (lobby->result == DDP_OK) return DDP_OK;
+    result = ddp__lobby_end(lobby, lobby->result, -1);
+    ddp__lobby_free(lobby);
     return result;
 }
 
-/* Other ranks: the next answer of rank 0, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
+/* Rank 0's next answer, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
    rank 0 has left, EPROTO when this is not rank 0 of any job. */
 static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
     for (size_t got = 0; got < sizeof *out;) {
-        struct pollfd wait = {fd, POLLIN, 0};
         int came = -1;
         ssize_t n = ddp__pass(fd, 1, (char *)out + got, sizeof *out - got, &came);
         if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
-        if (n < 0 && ddp_now() > deadline) return ETIMEDOUT;
-        if (n < 0) { poll(&wait, 1, 20); continue; }
+        if (n < 0 && !ddp__fd_ready(fd, POLLIN, deadline)) return ETIMEDOUT;
         if (n == 0) return got ? EPROTO : ECONNRESET;
         if (came >= 0 && *heap_fd >= 0) close(*heap_fd);
         if (came >= 0) *heap_fd = came;
-        got += (size_t)n;
+        if (n > 0) got += (size_t)n;
         if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
     }
     out->text[sizeof out->text - 1] = 0;
     return 0;
 }
 
-/* Says hello on a new connection and waits for the outcome, which may bring the heap's descriptor. DDP_ERR_INVALID: this is not our rank 0, for
-   the reason in the error line; ask again, or elsewhere. */
-static ddp_result ddp__visit(int fd, const ddp__identity *id, const char *token, double deadline, ddp__welcome *welcome, int *heap_fd) {
-    double left = deadline - ddp_now(), answer_by = ddp_now() + DDP__STRANGER_SECONDS;
+/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
+   elsewhere. */
+static ddp_result ddp__say_hello(const ddp__identity *id, int fd, double deadline, ddp__welcome *welcome, int *heap_fd) {
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
     ddp__hello hello;
     char host[96];
     int error;
     ddp__peer_text(fd, host, sizeof host);
-    ddp__hello_init(&hello, id, token);
-    hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
+    ddp__hello_init(&hello, id, deadline - ddp_now());
     if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != (ssize_t)sizeof hello) return ddp_fail(DDP_ERR_INVALID, "%s", strerror(errno));
     error = ddp__await_welcome(fd, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0, welcome, heap_fd);
-    if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_INVALID, "%s", "who listens there says nothing");
-    if (error) return ddp_fail(DDP_ERR_INVALID, "%s", error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    if (welcome->result == DDP__OTHER_JOB) return ddp_fail(DDP_ERR_INVALID, "%s", "rank 0 of another job listens there");
+    if (error || welcome->result == DDP__OTHER_JOB)
+        return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
+                        error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
     if (welcome->result == DDP__ADMITTED) /* rank 0 knows our deadline, and its answer says more than silence */
         error = ddp__await_welcome(fd, deadline + 1.0, welcome, heap_fd);
     if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", host);
@@ -4304,52 +4267,116 @@ static ddp_result ddp__visit(int fd, const ddp__identity *id, const char *token,
     return welcome->result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
+/* One try at an address; result as of ddp__say_hello. */
+static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__welcome *welcome, int *fd, int *heap_fd) {
+    double try_until = ddp_now() + 3.0;
+    socklen_t size = sizeof(int);
+    int error;
+    ddp_result result;
+    welcome->result = 0;
+    *fd = ddp__socket(to->sa_family);
+    error = *fd < 0 || connect(*fd, to, length) != 0 ? errno : 0;
+    if (error == EINPROGRESS && !ddp__fd_ready(*fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    else if (error == EINPROGRESS) getsockopt(*fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
+    else if (to->sa_family == AF_UNIX && ddp__peer_of(*fd).uid != geteuid())
+        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(*fd).uid);
+    else result = ddp__say_hello(id, *fd, deadline, welcome, heap_fd);
+    if (result != DDP_OK && *fd >= 0) close(*fd);
+    return result;
+}
+
+/* Asks at every address of every host. */
+static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__welcome *welcome, int *fd) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    ddp_result result = DDP_ERR_INVALID;
+    char host[256], number[16];
+    int length = 0, none = -1;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += length + (int)strspn(h + length, " "))
+        for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
+            length = (int)strcspn(h, " ");
+            snprintf(host, sizeof host, "%.*s", length, h);
+            snprintf(number, sizeof number, "%d", port);
+            int error = getaddrinfo(host, number, &hints, &list);
+            if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
+            for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
+                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, welcome, fd, &none);
+                if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
+            }
+            freeaddrinfo(list);
+        }
+    return result;
+}
+
+static int ddp__venue_read(ddp__venue *venue, size_t token_size);
+
+/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
+static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__welcome *welcome, int *fd, int *heap_fd) {
+    const ddp__identity *id = &venue->id;
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    struct sockaddr_un here;
+    socklen_t length = ddp__job_address(&here, id->token);
+    size_t token_size = strlen(id->token);
+    for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
+        ddp_result result = DDP_ERR_INVALID;
+        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, welcome, fd, heap_fd);
+        else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
+        else result = ddp__ask_hosts(venue, deadline, welcome, fd);
+        if (result != DDP_ERR_INVALID) return result;
+        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+    }
+}
+
+static ddp_result ddp__local_listen(const ddp__identity *id, int *listener) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    ddp__welcome welcome;
-    ddp_result result = DDP_ERR_INVALID;
-    int heap_fd = -1;
-    while (result == DDP_ERR_INVALID) { /* rank 0 may not be up yet */
-        int fd = ddp__socket(AF_UNIX);
-        if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-        if (connect(fd, (struct sockaddr *)&address, length) != 0) usleep(1000);
-        else if (ddp__peer_of(fd).uid != geteuid())
-            result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-        else result = ddp__visit(fd, id, id->token, deadline, &welcome, &heap_fd);
-        close(fd);
-        if (result == DDP_ERR_INVALID && ddp_now() > deadline)
-            result = DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", desc->timeout_ms);
-    }
-    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result == DDP_OK) {
-        *out = ddp__heap_wrap(heap_fd, 0);
-        return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
-    }
-    if (heap_fd >= 0) close(heap_fd); /* a malformed answer may carry one */
+    *listener = ddp__socket(AF_UNIX);
+    if (*listener >= 0 && bind(*listener, (struct sockaddr *)&address, length) == 0 && listen(*listener, 128) == 0) return DDP_OK;
+    int error = errno;
+    if (*listener >= 0) close(*listener);
+    if (error != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(error));
+    return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+}
+
+/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
+static ddp_result ddp__rendezvous_host(const ddp__venue *venue, const ddp_group_desc *desc, ddp__heap **out) {
+    ddp__lobby lobby;
+    int listener;
+    DDP__TRY(ddp__local_listen(&venue->id, &listener));
+    DDP__TRY(ddp__lobby_hold(&lobby, venue, desc, listener));
+    ddp_result result = ddp__heap_create(out, lobby.world_size, 0, 0);
+    for (int r = 0; r < lobby.world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
+    result = ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
+    ddp__lobby_free(&lobby);
     return result;
 }
 
 /* Meets the other ranks of this machine. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
+    ddp__venue venue = DDP_ZERO;
+    ddp__welcome welcome;
+    int fd = -1, heap_fd = -1;
+    venue.id = *id;
+    venue.local = 1;
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, desc, out) : ddp__rendezvous_visit(id, desc, out);
+    if (id->rank == 0) return ddp__rendezvous_host(&venue, desc, out);
+    ddp_result result = ddp__visit(&venue, desc, &welcome, &fd, &heap_fd);
+    if (result == DDP_OK) close(fd);
+    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    if (result != DDP_OK) { if (heap_fd >= 0) close(heap_fd); return result; } /* a malformed answer may carry one */
+    *out = ddp__heap_wrap(heap_fd, 0);
+    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
 //== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
 
 /* --- where rank 0 is --- */
-
-typedef struct ddp__venue {
-    char token[416];
-    char hosts[256];     /* names or addresses with blanks between, asked in turn */
-    int port, ports;     /* rank 0 takes the first free one of `ports` from port on, any where port is 0; the others ask each */
-    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
-    const char *advice;  /* how to choose another port */
-} ddp__venue;
 
 static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
 
@@ -4365,16 +4392,14 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 }
 
 /* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
-static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id) {
-    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+static ddp_result ddp__venue_from_env(ddp__venue *venue) {
+    const ddp__identity *id = &venue->id;
     int own, slurm = strncmp(id->token, "slurm", 5) == 0;
-    memset(venue, 0, sizeof *venue);
     DDP__TRY(ddp__env_int("MASTER_PORT", 0, &venue->port));
     DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
-    snprintf(venue->token, sizeof venue->token, "%s", id->token);
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
-    venue->ports = 1;
+    if (!*venue->hosts && slurm)
+        ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
     venue->advice = "set DDP_MASTER_PORT to another one, on all ranks";
     if (own) {
         venue->port = own;
@@ -4393,32 +4418,28 @@ static ddp_result ddp__venue_from_env(ddp__venue *venue, const ddp__identity *id
 }
 
 /* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
-static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp__identity *id, const ddp_group_desc *desc) {
-    const char *url = desc->init_method, *host = id->place, *colon = strrchr(host, ':');
-    int length = colon ? (int)(colon - host) : 0;
-    char *end;
-    memset(venue, 0, sizeof *venue);
-    venue->ports = 1;
+static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *desc) {
+    const char *host = venue->id.place, *colon = strrchr(host, ':');
+    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
+    char *end = NULL, job[300];
+    snprintf(job, sizeof job, "%.299s", venue->id.found ? venue->id.token : "");
+    snprintf(venue->id.token, sizeof venue->id.token, "%.20s:%.30s:%s", file ? "file" : host + length, desc->name, job);
     venue->advice = "give another one in init_method, on all ranks";
-    if (url[0] == 'f') {
-        venue->path = id->place;
-        snprintf(venue->token, sizeof venue->token, "file:%.30s:%.300s", desc->name, id->found ? id->token : ""); /* and what rank 0 adds */
-        DDP__JOIN_NEED(venue->path[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", url);
-        return DDP_OK;
-    }
+    if (file) venue->path = host;
+    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
+    if (file) return DDP_OK;
     if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
     venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
     DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && venue->port > 0 && venue->port <= 65535 && !*end,
-                   "init_method \"%.60s\" is not like \"tcp://host:port\"", url);
+                   "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
     snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
-    snprintf(venue->token, sizeof venue->token, "tcp:%d:%.30s:%.300s", venue->port, desc->name, id->found ? id->token : "");
     return DDP_OK;
 }
 
 /* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
 static int ddp__tcp_listen(const char *host, int port) {
     static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
-    int fd = -1, error = 0, on = 1, off = 0;
+    int fd = -1, error = EADDRNOTAVAIL, on = 1, off = 0;
     char number[16];
     snprintf(number, sizeof number, "%d", port);
     for (int i = 0; i < 2 && fd < 0; i++) {
@@ -4437,19 +4458,19 @@ static int ddp__tcp_listen(const char *host, int port) {
         }
         freeaddrinfo(list);
     }
-    errno = error ? error : EADDRNOTAVAIL;
+    errno = error;
     return fd;
 }
 
 /* Who listens at a port of this machine, as far as this user may see: "pid 77 (python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
+    unsigned at, state;
     char line[512], want[64];
     glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
     for (int i = 0; i < 2; i++) {
         FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
-        unsigned at, state;
         while (table && fgets(line, sizeof line, table))
             if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10)
                 wanted = inode;
@@ -4472,19 +4493,6 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     globfree(&files);
 }
 
-/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
-static ddp_result ddp__venue_open(const ddp__venue *venue, const ddp__identity *id, int *listener) {
-    double give_up = ddp_now() + 1.0;
-    char holder[80];
-    do {
-        for (int i = 0; i < venue->ports; i++)
-            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
-    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
-    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
-    ddp__port_holder(venue->port, holder, sizeof holder);
-    return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "port %d is in use by %s; %s", venue->port, holder, venue->advice);
-}
-
 /* "port address address ...": how others reach a listener of this machine, on whatever network they share. */
 static void ddp__announce_text(int listener, char *out, size_t size) {
     struct sockaddr_storage at;
@@ -4495,14 +4503,12 @@ static void ddp__announce_text(int listener, char *out, size_t size) {
         getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
     snprintf(out, size, "%s", port);
     getifaddrs(&list);
-    for (int loopback = 0; loopback < 2; loopback++)
-        for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-            int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
-            socklen_t n = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
-            if ((family != AF_INET && family != AF_INET6) || !(a->ifa_flags & IFF_UP) || (a->ifa_flags & IFF_LOOPBACK ? 1 : 0) != loopback) continue;
-            if (getnameinfo(a->ifa_addr, n, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0 || strchr(host, '%')) continue; /* of one link only */
-            if (strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host);
-        }
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        int family = a->ifa_addr && a->ifa_flags & IFF_UP ? a->ifa_addr->sa_family : AF_UNSPEC;
+        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        if (!strchr(host, '%') && strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host); /* %: of one link */
+    }
     if (list) freeifaddrs(list);
 }
 
@@ -4513,675 +4519,409 @@ static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
     return blank && venue->port > 0;
 }
 
+/* No other rank, job or time gives the same number. */
 static uint64_t ddp__random(void) {
-    uint64_t bits = 0, now = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40;
-#ifdef SYS_getrandom
-    if (syscall(SYS_getrandom, &bits, sizeof bits, 1 /* GRND_NONBLOCK */) == (long)sizeof bits) return bits;
-#endif
-    return ddp__hash_bytes(ddp__machine(), &now, sizeof now);
+    struct { double now; uint64_t pid, bits; char host[64]; } seed = DDP_ZERO;
+    seed.now = ddp_now();
+    seed.pid = (uint64_t)getpid();
+    gethostname(seed.host, sizeof seed.host);
+    (void)!syscall(SYS_getrandom, &seed.bits, sizeof seed.bits, 1u /* GRND_NONBLOCK */);
+    return ddp__hash_bytes(DDP__HASH, &seed, sizeof seed);
 }
 
-/* The file of file://: "token|port address ...". It appears whole, by rename; whoever finds one of an earlier job finds nobody there. */
-static ddp_result ddp__venue_write(ddp__venue *venue, const ddp__identity *id, int listener) {
-    char path[1024], hosts[256], text[512];
-    size_t n = strlen(venue->token);
-    snprintf(venue->token + n, sizeof venue->token - n, ":%016llx", (unsigned long long)ddp__random());
+/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#endif
+static uint64_t ddp__machine(void) {
+    struct { char boot[64]; uint64_t user, salt, space[2]; } m = DDP_ZERO;
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    struct stat s;
+    if (fd < 0 || read(fd, m.boot, sizeof m.boot - 1) <= 0) gethostname(m.boot, sizeof m.boot);
+    if (fd >= 0) close(fd);
+    m.user = (uint64_t)geteuid();
+    m.salt = (uint64_t)(DDP__MACHINE_SALT);
+    for (int i = 0; i < 2; i++) m.space[i] = stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0 ? (uint64_t)s.st_ino : 0;
+    return ddp__hash_bytes(DDP__HASH, &m, sizeof m);
+}
+
+/* The file of file://: "number port address ..."; the number belongs to the token. It appears whole, by rename; whoever finds one of an earlier job
+   finds nobody there. */
+static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
+    char path[1024], hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
+    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__random());
     ddp__announce_text(listener, hosts, sizeof hosts);
-    int size = snprintf(text, sizeof text, "%s|%s", venue->token + n, hosts), length = snprintf(path, sizeof path, "%.1000s.%d", venue->path, (int)getpid());
+    int size = snprintf(text, sizeof text, "%s %s", number, hosts), length = snprintf(path, sizeof path, "%.1000s.%d", venue->path, (int)getpid());
     int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = length < 1000 && fd >= 0 && write(fd, text, (size_t)size) == size;
     if (fd >= 0 && close(fd) != 0) ok = 0;
     if (ok && rename(path, venue->path) == 0) return DDP_OK;
-    size = errno;
+    int error = errno;
     if (fd >= 0) unlink(path);
-    return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(size));
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(error));
 }
 
-/* What a visitor needs, from the file; 0 while it is not there. token: what all ranks know. */
-static int ddp__venue_read(ddp__venue *venue, const char *token) {
-    char text[512], *bar;
+/* What a visitor needs, from the file; 0 while it is not there. token_size: of what all ranks know. */
+static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
+    char text[512], *blank;
     int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
     ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
     if (fd >= 0) close(fd);
     text[n > 0 ? n : 0] = 0;
-    if ((bar = strchr(text, '|')) == NULL) return 0;
-    *bar = 0;
-    snprintf(venue->token, sizeof venue->token, "%.380s%.30s", token, text);
-    return ddp__venue_hear(venue, bar + 1);
+    if ((blank = strchr(text, ' ')) == NULL) return 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%.*s", blank - text < 17 ? (int)(blank - text) : 17, text);
+    return ddp__venue_hear(venue, blank + 1);
 }
 
-/* --- connections --- */
-
-/* Waits until a socket can be read, or written, without waiting; 0 = not by the deadline. */
-static int ddp__fd_ready(int fd, short events, double deadline) {
-    struct pollfd wait = {fd, events, 0};
-    for (;;) {
-        double left = deadline - ddp_now();
-        if (poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0) > 0) return 1;
-        if (left <= 0) return 0;
-    }
-}
-
-static int ddp__tcp_connect(const struct addrinfo *to, double deadline) {
-    int fd = ddp__socket(to->ai_family), error = 0;
-    socklen_t size = sizeof error;
-    if (fd < 0) return -1;
-    if (connect(fd, to->ai_addr, to->ai_addrlen) == 0) return fd;
-    if (errno != EINPROGRESS) error = errno;
-    else if (!ddp__fd_ready(fd, POLLOUT, deadline)) error = ETIMEDOUT;
-    else getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (!error) return fd;
-    close(fd);
-    errno = error;
-    return -1;
-}
-
-/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
-static void ddp__tcp_tune(int fd, int timeout_ms) {
-    unsigned limit = (unsigned)timeout_ms - (unsigned)timeout_ms / 4;
-    int on = 1, seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1, probes = 3;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, sizeof limit);
-}
-
-/* One try at every address of a host. DDP_ERR_INVALID: none of them is our rank 0; the error line is what the last one did. */
-static ddp_result ddp__tcp_ask(const ddp__identity *id, const ddp__venue *venue, const char *host, int port, double deadline, ddp__welcome *welcome, int *fd) {
-    struct addrinfo hints = DDP_ZERO, *list;
-    char number[16];
-    ddp_result result = DDP_ERR_INVALID;
-    snprintf(number, sizeof number, "%d", port);
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV;
-    int error = getaddrinfo(host, number, &hints, &list), none = -1;
-    if (error) return ddp_fail(DDP_ERR_INVALID, "host \"%s\" has no address: %s", host, gai_strerror(error));
-    for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-        double try_until = ddp_now() + 3.0;
-        welcome->result = 0;
-        *fd = ddp__tcp_connect(a, try_until < deadline ? try_until : deadline);
-        if (*fd < 0) ddp_fail(result, "%s", strerror(errno));
-        else result = ddp__visit(*fd, id, venue->token, deadline, welcome, &none);
-        if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
-        if (result == DDP_OK) break;
-        if (*fd >= 0) close(*fd);
-        *fd = -1;
-    }
-    freeaddrinfo(list);
-    return result;
-}
-
-/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
-static ddp_result ddp__tcp_visit(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, ddp__welcome *welcome, int *fd) {
-    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    char token[416], host[256];
-    useconds_t pause = 5000;
-    memcpy(token, venue->token, sizeof token);
-    for (;; usleep(pause), pause = pause < 200000 ? 2 * pause : pause) {
-        ddp_result result = ddp_fail(DDP_ERR_INVALID, "%s", venue->path ? "there is no such file yet" : "");
-        memset(welcome, 0, sizeof *welcome);
-        if (venue->path && !ddp__venue_read(venue, token)) venue->hosts[0] = 0;
-        for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += strspn(h, " ")) {
-            snprintf(host, sizeof host, "%.*s", (int)strcspn(h, " "), h);
-            h += strlen(host);
-            for (int i = 0; i < venue->ports && result == DDP_ERR_INVALID; i++)
-                result = ddp__tcp_ask(id, venue, host, venue->port + i, deadline, welcome, fd);
-        }
-        if (result != DDP_ERR_INVALID) return result;
-        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
-            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        if (ddp_now() > deadline)
-            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive%s%.150s: %s", desc->timeout_ms,
-                                  venue->path ? " by " : "", venue->path ? venue->path : "", ddp_last_error());
-    }
+/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
+static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
+    double give_up = ddp_now() + 1.0;
+    char holder[80];
+    do {
+        for (int i = 0; i < venue->ports; i++)
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port ? venue->port + i : 0)) >= 0) return DDP_OK;
+    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
+    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
+    ddp__port_holder(venue->port, holder, sizeof holder);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; %s", venue->port, holder, venue->advice);
 }
 
 /* --- frames --- */
 
-/* After the meeting every rank keeps a connection to the hub, a thread of rank 0's process; rank 0 itself through a socket pair. A collective is
-   one frame from each rank, its fingerprint and data, and when all have come and agree, one answer to all with the data of all, of which each rank
-   takes or adds up what is its. Whoever fails tells the hub, and the hub tells everybody. */
+/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
+   rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
+   everybody. */
 
 #define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
-enum { DDP__FRAME_CALL = 1, DDP__FRAME_ANSWER, DDP__FRAME_CAUSE, DDP__FRAME_BYE };
+enum { DDP__FRAME_DATA = 1, DDP__FRAME_NEWS };
 typedef struct ddp__frame {
-    uint32_t kind, size;         /* size: bytes that follow */
-    int32_t result, unused;      /* CALL: not 0 = too large, and nothing follows */
-    uint64_t seq, count, signature;
+    uint32_t kind;
+    int32_t result;              /* DATA: not 0 = more than fits, and nothing follows. NEWS: why the group failed; 0 = the sender leaves it */
+    uint64_t size;               /* bytes that follow; NEWS: a text */
+    uint64_t count, signature;
 } ddp__frame;
 
-/* A connection and the frame that is coming in. */
-typedef struct ddp__stream { int fd; size_t got; ddp__frame frame; unsigned char *data; size_t capacity; } ddp__stream;
-
-static int ddp__room(const ddp_group_desc *desc, unsigned char **data, size_t *capacity, size_t size) {
-    if (size <= *capacity) return 1;
-    ddp__aligned_free(desc->free_fn, desc->user, *data);
-    *data = (unsigned char *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    *capacity = *data ? size : 0;
-    return *data != NULL;
-}
-
-/* Reads on: 1 = a frame is whole, and got = 0 begins the next; 0 = later; -1 = the connection has ended, errno is why, 0 = the peer closed it. */
-static int ddp__stream_read(const ddp_group_desc *desc, ddp__stream *s, size_t most) {
-    for (;;) {
-        size_t head = sizeof s->frame, end = s->got < head ? head : head + s->frame.size;
-        if (s->got >= head && s->got == end) return 1;
-        if (s->got == head && s->frame.size > most) { errno = EPROTO; return -1; }
-        if (s->got == head && !ddp__room(desc, &s->data, &s->capacity, s->frame.size)) { errno = ENOMEM; return -1; }
-        ssize_t n = recv(s->fd, s->got < head ? (unsigned char *)&s->frame + s->got : s->data + (s->got - head), end - s->got, MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return 0;
-        if (n <= 0) { if (n == 0) errno = 0; return -1; }
-        s->got += (size_t)n;
-    }
-}
-
-/* 0, or an errno. */
-static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
-    for (size_t done = 0; done < size;) {
-        ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
-        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
-        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) return ETIMEDOUT;
-        if (n > 0) done += (size_t)n;
-    }
-    return 0;
-}
-
-/* One frame with size bytes of text, up to DDP__TEXT_MAX: to somebody who may not be there any more. */
-static void ddp__send_text(int fd, uint32_t kind, ddp_result result, const char *text, size_t size) {
-    ddp__frame frame = {kind, (uint32_t)size, result, 0, 0, 0, 0};
-    char out[sizeof frame + DDP__TEXT_MAX] = "";
-    memcpy(out, &frame, sizeof frame);
-    snprintf(out + sizeof frame, DDP__TEXT_MAX, "%s", text);
-    ddp__send_all(fd, out, sizeof frame + size, ddp_now() + 0.5);
-}
-
-/* "rank 2: pid 77 on hostb is gone", or why its connection broke. */
-static void ddp__lost_text(char *out, size_t size, int rank, const char *who, int error) {
-    if (error == 0 || error == ECONNRESET || error == EPIPE) snprintf(out, size, "rank %d: %s is gone", rank, who);
-    else snprintf(out, size, "rank %d (%s): the connection broke: %s", rank, who, strerror(error));
-}
-
-/* --- the hub --- */
-
-typedef struct ddp__client {
-    ddp__stream stream;          /* fd -1 = has left, or is lost */
-    char who[96];
-    int arrived;                 /* call and data are its next call */
-    ddp__frame call;
-    unsigned char *data;
-    size_t capacity;
-} ddp__client;
-
-typedef struct ddp__hub {
-    ddp_group *group;
-    pthread_t thread;
-    int arrived, world_size;
-    double since;                /* when the first rank arrived */
-    ddp_result cause;
-    unsigned char *out;          /* an answer */
-    size_t capacity;
-    ddp__client *client;
-    struct pollfd *poll;
-} ddp__hub;
-
-static void ddp__hub_poison(ddp__hub *hub, ddp_result cause, const char *text) {
-    if (hub->cause != DDP_OK) return;
-    hub->cause = cause;
-    for (int r = 0; r < hub->world_size; r++)
-        if (hub->client[r].stream.fd >= 0) ddp__send_text(hub->client[r].stream.fd, DDP__FRAME_CAUSE, cause, text, DDP__TEXT_MAX);
-}
-
-static void ddp__hub_drop(ddp__hub *hub, int r) {
-    close(hub->client[r].stream.fd);
-    hub->client[r].stream.fd = -1;
-}
-
-static void ddp__hub_lost(ddp__hub *hub, int r, int error) {
-    char text[DDP__TEXT_MAX];
-    ddp__lost_text(text, sizeof text, r, hub->client[r].who, error);
-    ddp__hub_drop(hub, r);
-    ddp__hub_poison(hub, DDP_ERR_PEER_LOST, text);
-}
-
-/* A rank's call is compared with those that are there. */
-static void ddp__hub_arrive(ddp__hub *hub, int r) {
-    ddp__client *c = &hub->client[r];
-    ddp__stream in = c->stream;
-    char text[DDP__TEXT_MAX];
-    c->stream.data = c->data;
-    c->stream.capacity = c->capacity;
-    c->data = in.data;
-    c->capacity = in.capacity;
-    c->call = in.frame;
-    for (int i = 0; i < hub->world_size; i++) {
-        const ddp__frame *low = &hub->client[i < r ? i : r].call, *high = &hub->client[i < r ? r : i].call;
-        if (!hub->client[i].arrived || (low->seq == high->seq && low->signature == high->signature && low->count == high->count)) continue;
-        ddp__post of_low, of_high;
-        of_low.signature = low->signature; of_low.count = low->count;
-        of_high.signature = high->signature; of_high.count = high->count;
-        ddp__mismatch_text(text, sizeof text, i < r ? i : r, &of_low, i < r ? r : i, &of_high);
-        ddp__hub_poison(hub, DDP_ERR_MISMATCH, text);
-        return;
-    }
-    if (hub->arrived++ == 0) hub->since = ddp_now();
-    c->arrived = 1;
-}
-
-static void ddp__hub_read(ddp__hub *hub, int r) {
-    ddp__client *c = &hub->client[r];
-    ddp__frame *frame = &c->stream.frame;
-    while (c->stream.fd >= 0) {
-        int whole = ddp__stream_read(&hub->group->desc, &c->stream, DDP__TCP_PAYLOAD + 16 * (size_t)hub->world_size);
-        if (whole == 0) return;
-        c->stream.got = 0;
-        if (whole < 0) {
-            ddp__hub_lost(hub, r, errno);
-        } else if (frame->kind == DDP__FRAME_BYE) {
-            ddp__hub_drop(hub, r);
-        } else if (frame->kind == DDP__FRAME_CAUSE && frame->size) {
-            c->stream.data[frame->size - 1] = 0;
-            ddp__hub_poison(hub, (ddp_result)frame->result, (const char *)c->stream.data);
-        } else if (frame->kind != DDP__FRAME_CALL || c->arrived) {
-            ddp__hub_lost(hub, r, EPROTO);
-        } else if (hub->cause == DDP_OK) {
-            ddp__hub_arrive(hub, r);
-        }
-    }
-}
-
-/* All have come and mean the same: everybody gets the data of all, behind a table of where each rank's begins. Who has no room for his answer for long
-   is lost; he is in the call, and reads. */
-static void ddp__hub_complete(ddp__hub *hub) {
-    size_t w = (size_t)hub->world_size, at = ddp__round_up(8 * w, DDP__ALIGN), total = at;
-    ddp__frame frame = {DDP__FRAME_ANSWER, 0, 0, 0, 0, 0, 0};
-    for (size_t r = 0; r < w; r++) {
-        total += ddp__round_up(hub->client[r].call.size, DDP__ALIGN);
-        if (hub->client[r].call.result != 0) frame.result = DDP_ERR_UNSUPPORTED;
-    }
-    if (!ddp__room(&hub->group->desc, &hub->out, &hub->capacity, sizeof frame + total)) {
-        ddp__hub_poison(hub, DDP_ERR_NO_MEMORY, "rank 0: the answer to a call could not be allocated");
-        return;
-    }
-    frame.size = frame.result ? 0 : (uint32_t)total;
-    memcpy(hub->out, &frame, sizeof frame);
-    for (size_t r = 0; r < w; r++) {
-        const ddp__client *c = &hub->client[r];
-        uint64_t begin = at;
-        memcpy(hub->out + sizeof frame + 8 * r, &begin, sizeof begin);
-        if (c->call.size) memcpy(hub->out + sizeof frame + at, c->data, c->call.size);
-        at += ddp__round_up(c->call.size, DDP__ALIGN);
-    }
-    hub->arrived = 0;
-    for (int r = 0; r < hub->world_size; r++) hub->client[r].arrived = 0;
-    for (int r = 0, error; r < hub->world_size && hub->cause == DDP_OK; r++) {
-        error = ddp__send_all(hub->client[r].stream.fd, hub->out, sizeof frame + frame.size, ddp_now() + hub->group->desc.timeout_ms * 0.5e-3);
-        if (error) ddp__hub_lost(hub, r, error);
-    }
-}
-
-/* Somebody waits: for one who has left, or for too long? Returns how many milliseconds to sleep. */
-static int ddp__hub_check(ddp__hub *hub) {
-    char text[DDP__TEXT_MAX], here[200] = "", missing[200] = "";
-    double left = hub->since + hub->group->desc.timeout_ms * 1e-3 - ddp_now();
-    if (hub->arrived == 0 || hub->cause != DDP_OK) return -1;
-    for (int r = 0; r < hub->world_size; r++) {
-        if (hub->client[r].stream.fd < 0) {
-            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, hub->client[r].who);
-            ddp__hub_poison(hub, DDP_ERR_PEER_LOST, text);
-        }
-        ddp__list_rank(hub->client[r].arrived ? here : missing, sizeof here, r);
-    }
-    if (left > 0) return (int)(left * 1e3) + 1;
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, hub->group->desc.timeout_ms, here, missing);
-    ddp__hub_poison(hub, DDP_ERR_TIMEOUT, text);
-    return -1;
-}
-
-/* Lives until rank 0 destroys the group. */
-static void *ddp__hub_main(void *argument) {
-    ddp__hub *hub = (ddp__hub *)argument;
-    prctl(PR_SET_NAME, "ddp-hub");
-    while (hub->client[0].stream.fd >= 0) {
-        int sleep_ms = ddp__hub_check(hub);
-        for (int r = 0; r < hub->world_size; r++) {
-            hub->poll[r].fd = hub->client[r].stream.fd;
-            hub->poll[r].events = POLLIN;
-        }
-        poll(hub->poll, (nfds_t)hub->world_size, sleep_ms);
-        for (int r = 0; r < hub->world_size; r++)
-            if (hub->poll[r].fd >= 0 && hub->poll[r].revents) ddp__hub_read(hub, r);
-        if (hub->arrived == hub->world_size && hub->cause == DDP_OK) ddp__hub_complete(hub);
-    }
-    for (int r = 1; r < hub->world_size; r++)
-        if (hub->client[r].stream.fd >= 0) ddp__send_text(hub->client[r].stream.fd, DDP__FRAME_BYE, DDP_OK, "", 0);
-    return NULL;
-}
-
-/* --- a rank --- */
+typedef struct ddp__peer {
+    int fd;                      /* -1 = none, or it has left */
+    int arrived;                 /* its data of this call is whole: */
+    ddp__frame data, in;         /* in: what is coming, of which we have */
+    size_t got, room;            /* room: of bytes */
+    unsigned char *bytes;
+    char who[96], news[DDP__TEXT_MAX];
+} ddp__peer;
 
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
-    int world_size;
-    ddp__stream stream;
-    pthread_mutex_t lock, send_lock; /* lock: of what follows and what came in; send_lock: one whole frame after the other */
-    int running, answered, hub_left;
-    char hub_who[96];
-    uint64_t nonce, splits;      /* nonce: of this meeting */
-    ddp__hub *hub;               /* of rank 0 */
-    uint64_t *machine;           /* of each rank */
-    const void **source;         /* where each rank's data of an answer begins */
-    unsigned char *out;          /* a frame and DDP__TCP_PAYLOAD bytes and counts */
+    int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
+    ddp__peer *peer;
+    struct pollfd *poll;
+    pthread_mutex_t lock;        /* of all that is not the running call's alone */
+    int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
+    uint64_t (*card)[2];         /* of each rank: its machine, and a random number */
+    unsigned char *out;          /* a frame to send */
+    size_t room;
 } ddp__tcp;
 
-static void ddp__tcp_free(const ddp_group_desc *desc, ddp__tcp *t) {
-    if (t->stream.fd >= 0) close(t->stream.fd);
-    for (int r = 0; t->hub && r < t->world_size; r++) {
-        ddp__client *c = &t->hub->client[r];
-        if (c->stream.fd >= 0) close(c->stream.fd);
-        ddp__aligned_free(desc->free_fn, desc->user, c->stream.data);
-        ddp__aligned_free(desc->free_fn, desc->user, c->data);
-    }
-    if (t->hub) ddp__aligned_free(desc->free_fn, desc->user, t->hub->out);
-    ddp__aligned_free(desc->free_fn, desc->user, t->stream.data);
-    pthread_mutex_destroy(&t->lock);
-    pthread_mutex_destroy(&t->send_lock);
-    ddp__aligned_free(desc->free_fn, desc->user, t);
+static int ddp__tcp_room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return 1;
+    ddp_group_mfree(group, *bytes);
+    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    *room = *bytes ? size : 0;
+    return *bytes != NULL;
 }
 
-/* One block: the state, its arrays, and on rank 0 the hub's. Not yet connected. */
-static ddp__tcp *ddp__tcp_new(const ddp__identity *id, const ddp_group_desc *desc) {
-    size_t w = (size_t)id->world_size, hub = id->rank == 0 ? sizeof(ddp__hub) + w * (sizeof(ddp__client) + sizeof(struct pollfd)) : 0;
-    size_t size = sizeof(ddp__tcp) + hub + w * (sizeof(uint64_t) + sizeof(void *)), out_size = sizeof(ddp__frame) + DDP__TCP_PAYLOAD + 16 * w;
-    ddp__tcp *t = (ddp__tcp *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + out_size);
-    if (!t) DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size + out_size);
-    if (!t) return NULL;
-    memset(t, 0, size);
-    t->world_size = id->world_size;
-    t->stream.fd = -1;
-    t->machine = (uint64_t *)(void *)(t + 1);
-    t->source = (const void **)(t->machine + w);
-    t->out = (unsigned char *)t + size;
-    pthread_mutex_init(&t->lock, NULL);
-    pthread_mutex_init(&t->send_lock, NULL);
-    if (!hub) return t;
-    t->hub = (ddp__hub *)(void *)(t->source + w);
-    t->hub->world_size = id->world_size;
-    t->hub->client = (ddp__client *)(t->hub + 1);
-    t->hub->poll = (struct pollfd *)(t->hub->client + w);
-    for (size_t r = 0; r < w; r++) t->hub->client[r].stream.fd = -1;
-    return t;
+/* What may follow a frame. */
+static size_t ddp__tcp_most(const ddp_group *group) {
+    size_t w = (size_t)group->world_size;
+    return (DDP__TCP_PAYLOAD + 16 * w + 16) * (group->rank ? w : 1);
 }
 
-/* Rank 0: gathers all at the listener, which it closes; they become the hub's clients and get the roster: the nonce and everybody's machine. */
-static ddp_result ddp__tcp_host(const ddp__identity *id, const ddp_group_desc *desc, const ddp__venue *venue, int listener, ddp__tcp *t) {
-    ddp__frame frame = {DDP__FRAME_ANSWER, (uint32_t)(8 * (id->world_size + 1)), 0, 0, 0, 0, 0};
-    ddp__lobby lobby;
-    ddp_result result = ddp__lobby_open(&lobby, id, desc, venue->token, listener);
-    if (result != DDP_OK) { close(listener); return result; }
-    result = ddp__lobby_wait(&lobby);
-    t->nonce = ddp__random();
-    memcpy(t->out, &frame, sizeof frame);
-    memcpy(t->out + sizeof frame, &t->nonce, sizeof t->nonce);
-    for (int r = 0; r < id->world_size && result == DDP_OK; r++) {
-        ddp__client *c = &t->hub->client[r];
-        t->machine[r] = lobby.visitor[r].hello.machine;
-        ddp__who(&lobby, &lobby.visitor[r].hello, c->who, sizeof c->who);
-        c->stream.fd = lobby.seat[r].fd;
+/* Reads on: 1 = a frame is whole; 0 = later; -1 = the connection has ended, and errno is why. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
+    for (size_t head = sizeof p->in;;) {
+        int news = p->got >= head && p->in.kind == DDP__FRAME_NEWS;
+        if (p->got == head) {
+            errno = EPROTO;
+            if (news ? p->in.size != sizeof p->news : p->in.kind != DDP__FRAME_DATA || p->arrived || p->in.size > ddp__tcp_most(group)) return -1;
+            errno = ENOMEM;
+            if (!news && !ddp__tcp_room(group, &p->bytes, &p->room, p->in.size)) return -1;
+        }
+        size_t end = p->got < head ? head : head + p->in.size;
+        if (p->got == end) return 1;
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (news ? (unsigned char *)p->news : p->bytes) + (p->got - head);
+        ssize_t n = recv(p->fd, to, end - p->got, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n == 0) errno = ECONNRESET;
+        if (n <= 0) return -1;
+        p->got += (size_t)n;
     }
-    memcpy(t->out + sizeof frame + sizeof t->nonce, t->machine, (size_t)id->world_size * sizeof *t->machine);
-    for (int r = 1; r < id->world_size && result == DDP_OK; r++) {
-        ddp__send_welcome(lobby.seat[r].fd, DDP_OK, t->hub->client[0].who, -1);
-        ddp__tcp_tune(lobby.seat[r].fd, desc->timeout_ms);
-        ddp__send_all(lobby.seat[r].fd, t->out, sizeof frame + frame.size, ddp_now() + 5.0); /* who is lost here is missed by the hub */
-    }
-    ddp__lobby_free(&lobby);
-    return result;
 }
 
-/* Other ranks: a connection, and the roster that comes over it. */
-static ddp_result ddp__tcp_guest(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, ddp__tcp *t) {
-    double deadline = ddp_now() + desc->timeout_ms * 1e-3 + 1.0;
-    ddp__welcome welcome;
-    int whole = 0;
-    DDP__TRY(ddp__tcp_visit(id, desc, venue, &welcome, &t->stream.fd));
-    ddp__tcp_tune(t->stream.fd, desc->timeout_ms);
-    snprintf(t->hub_who, sizeof t->hub_who, "%.90s", welcome.text);
-    while (whole == 0 && ddp__fd_ready(t->stream.fd, POLLIN, deadline)) whole = ddp__stream_read(desc, &t->stream, 8 * ((size_t)id->world_size + 1));
-    if (whole < 1) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away before it said who is there", t->hub_who);
-    memcpy(&t->nonce, t->stream.data, sizeof t->nonce);
-    memcpy(t->machine, t->stream.data + sizeof t->nonce, (size_t)id->world_size * sizeof *t->machine);
-    t->stream.got = 0;
+static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = send(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
+        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
+        if (n > 0) done += (size_t)n;
+    }
+    return 1;
+}
+
+/* To all peers, of whom some may not be there any more. */
+static void ddp__tcp_send_news(ddp__tcp *t, ddp_result result, const char *text) {
+    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, 0, 0}, ""};
+    snprintf(out.text, sizeof out.text, "%s", text);
+    for (int r = 0; r < t->peer_count; r++)
+        if (t->peer[r].fd >= 0) ddp__send_all(t->peer[r].fd, &out, sizeof out, ddp_now() + 0.2);
+}
+
+/* With the lock held, by whoever may use the connections. */
+static void ddp__tcp_tell(ddp__tcp *t) {
+    if (t->self.cause == DDP_OK || t->told) return;
+    t->told = 1;
+    ddp__tcp_send_news(t, t->self.cause, t->self.text);
+}
+
+/* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
+static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, char out[DDP__TEXT_MAX]) {
+    char here[90] = "", missing[190] = "";
+    for (int r = 0; r < t->peer_count; r++)
+        ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
+    if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
+    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing);
+}
+
+static void ddp__peer_close(ddp__peer *p) { if (p->fd >= 0) close(p->fd); p->fd = -1; }
+
+static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
+    ddp__peer *p = &t->peer[rank];
+    char text[DDP__TEXT_MAX];
+    if (error == ECONNRESET || error == EPIPE) snprintf(text, sizeof text, "rank %d: %s is gone", rank, p->who);
+    else snprintf(text, sizeof text, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
+    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+    ddp__peer_close(p);
+}
+
+/* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
+   unless rank 0 knows better for whom they have waited. */
+static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
+    int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
+    p->news[sizeof p->news - 1] = 0;
+    if (p->in.result == 0) { ddp__peer_close(p); return; }
+    if (waited) ddp__tcp_missing_text(group, t, p->news);
+    if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
+    ddp__self_abort(group, t, (ddp_result)p->in.result, p->news);
+}
+
+/* With the lock held: takes what has come. Returns how many peers' data has not. */
+static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
+    int missing = 0;
+    for (int r = 0; r < t->peer_count; r++) {
+        ddp__peer *p = &t->peer[r];
+        int whole;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) != 0) {
+            p->got = 0;
+            if (whole < 0) { ddp__tcp_lost(group, t, r, errno); continue; }
+            if (p->in.kind == DDP__FRAME_NEWS) { ddp__tcp_hear(group, t, p); continue; }
+            p->data = p->in;
+            p->arrived = 1;
+        }
+        missing += !p->arrived;
+    }
+    return missing;
+}
+
+/* Waits for the data of all peers. A rank whose time is up says so, and waits a moment for rank 0 to say who is to blame. */
+static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
+    char text[DDP__TEXT_MAX];
+    for (;;) {
+        pthread_mutex_lock(&t->lock);
+        int missing = ddp__tcp_pump(group, t), failed;
+        for (int r = 0; r < t->peer_count; r++) {
+            t->poll[r].fd = t->peer[r].fd;
+            t->poll[r].events = POLLIN;
+            if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
+            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+        }
+        if (missing && ddp_now() > deadline) {
+            ddp__tcp_missing_text(group, t, text);
+            ddp__self_abort(group, t, DDP_ERR_TIMEOUT, text);
+        }
+        failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
+        ddp__tcp_tell(t);
+        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + 0.5) failed = 0;
+        pthread_mutex_unlock(&t->lock);
+        if (failed) return DDP_ERR_POISONED;
+        if (!missing) return DDP_OK;
+        poll(t->poll, (nfds_t)t->peer_count, 20);
+    }
+}
+
+/* --- calls --- */
+
+/* What this rank sends: the counts of a _v call, then its pieces by who takes them. The size, or SIZE_MAX when it is too much. */
+static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
+    const size_t *counts[2] = {m->call->send_counts, m->call->recv_counts};
+    int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
+    size_t n = 0, sum = 0, row = (size_t)group->world_size * sizeof(size_t);
+    for (int i = 0; i < 2; i++)
+        if (counts[i]) { memcpy(out + n, counts[i], row); n += row; }
+    for (int to = first; to < end; to++) {
+        ddp__part give = ddp__gives(group->rank, m, to);
+        if (give.size > DDP__TCP_PAYLOAD - sum) return SIZE_MAX;
+        if (give.size) memcpy(out + n + sum, m->send + give.begin, give.size);
+        sum += give.size;
+    }
+    return n + sum;
+}
+
+/* The tree over all ranks' data, which is used up; the result is in the place of rank 0's. */
+static ddp_result ddp__tcp_add(ddp_group *group, ddp__tcp *t, const ddp__move *m, size_t count) {
+    const ddp_call *call = m->call;
+    int w = group->world_size, half = ddp__is_half(call->dtype);
+    ddp_dtype dtype = half ? DDP_F32 : call->dtype;
+    ddp_op op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
+    size_t row = half ? ddp__round_up(count, 16) : 0;
+    float *wide = half ? (float *)ddp_group_malloc(group, (size_t)w * row * sizeof *wide) : NULL;
+#define DDP__ROW(r) (half ? (void *)(wide + (size_t)(r) * row) : (void *)t->peer[r].bytes)
+    if (half && !wide) return DDP_ERR_NO_MEMORY;
+    for (int r = 0; r < w && half; r++) ddp__load_f32(wide + (size_t)r * row, t->peer[r].bytes, call->dtype, count, 0);
+    for (int n = 1; n < w; n *= 2)
+        for (int r = 0; r + n < w; r += 2 * n) {
+            void *pair[2] = {DDP__ROW(r), DDP__ROW(r + n)};
+            ddp__reduce_tree(pair, 1, (const void *const *)pair, 2, count, dtype, op, 1, 0);
+        }
+    if (call->op == DDP_OP_AVG) ddp__divide(DDP__ROW(0), count, dtype, call->divisor ? call->divisor : (uint64_t)w);
+    if (half) ddp__store_f32(t->peer[0].bytes, call->dtype, wide, count);
+#undef DDP__ROW
+    ddp_group_mfree(group, wide);
     return DDP_OK;
 }
 
-/* Meets the other ranks. listener: of rank 0, -1 = it has none yet. */
-static ddp_result ddp__tcp_meet(const ddp__identity *id, const ddp_group_desc *desc, ddp__venue *venue, int listener, ddp__tcp **out) {
-    ddp__tcp *t = *out = ddp__tcp_new(id, desc);
-    ddp_result result = t ? DDP_OK : DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK && id->rank == 0 && listener < 0) result = ddp__venue_open(venue, id, &listener);
-    if (result == DDP_OK && id->rank == 0 && venue->path) result = ddp__venue_write(venue, id, listener);
-    if (result != DDP_OK && listener >= 0) close(listener);
-    if (result == DDP_OK) result = id->rank == 0 ? ddp__tcp_host(id, desc, venue, listener, t) : ddp__tcp_guest(id, desc, venue, t);
-    if (id->rank == 0 && venue->path) unlink(venue->path);
-    if (result != DDP_OK && t) ddp__tcp_free(desc, t);
-    return result;
+/* Whether what ranks expect is what they are given. The counts of a _v call precede each rank's data. */
+static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, const ddp__move *m, char text[DDP__TEXT_MAX]) {
+    int w = group->world_size;
+    for (int from = 0; from < w; from++)
+        for (int to = 0; to < w; to++) {
+            size_t given = ((const size_t *)(const void *)t->peer[from].bytes)[m->common ? from : to];
+            size_t wanted = ((const size_t *)(const void *)t->peer[to].bytes)[m->common ? from : w + from];
+            if (given != wanted) { ddp__counts_text(text, m, from, given, to, wanted); return 0; }
+        }
+    return 1;
 }
 
-/* Makes a meeting the state of a group; frees it on failure. */
-static ddp_result ddp__tcp_start(ddp_group *group, ddp__tcp *t) {
-    int pair[2], error = 0, local_rank = 0, local_size = 0;
-    for (int r = 0; r < t->world_size; r++) {
-        local_rank += r < group->rank && t->machine[r] == t->machine[group->rank];
-        local_size += t->machine[r] == t->machine[group->rank];
+/* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
+static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
+    ddp__frame frame = t->peer[0].data;
+    ddp__post post[2];
+    char text[DDP__TEXT_MAX] = "";
+    size_t total = 0, at = sizeof frame;
+    int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
+    for (int r = 0; r < w && !*text; r++) {
+        const ddp__frame *mine = &t->peer[0].data, *theirs = &t->peer[r].data;
+        post[0].count = mine->count; post[0].signature = mine->signature;
+        post[1].count = theirs->count; post[1].signature = theirs->signature;
+        if (mine->count != theirs->count || mine->signature != theirs->signature) ddp__mismatch_text(text, sizeof text, 0, &post[0], r, &post[1]);
+        if (theirs->result) frame.result = theirs->result;
+        if (r < parts) total += sizeof total + ddp__round_up(theirs->size, 8);
     }
-    ddp_group_set_local(group, local_rank, local_size);
-    if (t->hub && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) error = errno;
-    if (t->hub && !error) {
-        t->hub->group = group;
-        t->hub->client[0].stream.fd = pair[0];
-        t->stream.fd = pair[1];
-        snprintf(t->hub_who, sizeof t->hub_who, "%s", t->hub->client[0].who);
-        error = ddp__thread_create(&t->hub->thread, ddp__hub_main, t->hub);
+    if (*text || (!frame.result && m->call->recv_counts && !ddp__tcp_counts_agree(group, t, m, text))) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    if (adds && !frame.result) DDP__TRY(ddp__tcp_add(group, t, m, t->peer[0].data.size / m->element));
+    frame.size = frame.result ? 0 : total;
+    if (!ddp__tcp_room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    memcpy(t->out, &frame, sizeof frame);
+    for (int r = 0; r < parts && !frame.result; r++) {
+        size_t size = t->peer[r].data.size;
+        memcpy(t->out + at, &size, sizeof size);
+        if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
+        at += sizeof size + ddp__round_up(size, 8);
     }
-    if (!error) return DDP_OK;
-    ddp__tcp_free(&group->desc, t);
-    return DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the hub's thread could not be started: %s", strerror(error));
+    for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
+    return DDP_OK;
 }
 
-/* With lock held: takes what has come in. */
-static void ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
-    char text[DDP__TEXT_MAX];
-    int whole = 0;
-    size_t w = (size_t)t->world_size, most = (DDP__TCP_PAYLOAD + 16 * w + 128) * w;
-    while (!t->answered && (whole = ddp__stream_read(&group->desc, &t->stream, most)) > 0) {
-        t->stream.got = 0;
-        if (t->stream.frame.kind == DDP__FRAME_ANSWER) t->answered = 1;
-        if (t->stream.frame.kind == DDP__FRAME_BYE) t->hub_left = 1;
-        if (t->stream.frame.kind != DDP__FRAME_CAUSE || !t->stream.frame.size) continue;
-        t->stream.data[t->stream.frame.size - 1] = 0; /* the hub's cause is the group's, also if this rank has found another meanwhile */
-        snprintf(t->self.text, sizeof t->self.text, "%s", (const char *)t->stream.data);
-        t->self.cause = (ddp_result)t->stream.frame.result;
+/* Takes what is this rank's from the data of all, or their sum. */
+static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
+    const ddp_call *call = m->call;
+    size_t w = (size_t)group->world_size, me = (size_t)group->rank, size;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += ddp__round_up(size, 8)) {
+        ddp__part take = ddp__takes(group->rank, m, r);
+        memcpy(&size, answer, sizeof size);
+        answer += sizeof size;
+        const size_t *counts = (const size_t *)(const void *)answer;
+        const unsigned char *from = answer + (call->recv_counts ? w * sizeof *counts * (m->common ? 1 : 2) : m->common ? 0 : me * m->block);
+        for (size_t i = 0; i < me && call->send_counts; i++) from += counts[i] * m->element;
+        if (take.size) memcpy(m->recv + take.begin, from, take.size);
     }
-    if (t->running && t->hub_left && !t->answered) {
-        snprintf(text, sizeof text, "rank 0 (%s) has destroyed this group", t->hub_who);
-        ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-    }
-    if (whole >= 0 || t->hub_left) return;
-    ddp__lost_text(text, sizeof text, 0, t->hub_who, errno);
-    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+}
+
+/* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
+    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, m->call->count, ddp__signature(m->call)};
+    ddp__peer *p = t->peer;
+    size_t most = ddp__tcp_most(group), size;
+    int hub = group->rank == 0;
+    if (!(hub ? ddp__tcp_room(group, &p->bytes, &p->room, most) : ddp__tcp_room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
+    size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
+    frame.result = size == SIZE_MAX;
+    frame.size = frame.result ? 0 : size;
+    memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
+    p->arrived = hub;
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    DDP__TRY(ddp__tcp_await(group, t, deadline));
+    if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
+    if (hub) memcpy(answer, t->out, sizeof *answer);
+    else *answer = p->data;
+    *bytes = hub ? t->out + sizeof frame : p->bytes;
+    for (int r = 1; r < t->peer_count; r++)
+        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + answer->size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    return DDP_OK;
 }
 
 static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__tcp *t = (ddp__tcp *)state;
     pthread_mutex_lock(&t->lock);
-    int first = t->self.cause == DDP_OK;
     ddp__self_abort(group, t, cause, text);
+    if (!t->running) ddp__tcp_tell(t); /* otherwise the call does */
     pthread_mutex_unlock(&t->lock);
-    pthread_mutex_lock(&t->send_lock);
-    if (first) ddp__send_text(t->stream.fd, DDP__FRAME_CAUSE, cause, text, DDP__TEXT_MAX);
-    pthread_mutex_unlock(&t->send_lock);
 }
 
 static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp_result result;
     pthread_mutex_lock(&t->lock);
     if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
-    result = ddp__self_status(group, t);
+    if (!t->running) ddp__tcp_tell(t);
+    ddp_result result = ddp__self_status(group, t);
     pthread_mutex_unlock(&t->lock);
     return result;
 }
 
-/* What this rank sends in a call, behind the frame in t->out; the size, or SIZE_MAX when it is too much. */
-static size_t ddp__tcp_pack(const ddp__tcp *t, const ddp_call *call, int rank) {
-    size_t w = (size_t)t->world_size, element = ddp_dtype_size(call->dtype), size = call->count * element, rows = 0;
-    const unsigned char *send = (const unsigned char *)call->send;
-    unsigned char *out = t->out + sizeof(ddp__frame);
-    switch (call->kind) {
-    case DDP_CALL_BROADCAST: send = (const unsigned char *)call->recv; if (rank != call->root) size = 0; break;
-    case DDP_CALL_REDUCE_SCATTER: case DDP_CALL_ALL_TO_ALL: size *= w; break;
-    case DDP_CALL_SCATTER: size = rank == call->root ? size * w : 0; break;
-    case DDP_CALL_ALL_GATHER_V: rows = 1; size = call->recv_counts[rank] * element; break;
-    case DDP_CALL_ALL_TO_ALL_V:
-        rows = 2;
-        size = 0;
-        for (size_t r = 0; r < w; r++) size += call->send_counts[r] * element;
-        break;
-    case DDP_CALL_BARRIER: size = 0; break;
-    default: break;
-    }
-    if (size > DDP__TCP_PAYLOAD) return SIZE_MAX;
-    for (size_t i = 0; i < rows * w; i++, out += 8) {
-        uint64_t n = rows == 2 && i < w ? call->send_counts[i] : call->recv_counts[i % w];
-        memcpy(out, &n, sizeof n);
-    }
-    if (rows < 2 && size) memcpy(out, send, size);
-    for (size_t r = 0; r < w && rows == 2; out += call->send_counts[r++] * element)
-        if (call->send_counts[r]) memcpy(out, send + call->send_offsets[r] * element, call->send_counts[r] * element);
-    return size + rows * w * 8;
-}
-
-/* The tree over all ranks' data, which is used up: blocks of 64 sources are nodes of a larger tree. */
-static ddp_result ddp__tcp_reduce(ddp_group *group, const ddp_call *call, const void **source) {
-    int n = group->world_size, widen = n > DDP_MAX_LOCAL_RANKS && ddp__is_half(call->dtype), blocks;
-    float *wide = widen ? (float *)ddp_group_malloc(group, (size_t)n * call->count * sizeof *wide) : NULL;
-    ddp_op inner = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
-    void *into;
-    if (widen && !wide) return DDP_ERR_NO_MEMORY;
-    for (int r = 0; r < n && widen; r++) {
-        ddp__load_f32(wide + (size_t)r * call->count, source[r], call->dtype, call->count, 0);
-        source[r] = wide + (size_t)r * call->count;
-    }
-    for (; n > DDP_MAX_LOCAL_RANKS; n = blocks) {
-        blocks = 0;
-        for (int first = 0; first < n; first += DDP_MAX_LOCAL_RANKS) {
-            into = (void *)(uintptr_t)source[first];
-            ddp__reduce_tree(&into, 1, source + first, n - first < DDP_MAX_LOCAL_RANKS ? n - first : DDP_MAX_LOCAL_RANKS, call->count,
-                             widen ? DDP_F32 : call->dtype, inner, 1, 0);
-            source[blocks++] = into;
-        }
-    }
-    into = widen ? wide : call->recv;
-    ddp__reduce_tree(&into, 1, source, n, call->count, widen ? DDP_F32 : call->dtype, call->op,
-                     call->divisor ? call->divisor : (uint64_t)group->world_size, 0);
-    if (widen) ddp__store_f32(call->recv, call->dtype, wide, call->count);
-    ddp_group_mfree(group, wide);
-    return DDP_OK;
-}
-
-/* Of the counts of a _v call, which precede each rank's data: of all_gather_v what each rank sends; of all_to_all_v what goes to each, then what
-   is expected of each. */
-static ddp_result ddp__tcp_counts_agree(ddp_group *group, ddp__tcp *t, const ddp_call *call, const void **source) {
-    int w = t->world_size, gather = call->kind == DDP_CALL_ALL_GATHER_V;
-    char text[DDP__TEXT_MAX];
-    for (int r = 0; r < w; r++)
-        for (int i = 0; i < w; i++) {
-            const uint64_t *row = (const uint64_t *)source[gather ? group->rank : r], *other = (const uint64_t *)source[gather ? r : i];
-            unsigned long long given = row[i], wanted = other[gather ? i : w + r];
-            if (given == wanted) continue;
-            if (gather) snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", i, given, group->rank,
-                                 wanted, r);
-            else snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, given, i, wanted);
-            ddp__tcp_poison(group, t, DDP_ERR_MISMATCH, text);
-            return DDP_ERR_POISONED;
-        }
-    return DDP_OK;
-}
-
-/* Takes what is this rank's from the data of all. */
-static ddp_result ddp__tcp_finish(ddp_group *group, ddp__tcp *t, const ddp_call *call) {
-    size_t w = (size_t)t->world_size, me = (size_t)group->rank, element = ddp_dtype_size(call->dtype), block = call->count * element;
-    int each = call->kind == DDP_CALL_REDUCE_SCATTER || call->kind == DDP_CALL_SCATTER || call->kind == DDP_CALL_ALL_TO_ALL; /* blocks in each rank's data */
-    int from_root = call->kind == DDP_CALL_BROADCAST || call->kind == DDP_CALL_SCATTER;
-    unsigned char *recv = (unsigned char *)call->recv;
-    ddp_result result = DDP_OK;
-    if (call->kind == DDP_CALL_BARRIER || ((call->kind == DDP_CALL_GATHER || call->kind == DDP_CALL_REDUCE) && group->rank != call->root)) return DDP_OK;
-    for (size_t r = 0; r < w; r++) {
-        uint64_t at;
-        memcpy(&at, t->stream.data + 8 * r, sizeof at);
-        t->source[r] = t->stream.data + at + (each ? me * block : 0);
-    }
-    if (ddp__has_op(call->kind)) return call->count ? ddp__tcp_reduce(group, call, t->source) : DDP_OK;
-    if (call->recv_counts) result = ddp__tcp_counts_agree(group, t, call, t->source);
-    for (size_t r = 0; r < w && result == DDP_OK; r++) {
-        const unsigned char *from = (const unsigned char *)t->source[r];
-        unsigned char *to = recv + (from_root ? 0 : r * block);
-        size_t size = from_root && (int)r != call->root ? 0 : block;
-        if (call->recv_counts) {
-            to = recv + call->recv_offsets[r] * element;
-            size = call->recv_counts[r] * element;
-            from += (call->send_counts ? 16 : 8) * w;
-            for (size_t i = 0; i < me && call->send_counts; i++) from += ((const uint64_t *)t->source[r])[i] * element;
-        }
-        if (size) memcpy(to, from, size);
-    }
-    return result;
-}
-
-/* Sends the call and waits for the answer, a little longer than the hub, whose words say more. */
-static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, size_t size) {
-    int timeout_ms = group->desc.timeout_ms, error, ended = 0;
-    double deadline = ddp_now() + 1e-3 * (timeout_ms + (timeout_ms < 8000 ? timeout_ms / 8 : 1000));
-    char text[DDP__TEXT_MAX];
-    pthread_mutex_lock(&t->send_lock);
-    error = ddp__send_all(t->stream.fd, t->out, size, deadline);
-    pthread_mutex_unlock(&t->send_lock);
-    for (;;) {
-        pthread_mutex_lock(&t->lock);
-        ddp__tcp_pump(group, t); /* also when it could not be sent: what has come may say why */
-        if (error) ddp__lost_text(text, sizeof text, 0, t->hub_who, error);
-        if (error) ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-        ended = t->answered ? 1 : t->self.cause != DDP_OK ? -1 : 0;
-        pthread_mutex_unlock(&t->lock);
-        if (ended) return ended > 0 ? DDP_OK : DDP_ERR_POISONED;
-        if (ddp__fd_ready(t->stream.fd, POLLIN, ddp_now() + 0.05) || ddp_now() < deadline) continue;
-        snprintf(text, sizeof text, "timed out after %d ms: rank 0 (%s) does not answer", timeout_ms, t->hub_who);
-        ddp__tcp_poison(group, t, DDP_ERR_TIMEOUT, text);
-    }
+static void ddp__tcp_set_running(ddp__tcp *t, int running) {
+    pthread_mutex_lock(&t->lock);
+    t->running = running;
+    pthread_mutex_unlock(&t->lock);
 }
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
-    size_t size = ddp__tcp_pack(t, call, group->rank);
-    ddp__frame frame = {DDP__FRAME_CALL, size == SIZE_MAX ? 0 : (uint32_t)size, size == SIZE_MAX, 0, call->seq, call->count, ddp__signature(call)};
-    ddp_result result;
-    memcpy(t->out, &frame, sizeof frame);
-    pthread_mutex_lock(&t->lock);
-    ddp__tcp_pump(group, t);
-    t->running = 1;
-    result = t->self.cause != DDP_OK ? DDP_ERR_POISONED : DDP_OK;
-    pthread_mutex_unlock(&t->lock);
-    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, sizeof frame + frame.size);
-    if (result == DDP_OK && t->stream.frame.result != 0)
-        result = ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU memory use "
-                          "ddp_cuda.cuh");
-    else if (result == DDP_OK) result = ddp__tcp_finish(group, t, call);
-    pthread_mutex_lock(&t->lock);
-    t->running = t->answered = 0;
-    pthread_mutex_unlock(&t->lock);
-    return result;
+    ddp__move m = ddp__move_of(call);
+    const unsigned char *bytes;
+    ddp__frame answer;
+    if (ddp__tcp_status(group, t) != DDP_OK) return DDP_ERR_POISONED;
+    if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
+    ddp__tcp_set_running(t, 1);
+    ddp_result result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
+    ddp__tcp_set_running(t, 0);
+    if (result != DDP_OK) {
+        ddp__tcp_poison(group, t, result, ddp_last_error());
+        return DDP_ERR_POISONED;
+    }
+    if (answer.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU "
+                                       "memory use ddp_cuda.cuh");
+    ddp__tcp_take(group, &m, bytes);
+    return DDP_OK;
 }
 
 /* Memory that other machines cannot see is this rank's own. */
@@ -5192,70 +4932,124 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__send_text(t->stream.fd, DDP__FRAME_BYE, DDP_OK, "", 0);
-    shutdown(t->stream.fd, SHUT_WR);
-    if (t->hub) pthread_join(t->hub->thread, NULL);
-    while (t->self.regions) ddp__self_free(group, state, t->self.regions->mine);
-    ddp__tcp_free(&group->desc, t);
+    ddp__tcp_send_news(t, DDP_OK, "");
+    for (int r = 0; r < t->peer_count; r++) {
+        ddp__peer_close(&t->peer[r]);
+        ddp_group_mfree(group, t->peer[r].bytes);
+    }
+    ddp_group_mfree(group, t->out);
+    pthread_mutex_destroy(&t->lock);
+    ddp__self_close(group, state);
 }
 
-static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state);
+/* --- meeting --- */
 
-static const ddp_backend *ddp__backend_tcp(void) {
-    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
-                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
-    return &tcp;
+/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
+static void ddp__tcp_tune(int fd, int timeout_ms) {
+    int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds}, {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
+                        {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
+}
+
+/* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
+static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
+    const ddp_group_desc *desc = &group->desc;
+    ddp__lobby lobby;
+    ddp__welcome welcome;
+    ddp_result result = DDP_OK;
+    int none = -1;
+    if (group->rank) {
+        DDP__TRY(ddp__visit(venue, desc, &welcome, &t->peer->fd, &none));
+        snprintf(t->peer->who, sizeof t->peer->who, "%.90s", welcome.text);
+    } else {
+        if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
+        if (venue->path) result = ddp__venue_write(venue, listener);
+        if (result != DDP_OK) { close(listener); return result; }
+        result = ddp__lobby_hold(&lobby, venue, desc, listener);
+        if (venue->path) unlink(venue->path);
+        if (result == DDP_OK) result = ddp__lobby_end(&lobby, DDP_OK, -1);
+        for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
+            t->peer[r].fd = lobby.seat[r].fd;
+            ddp__who(&lobby, &lobby.visitor[r].hello, t->peer[r].who);
+        }
+        if (result == DDP_OK) ddp__lobby_free(&lobby);
+    }
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++)
+        if (t->peer[r].fd >= 0) ddp__tcp_tune(t->peer[r].fd, desc->timeout_ms);
+    return result;
+}
+
+/* Makes the state of a group whose ranks meet at the venue. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listener) {
+    size_t w = (size_t)group->world_size, peers = group->rank ? 1 : w;
+    uint64_t mine[2] = {ddp__machine(), ddp__random()};
+    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * sizeof *t->card);
+    int local_rank = 0, local_size = 0;
+    if (!t) return DDP_ERR_NO_MEMORY;
+    t->card = (uint64_t (*)[2])(void *)(t + 1);
+    t->peer = (ddp__peer *)(void *)(t->card + w);
+    t->poll = (struct pollfd *)(void *)(t->peer + peers);
+    t->peer_count = (int)peers;
+    for (size_t r = 0; r < peers; r++) t->peer[r].fd = -1;
+    pthread_mutex_init(&t->lock, NULL);
+    group->state = t;
+    ddp_result result = ddp__tcp_meet(group, t, venue, listener);
+    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
+    if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
+    for (int r = 0; r < group->world_size; r++) {
+        local_rank += r < group->rank && t->card[r][0] == mine[0];
+        local_size += t->card[r][0] == mine[0];
+    }
+    ddp_group_set_local(group, local_rank, local_size);
+    return DDP_OK;
 }
 
 /* 1 when ranks can share memory: all ranks, or those listed. */
 static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
     for (int i = 1; i < count; i++)
-        if (t->machine[members ? members[i] : i] != t->machine[members ? members[0] : 0]) return 0;
+        if (t->card[members ? members[i] : i][0] != t->card[members ? members[0] : 0][0]) return 0;
     return count <= DDP_MAX_LOCAL_RANKS;
 }
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     enum { TEXT = 256 };
-    ddp__tcp *t = (ddp__tcp *)state, *made;
+    const ddp__tcp *t = (const ddp__tcp *)state;
     int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
-    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)t->world_size);
-    ddp__identity id = DDP_ZERO;
+    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)parent->world_size);
     ddp__venue venue = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
-    t->splits++;
-    if (child) {
-        id.rank = child->rank;
-        id.world_size = member_count;
-        snprintf(id.token, sizeof id.token, "split:%016llx:%llu:%d", (unsigned long long)t->nonce, (unsigned long long)t->splits, members[0]);
-        memcpy(venue.token, id.token, sizeof venue.token);
-        venue.ports = 1;
-        if (!local && child->rank == 0 && all && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
-    }
-    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
     *child_state = NULL;
+    if (child && !local && child->rank == 0 && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
+    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
     if (result == DDP_OK && child && !local && !ddp__venue_hear(&venue, all + TEXT * members[0]))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
-    if (member_count == 1) {
-        child->backend = ddp__backend_self();
-        return ddp__self_open(child, child_state);
-    }
+    venue.id.rank = child->rank;
+    venue.id.world_size = member_count;
+    venue.ports = 1;
+    snprintf(venue.id.token, sizeof venue.id.token, "split:%016llx:%llu:%d", (unsigned long long)t->card[0][1], (unsigned long long)parent->seq, members[0]);
     if (!local) {
-        result = ddp__tcp_meet(&id, &child->desc, &venue, listener, &made);
-        if (result == DDP_OK) result = ddp__tcp_start(child, made);
-        if (result == DDP_OK) *child_state = made;
-        return result;
+        DDP__TRY(ddp__tcp_open(child, &venue, listener));
+        *child_state = child->state;
+        return DDP_OK;
     }
-    child->backend = ddp__backend_local();
-    result = ddp__rendezvous(&id, &child->desc, &heap);
-    if (result != DDP_OK) return result;
+    child->backend = member_count == 1 ? ddp__backend_self() : ddp__backend_local();
+    if (member_count == 1) return ddp__self_open(child, child_state);
+    DDP__TRY(ddp__rendezvous(&venue.id, &child->desc, &heap));
     result = ddp__local_world(child, heap);
     if (result == DDP_OK) ((ddp__local *)(*child_state = child->state))->owns_rank = 1;
     ddp__heap_release(heap);
     return result;
+}
+
+static const ddp_backend *ddp__backend_tcp(void) {
+    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
+    return &tcp;
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -5361,12 +5155,6 @@ static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, 
     return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
 }
 
-static ddp_result ddp__create_given(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
-    ddp_group_set_local(*out, id->local_rank, id->local_world_size);
-    return DDP_OK;
-}
-
 static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
     DDP__TRY(ddp__rendezvous(id, desc, &heap));
@@ -5376,46 +5164,44 @@ static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc,
 }
 
 /* Ranks that turn out to be on one machine need the network no longer. */
-static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, ddp__venue *venue) {
-    ddp__identity here = *id;
+static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, ddp__venue *venue) {
+    ddp__identity *id = &venue->id;
     ddp_group *group;
-    ddp__tcp *t;
-    DDP__TRY(ddp__tcp_meet(id, desc, venue, -1, &t));
-    snprintf(here.token, sizeof here.token, "tcp:%016llx", (unsigned long long)t->nonce);
-    int local = ddp__tcp_is_local(t, NULL, id->world_size);
-    ddp_result result = local ? DDP_OK : ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL);
-    if (local || result != DDP_OK) ddp__tcp_free(desc, t);
-    if (local) return ddp__create_local(out, desc, &here);
-    if (result == DDP_OK && (result = ddp__tcp_start(group, t)) != DDP_OK) ddp__group_delete(group);
-    if (result != DDP_OK) return result;
-    group->state = t;
+    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL));
+    ddp_result result = ddp__tcp_open(group, venue, -1);
+    if (result != DDP_OK) { ddp__group_delete(group); return result; }
+    const ddp__tcp *t = (const ddp__tcp *)group->state;
     *out = group;
-    return DDP_OK;
+    if (!ddp__tcp_is_local(t, NULL, id->world_size)) return DDP_OK;
+    memset(id->token, 0, sizeof id->token);
+    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
+    *out = NULL;
+    ddp_group_destroy(group);
+    return ddp__create_local(out, desc, id);
 }
 
-/* With whatever launcher started us, or nobody. */
+/* With whatever launcher started us, or nobody; or by tcp:// or file://. */
 static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    ddp__venue venue;
+    int url = desc->init_method[0] != 'e';
+    ddp__venue venue = DDP_ZERO;
+    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                   desc->init_method);
     if (id->heap) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
-    if (desc->backend) return ddp__create_given(out, desc, id);
+    if (desc->backend) {
+        DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
+        ddp_group_set_local(*out, id->local_rank, id->local_world_size);
+        return DDP_OK;
+    }
     if (id->world_size == 1) return ddp__create_self(out, desc, id);
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
-    DDP__TRY(ddp__venue_from_env(&venue, id));
-    return ddp__create_tcp(out, desc, id, &venue);
-}
-
-static ddp_result ddp__create_url(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    ddp__venue venue;
-    DDP__JOIN_NEED(desc->world_size > 0 || id->found || id->heap, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
-                   desc->init_method);
-    if (desc->backend) return ddp__create_given(out, desc, id);
-    if (id->world_size == 1) return ddp__create_self(out, desc, id);
-    DDP__TRY(ddp__venue_from_url(&venue, id, desc));
-    return ddp__create_tcp(out, desc, id, &venue);
+    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
+    venue.id = *id;
+    venue.ports = 1;
+    DDP__TRY(url ? ddp__venue_from_url(&venue, desc) : ddp__venue_from_env(&venue));
+    return ddp__create_tcp(out, desc, &venue);
 }
 
 /* How ranks meet and what they get, by the scheme of init_method. */
@@ -5423,8 +5209,8 @@ static const struct ddp__meeting {
     const char *scheme;
     int place; /* 1 = a host or a path follows */
     ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
-} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, ddp__create_url},
-                 {"file://", 1, ddp__create_url}};
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, ddp__create_env},
+                 {"file://", 1, ddp__create_env}};
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
     const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;

@@ -331,7 +331,7 @@ static void test_other_jobs(void) {
     snprintf(id.token, sizeof id.token, "torch:%d::1", j.port);
     id.rank = 1;
     id.world_size = 3;
-    ddp__hello_init(&hello, &id, id.token);
+    ddp__hello_init(&hello, &id, 20.0);
     hello.version = 990102;
     fd = visit(j.port);
     (void)!write(fd, &hello, offsetof(ddp__hello, world_size));
