@@ -1447,8 +1447,8 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
 
 /* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
    level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels. */
-static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size_t first, size_t count) {
+   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, 65536 all 15. */
+static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
     int depth = 0, t = 0, n;
@@ -1470,7 +1470,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size
 
 /* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
-    ddp__block level[5];
+    ddp__block level[15];
     size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
@@ -1486,7 +1486,7 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
+/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
    DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
    end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, and
@@ -2038,16 +2038,16 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
     return 1;
 }
 
-/* A call from its announcement, for messages. */
-static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+/* A call from what was announced of it, for messages. */
+static void ddp__describe_post(char *out, size_t size, uint64_t signature, uint64_t count) {
     ddp_call call;
     memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(post->signature & 255);
-    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
-    call.op = (ddp_op)(post->signature >> 16 & 255);
-    call.tag = (int)(post->signature >> 24 & 255);
-    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
-    call.count = (size_t)post->count;
+    call.kind = (ddp_call_kind)(signature & 255);
+    call.dtype = (ddp_dtype)(signature >> 8 & 255);
+    call.op = (ddp_op)(signature >> 16 & 255);
+    call.tag = (int)(signature >> 24 & 255);
+    call.root = (int)(uint32_t)(signature >> 32) - 1;
+    call.count = (size_t)count;
     if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
     else ddp__describe(out, size, &call);
 }
@@ -2064,12 +2064,9 @@ static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) 
 static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
     uint64_t word[DDP__INSIDE];
     char call[72], name[32];
-    ddp__post post;
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
     if (!word[0]) return;
-    post.signature = word[0] - 1;
-    post.count = word[1];
-    ddp__describe_post(call, sizeof call, &post);
+    ddp__describe_post(call, sizeof call, word[0] - 1, word[1]);
     memcpy(name, word + 3, sizeof name);
     snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", rank, call, name, (unsigned long long)word[2]);
 }
@@ -2310,18 +2307,20 @@ static uint64_t ddp__signature(const ddp_call *call) {
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
-/* What two ranks have announced differs. */
-static void ddp__mismatch_text(char *out, size_t size, int low, const ddp__post *of_low, int high, const ddp__post *of_high) {
+/* a and b: what two ranks, a the lower one, have announced, of each its signature and count. */
+static void ddp__mismatch_text(char out[DDP__TEXT_MAX], int low, const uint64_t a[2], int high, const uint64_t b[2]) {
     char text[2][160];
-    ddp__describe_post(text[0], sizeof text[0], of_low);
-    ddp__describe_post(text[1], sizeof text[1], of_high);
-    snprintf(out, size, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
+    ddp__describe_post(text[0], sizeof text[0], a[0], a[1]);
+    ddp__describe_post(text[1], sizeof text[1], b[0], b[1]);
+    snprintf(out, DDP__TEXT_MAX, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
     char text[DDP__TEXT_MAX];
     int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    ddp__mismatch_text(text, sizeof text, low, ddp__post_of(l, low, seq), high, ddp__post_of(l, high, seq));
+    const ddp__post *a = ddp__post_of(l, low, seq), *b = ddp__post_of(l, high, seq);
+    const uint64_t of_low[2] = {a->signature, a->count}, of_high[2] = {b->signature, b->count};
+    ddp__mismatch_text(text, low, of_low, high, of_high);
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
     return DDP_ERR_POISONED;
 }
@@ -3951,7 +3950,6 @@ typedef struct ddp__venue {
     char hosts[256];     /* names or addresses with blanks between, asked in turn */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
-    const char *advice;  /* how to choose another port */
 } ddp__venue;
 
 #define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
@@ -4036,11 +4034,11 @@ static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CL
 /* Waits until a socket can be read, or written; 0 = not by the deadline. */
 static int ddp__fd_ready(int fd, short events, double deadline) {
     struct pollfd wait = {fd, events, 0};
-    for (;;) {
-        double left = deadline - ddp_now();
-        if (poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0) > 0) return 1;
-        if (left <= 0) return 0;
+    for (double left = 1; left > 0;) {
+        left = deadline - ddp_now();
+        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
     }
+    return 0;
 }
 
 /* Who has come to rank 0, and how the meeting goes. */
@@ -4055,7 +4053,7 @@ typedef struct ddp__visitor {
 typedef struct ddp__lobby {
     const ddp__venue *venue;
     const ddp_group_desc *desc;
-    int world_size, count;        /* count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
+    int world_size, next, count;  /* next: stranger. count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
     struct pollfd *seat;          /* fd -1 = nobody, or has left again */
     ddp__visitor *visitor;        /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
     double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
@@ -4147,18 +4145,17 @@ static void ddp__lobby_read(ddp__lobby *lobby, int place) {
     }
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. When no seat is free, the stranger who has had the longest time goes: so a flood keeps
+/* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
    no rank out, and nobody goes unread. */
 static void ddp__lobby_admit(ddp__lobby *lobby) {
     int first = lobby->world_size, end = lobby->count - 1;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        int place = first, fd;
-        for (int i = first; i < end && lobby->seat[place].fd >= 0; i++)
-            if (lobby->seat[i].fd < 0 || lobby->visitor[i].since < lobby->visitor[place].since) place = i;
+        int place = first + lobby->next % DDP__STRANGERS, fd;
         if (lobby->seat[place].fd >= 0 && accepted) break;
         if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
         if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
         if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        lobby->next++;
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
@@ -4189,7 +4186,7 @@ static int ddp__lobby_waits(ddp__lobby *lobby) {
     return 0;
 }
 
-/* Tells everybody how the meeting went. Over TCP the connections of ranks stay. */
+/* Tells everybody how the meeting went, and frees the lobby. Over TCP the connections of ranks stay. */
 static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd) {
     char who[96];
     const char *text = result == DDP_OK ? ddp__who(lobby, &lobby->visitor[0].hello, who) : ddp_last_error();
@@ -4198,15 +4195,13 @@ static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_
         if (i < lobby->world_size || result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, result, text, heap_fd);
         if (i >= lobby->world_size || result != DDP_OK || lobby->venue->local) ddp__hang_up(lobby, i);
     }
+    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor);
     return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
-
-static void ddp__lobby_free(ddp__lobby *lobby) { ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor); }
 
 /* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
 static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
     size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
-    ddp_result result;
     memset(lobby, 0, sizeof *lobby);
     lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
     if (!lobby->visitor) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
@@ -4222,10 +4217,7 @@ static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, co
     ddp__hello_init(&lobby->visitor[0].hello, &venue->id, 0);
     for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
     ddp__hang_up(lobby, lobby->count - 1);
-    if (lobby->result == DDP_OK) return DDP_OK;
-    result = ddp__lobby_end(lobby, lobby->result, -1);
-    ddp__lobby_free(lobby);
-    return result;
+    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1);
 }
 
 /* Rank 0's next answer, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
@@ -4310,7 +4302,25 @@ static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__
     return result;
 }
 
-static int ddp__venue_read(ddp__venue *venue, size_t token_size);
+static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
+    const char *blank = strchr(announced, ' ');
+    venue->port = atoi(announced);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
+    return blank && venue->port > 0;
+}
+
+/* What a visitor needs, from the file of file://; 0 while it is not whole. token_size: of what all ranks know. */
+static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
+    char text[512], *dot, number[18];
+    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    if ((dot = strstr(text, " .")) == NULL || sscanf(text, "%17s", number) != 1) return 0;
+    *dot = 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%s", number);
+    return ddp__venue_hear(venue, text + strlen(number) + 1);
+}
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
 static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__welcome *welcome, int *fd, int *heap_fd) {
@@ -4350,9 +4360,7 @@ static ddp_result ddp__rendezvous_host(const ddp__venue *venue, const ddp_group_
     DDP__TRY(ddp__lobby_hold(&lobby, venue, desc, listener));
     ddp_result result = ddp__heap_create(out, lobby.world_size, 0, 0);
     for (int r = 0; r < lobby.world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
-    result = ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
-    ddp__lobby_free(&lobby);
-    return result;
+    return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
 }
 
 /* Meets the other ranks of this machine. */
@@ -4400,7 +4408,6 @@ static ddp_result ddp__venue_from_env(ddp__venue *venue) {
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*venue->hosts && slurm)
         ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
-    venue->advice = "set DDP_MASTER_PORT to another one, on all ranks";
     if (own) {
         venue->port = own;
     } else if (slurm && !venue->port) {
@@ -4424,7 +4431,6 @@ static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *d
     char *end = NULL, job[300];
     snprintf(job, sizeof job, "%.299s", venue->id.found ? venue->id.token : "");
     snprintf(venue->id.token, sizeof venue->id.token, "%.20s:%.30s:%s", file ? "file" : host + length, desc->name, job);
-    venue->advice = "give another one in init_method, on all ranks";
     if (file) venue->path = host;
     DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
     if (file) return DDP_OK;
@@ -4466,7 +4472,7 @@ static int ddp__tcp_listen(const char *host, int port) {
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
-    char line[512], want[64];
+    char line[512];
     glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
     for (int i = 0; i < 2; i++) {
@@ -4476,13 +4482,12 @@ static void ddp__port_holder(int port, char *out, size_t size) {
                 wanted = inode;
         if (table) fclose(table);
     }
-    snprintf(want, sizeof want, "socket:[%lu]", wanted);
     if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
     for (size_t i = 0; i < files.gl_pathc; i++) {
         int pid = atoi(files.gl_pathv[i] + 6);
         ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
         line[n > 0 ? n : 0] = 0;
-        if (strcmp(line, want) != 0) continue;
+        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
         snprintf(line, sizeof line, "/proc/%d/comm", pid);
         FILE *name = fopen(line, "re");
         if (!name || !fgets(line, sizeof line, name)) line[0] = 0;
@@ -4512,23 +4517,6 @@ static void ddp__announce_text(int listener, char *out, size_t size) {
     if (list) freeifaddrs(list);
 }
 
-static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
-    const char *blank = strchr(announced, ' ');
-    venue->port = atoi(announced);
-    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
-    return blank && venue->port > 0;
-}
-
-/* No other rank, job or time gives the same number. */
-static uint64_t ddp__random(void) {
-    struct { double now; uint64_t pid, bits; char host[64]; } seed = DDP_ZERO;
-    seed.now = ddp_now();
-    seed.pid = (uint64_t)getpid();
-    gethostname(seed.host, sizeof seed.host);
-    (void)!syscall(SYS_getrandom, &seed.bits, sizeof seed.bits, 1u /* GRND_NONBLOCK */);
-    return ddp__hash_bytes(DDP__HASH, &seed, sizeof seed);
-}
-
 /* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
 #if !defined(DDP__MACHINE_SALT)
 #define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
@@ -4545,31 +4533,21 @@ static uint64_t ddp__machine(void) {
     return ddp__hash_bytes(DDP__HASH, &m, sizeof m);
 }
 
-/* The file of file://: "number port address ..."; the number belongs to the token. It appears whole, by rename; whoever finds one of an earlier job
-   finds nobody there. */
-static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
-    char path[1024], hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
-    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__random());
-    ddp__announce_text(listener, hosts, sizeof hosts);
-    int size = snprintf(text, sizeof text, "%s %s", number, hosts), length = snprintf(path, sizeof path, "%.1000s.%d", venue->path, (int)getpid());
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = length < 1000 && fd >= 0 && write(fd, text, (size_t)size) == size;
-    if (fd >= 0 && close(fd) != 0) ok = 0;
-    if (ok && rename(path, venue->path) == 0) return DDP_OK;
-    int error = errno;
-    if (fd >= 0) unlink(path);
-    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(error));
+/* No other process or time gives the same number. */
+static uint64_t ddp__nonce(void) {
+    uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
+    return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
 }
 
-/* What a visitor needs, from the file; 0 while it is not there. token_size: of what all ranks know. */
-static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
-    char text[512], *blank;
-    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) close(fd);
-    text[n > 0 ? n : 0] = 0;
-    if ((blank = strchr(text, ' ')) == NULL) return 0;
-    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%.*s", blank - text < 17 ? (int)(blank - text) : 17, text);
-    return ddp__venue_hear(venue, blank + 1);
+/* The file of file://: "number port address ... ."; the number belongs to the token. Whoever finds one of an earlier job finds nobody there. */
+static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
+    char hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
+    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__nonce());
+    ddp__announce_text(listener, hosts, sizeof hosts);
+    int size = snprintf(text, sizeof text, "%s %s .", number, hosts), fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int ok = fd >= 0 && write(fd, text, (size_t)size) == size;
+    if (fd >= 0 && close(fd) != 0) ok = 0;
+    return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
 }
 
 /* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
@@ -4582,7 +4560,8 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
     ddp__port_holder(venue->port, holder, sizeof holder);
-    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; %s", venue->port, holder, venue->advice);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", venue->port,
+                          holder);
 }
 
 /* --- frames --- */
@@ -4597,7 +4576,7 @@ typedef struct ddp__frame {
     uint32_t kind;
     int32_t result;              /* DATA: not 0 = more than fits, and nothing follows. NEWS: why the group failed; 0 = the sender leaves it */
     uint64_t size;               /* bytes that follow; NEWS: a text */
-    uint64_t count, signature;
+    uint64_t call[2];            /* DATA: signature and count */
 } ddp__frame;
 
 typedef struct ddp__peer {
@@ -4616,7 +4595,8 @@ typedef struct ddp__tcp {
     struct pollfd *poll;
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
     int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
-    uint64_t (*card)[2];         /* of each rank: its machine, and a random number */
+    uint64_t (*card)[2];         /* of each rank: its machine, and a nonce */
+    const void **source;         /* where each rank's data lies, to be added */
     unsigned char *out;          /* a frame to send */
     size_t room;
 } ddp__tcp;
@@ -4669,7 +4649,7 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
 
 /* To all peers, of whom some may not be there any more. */
 static void ddp__tcp_send_news(ddp__tcp *t, ddp_result result, const char *text) {
-    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, 0, 0}, ""};
+    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, {0, 0}}, ""};
     snprintf(out.text, sizeof out.text, "%s", text);
     for (int r = 0; r < t->peer_count; r++)
         if (t->peer[r].fd >= 0) ddp__send_all(t->peer[r].fd, &out, sizeof out, ddp_now() + 0.2);
@@ -4776,29 +4756,6 @@ static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned
     return n + sum;
 }
 
-/* The tree over all ranks' data, which is used up; the result is in the place of rank 0's. */
-static ddp_result ddp__tcp_add(ddp_group *group, ddp__tcp *t, const ddp__move *m, size_t count) {
-    const ddp_call *call = m->call;
-    int w = group->world_size, half = ddp__is_half(call->dtype);
-    ddp_dtype dtype = half ? DDP_F32 : call->dtype;
-    ddp_op op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
-    size_t row = half ? ddp__round_up(count, 16) : 0;
-    float *wide = half ? (float *)ddp_group_malloc(group, (size_t)w * row * sizeof *wide) : NULL;
-#define DDP__ROW(r) (half ? (void *)(wide + (size_t)(r) * row) : (void *)t->peer[r].bytes)
-    if (half && !wide) return DDP_ERR_NO_MEMORY;
-    for (int r = 0; r < w && half; r++) ddp__load_f32(wide + (size_t)r * row, t->peer[r].bytes, call->dtype, count, 0);
-    for (int n = 1; n < w; n *= 2)
-        for (int r = 0; r + n < w; r += 2 * n) {
-            void *pair[2] = {DDP__ROW(r), DDP__ROW(r + n)};
-            ddp__reduce_tree(pair, 1, (const void *const *)pair, 2, count, dtype, op, 1, 0);
-        }
-    if (call->op == DDP_OP_AVG) ddp__divide(DDP__ROW(0), count, dtype, call->divisor ? call->divisor : (uint64_t)w);
-    if (half) ddp__store_f32(t->peer[0].bytes, call->dtype, wide, count);
-#undef DDP__ROW
-    ddp_group_mfree(group, wide);
-    return DDP_OK;
-}
-
 /* Whether what ranks expect is what they are given. The counts of a _v call precede each rank's data. */
 static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, const ddp__move *m, char text[DDP__TEXT_MAX]) {
     int w = group->world_size;
@@ -4814,20 +4771,20 @@ static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, cons
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     ddp__frame frame = t->peer[0].data;
-    ddp__post post[2];
     char text[DDP__TEXT_MAX] = "";
     size_t total = 0, at = sizeof frame;
     int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
     for (int r = 0; r < w && !*text; r++) {
-        const ddp__frame *mine = &t->peer[0].data, *theirs = &t->peer[r].data;
-        post[0].count = mine->count; post[0].signature = mine->signature;
-        post[1].count = theirs->count; post[1].signature = theirs->signature;
-        if (mine->count != theirs->count || mine->signature != theirs->signature) ddp__mismatch_text(text, sizeof text, 0, &post[0], r, &post[1]);
+        const ddp__frame *theirs = &t->peer[r].data;
+        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
         if (theirs->result) frame.result = theirs->result;
         if (r < parts) total += sizeof total + ddp__round_up(theirs->size, 8);
     }
     if (*text || (!frame.result && m->call->recv_counts && !ddp__tcp_counts_agree(group, t, m, text))) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
-    if (adds && !frame.result) DDP__TRY(ddp__tcp_add(group, t, m, t->peer[0].data.size / m->element));
+    for (int r = 0; r < w; r++) t->source[r] = t->peer[r].bytes;
+    if (adds && !frame.result) /* into the place of rank 0's data */
+        ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
+                         m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
     frame.size = frame.result ? 0 : total;
     if (!ddp__tcp_room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
     memcpy(t->out, &frame, sizeof frame);
@@ -4859,7 +4816,7 @@ static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsi
 /* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, m->call->count, ddp__signature(m->call)};
+    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
     ddp__peer *p = t->peer;
     size_t most = ddp__tcp_most(group), size;
     int hub = group->rank == 0;
@@ -4968,12 +4925,11 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue
         if (result != DDP_OK) { close(listener); return result; }
         result = ddp__lobby_hold(&lobby, venue, desc, listener);
         if (venue->path) unlink(venue->path);
-        if (result == DDP_OK) result = ddp__lobby_end(&lobby, DDP_OK, -1);
         for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
             t->peer[r].fd = lobby.seat[r].fd;
             ddp__who(&lobby, &lobby.visitor[r].hello, t->peer[r].who);
         }
-        if (result == DDP_OK) ddp__lobby_free(&lobby);
+        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1);
     }
     for (int r = 0; r < t->peer_count && result == DDP_OK; r++)
         if (t->peer[r].fd >= 0) ddp__tcp_tune(t->peer[r].fd, desc->timeout_ms);
@@ -4983,12 +4939,13 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue
 /* Makes the state of a group whose ranks meet at the venue. */
 static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listener) {
     size_t w = (size_t)group->world_size, peers = group->rank ? 1 : w;
-    uint64_t mine[2] = {ddp__machine(), ddp__random()};
-    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * sizeof *t->card);
+    uint64_t mine[2] = {ddp__machine(), ddp__nonce()};
+    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * (sizeof *t->card + sizeof *t->source));
     int local_rank = 0, local_size = 0;
     if (!t) return DDP_ERR_NO_MEMORY;
     t->card = (uint64_t (*)[2])(void *)(t + 1);
-    t->peer = (ddp__peer *)(void *)(t->card + w);
+    t->source = (const void **)(void *)(t->card + w);
+    t->peer = (ddp__peer *)(void *)(t->source + w);
     t->poll = (struct pollfd *)(void *)(t->peer + peers);
     t->peer_count = (int)peers;
     for (size_t r = 0; r < peers; r++) t->peer[r].fd = -1;

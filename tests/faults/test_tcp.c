@@ -213,7 +213,7 @@ static void test_file(void) {
     snprintf(url, sizeof url, "file:///tmp/ddp_test_tcp_%d", (int)getpid());
     j.url = url;
     file = fopen(url + 7, "w");
-    fprintf(file, ":0123456789abcdef|%d 127.0.0.1", free_port());
+    fprintf(file, ":0123456789abcdef %d 127.0.0.1 .", free_port());
     fclose(file);
     start(&j, 1, 1);
     start(&j, 2, 2);
@@ -258,14 +258,16 @@ static void test_bad_input(void) {
 
 static void test_port_in_use(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 3000, work};
-    char pid[32];
+    char pid[32], heir[32];
     int fd;
     faults_begin("MASTER_PORT is in use");
     fd = occupy(&j.port);
     start(&j, 0, 0);
     reap(0, 1);
-    snprintf(pid, sizeof pid, "pid %d (", (int)getpid());
-    expect(0, DDP_ERR_SYSTEM, pid, "DDP_MASTER_PORT");
+    snprintf(pid, sizeof pid, "in use by pid %d (", (int)getpid());
+    snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid); /* it has inherited the socket */
+    expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
+    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not say '%s'", stage_shared->rank[0].text, pid);
     close(fd);
 }
 
