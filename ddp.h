@@ -34,7 +34,7 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
-    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
+    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group
     >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
     >>impl-public
 
@@ -65,7 +65,7 @@ CONFIG MACROS (define before including)
     DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
 
 NOT DONE HERE
-    Traffic between machines (Open MPI, NCCL) is a backend, not this file. No matrix products, no autograd, no file formats.
+    Large data between machines travels on an engine (Open MPI, NCCL); TCP here is for bootstrap and control. No matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -174,12 +174,13 @@ typedef struct ddp_work {
 //== descs ================================================================================================ >>descs
 
 typedef struct ddp_group_desc {
-    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank */
-    int rank, world_size;    /* world_size 0 = from init_method; otherwise this rank's number and how many there are */
+    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
+                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there */
+    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
-    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
+    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, tcp for more */
     const ddp_device *device;   /* NULL = the CPU */
     void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
@@ -315,8 +316,13 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
    there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks), DDP_ERR_MISMATCH
-   (two ranks with one number, other world size, other version), DDP_ERR_UNSUPPORTED (world spans machines and no backend for it is built in). */
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
+   first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
+   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0's process; no messages; group memory is each rank's own.
+   A split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
+   answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
+   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -733,7 +739,14 @@ DDPDEF double ddp_now(void);
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
+#include <ifaddrs.h>
 #include <math.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -1438,7 +1451,6 @@ static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
-enum { DDP__LEVELS = 12 };
 
 static void ddp__merge_two(const ddp__reduction *r, void *left, const void *right, size_t count) {
     const void *const in[2] = {left, right};
@@ -1447,8 +1459,8 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
 
 /* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
    level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, twice as many one more. */
-static void ddp__reduce_block(const ddp__reduction *r, ddp__block *level, size_t first, size_t count) {
+   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, 65536 all 15. */
+static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
     int depth = 0, t = 0, n;
@@ -1470,7 +1482,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block *level, size_t
 
 /* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
-    ddp__block level[DDP__LEVELS];
+    ddp__block level[15];
     size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
@@ -1486,7 +1498,7 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 8192) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
+/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
    DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
    end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, and
@@ -2039,16 +2051,16 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
     return 1;
 }
 
-/* A call from its announcement, for messages. */
-static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+/* A call from what was announced of it, for messages. */
+static void ddp__describe_post(char *out, size_t size, uint64_t signature, uint64_t count) {
     ddp_call call;
     memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(post->signature & 255);
-    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
-    call.op = (ddp_op)(post->signature >> 16 & 255);
-    call.tag = (int)(post->signature >> 24 & 255);
-    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
-    call.count = (size_t)post->count;
+    call.kind = (ddp_call_kind)(signature & 255);
+    call.dtype = (ddp_dtype)(signature >> 8 & 255);
+    call.op = (ddp_op)(signature >> 16 & 255);
+    call.tag = (int)(signature >> 24 & 255);
+    call.root = (int)(uint32_t)(signature >> 32) - 1;
+    call.count = (size_t)count;
     if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
     else ddp__describe(out, size, &call);
 }
@@ -2065,15 +2077,20 @@ static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) 
 static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
     uint64_t word[DDP__INSIDE];
     char call[72], name[32];
-    ddp__post post;
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
     if (!word[0]) return;
-    post.signature = word[0] - 1;
-    post.count = word[1];
-    ddp__describe_post(call, sizeof call, &post);
+    ddp__describe_post(call, sizeof call, word[0] - 1, word[1]);
     memcpy(name, word + 3, sizeof name);
     snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
 }
+
+/* Appends a rank to "0,1,5"; what does not fit is left out. */
+static void ddp__list_rank(char *list, size_t room, int rank) {
+    size_t used = strlen(list);
+    if (used + 11 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", rank);
+}
+
+#define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
@@ -2081,12 +2098,10 @@ static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t
     for (int r = 0; r < l->world_size; r++) {
         uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
         int arrived = r == l->rank || value >= target;
-        char *list = arrived ? here : missing;
-        size_t used = strlen(list), room = arrived ? sizeof here : sizeof missing;
-        if (used + 4 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", l->number[r]);
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
-    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s%s", timeout_ms, here[0] ? here : "none", missing, inside);
+    snprintf(out, size, DDP__MISSING_TEXT "%s", timeout_ms, here[0] ? here : "none", missing, inside);
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l);
@@ -2305,12 +2320,20 @@ static uint64_t ddp__signature(const ddp_call *call) {
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
+/* a and b: what two ranks, a the lower one, have announced, of each its signature and count. */
+static void ddp__mismatch_text(char out[DDP__TEXT_MAX], int low, const uint64_t a[2], int high, const uint64_t b[2]) {
+    char text[2][160];
+    ddp__describe_post(text[0], sizeof text[0], a[0], a[1]);
+    ddp__describe_post(text[1], sizeof text[1], b[0], b[1]);
+    snprintf(out, DDP__TEXT_MAX, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
+}
+
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
-    char mine[160], theirs[160], text[DDP__TEXT_MAX];
+    char text[DDP__TEXT_MAX];
     int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    ddp__describe_post(mine, sizeof mine, ddp__post_of(l, low, seq));
-    ddp__describe_post(theirs, sizeof theirs, ddp__post_of(l, high, seq));
-    snprintf(text, sizeof text, "ranks made different calls: rank %d %s, rank %d %s", low, mine, high, theirs);
+    const ddp__post *a = ddp__post_of(l, low, seq), *b = ddp__post_of(l, high, seq);
+    const uint64_t of_low[2] = {a->signature, a->count}, of_high[2] = {b->signature, b->count};
+    ddp__mismatch_text(text, low, of_low, high, of_high);
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
     return DDP_ERR_POISONED;
 }
@@ -2403,7 +2426,7 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
 enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */, DDP__ADDS = 16 };
 static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
     DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
-    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS};
+    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS, 0};
 
 /* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
@@ -2456,22 +2479,22 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+/* Where in send lies what a rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(int rank, const ddp__move *m, int to) {
     const ddp_call *call = m->call;
     ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
-    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+        part.size = (m->common ? call->recv_counts[rank] : call->send_counts[to]) * m->element;
     }
     return part;
 }
 
-DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+DDP__FORCED_INLINE ddp__part ddp__takes(int rank, const ddp__move *m, int from) {
     const ddp_call *call = m->call;
     ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && rank != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = call->recv_offsets[from] * m->element;
         part.size = call->recv_counts[from] * m->element;
@@ -2494,11 +2517,11 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
 }
 
 /* What a rank gives to itself; sums take it as a source. */
-DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
+DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     ddp__part give, take;
     if (m->shape & DDP__ADDS) return;
-    give = ddp__gives(l, m, l->rank);
-    take = ddp__takes(l, m, l->rank);
+    give = ddp__gives(rank, m, rank);
+    take = ddp__takes(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
@@ -2509,7 +2532,7 @@ DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->c
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp__part give;
-        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l, m, p), k, p)).size) continue;
+        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
         (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
         if (m->common) break;
     }
@@ -2519,14 +2542,14 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
 DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     const ddp_call *call = m->call;
-    ddp__part take = ddp__piece(m, ddp__takes(l, m, l->rank), k, l->rank);
+    ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
     if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l, m, l->rank), k, l->rank).begin); /* only read */
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
     ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
                      call->dtype, call->op, call->divisor, how);
 }
@@ -2536,7 +2559,7 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) ddp__move_add(l, m, in, k, how);
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp__part take = ddp__piece(m, ddp__takes(l, m, p), k, p);
+        ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
@@ -2552,7 +2575,7 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     result = ddp__enter(group, l, m->call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__fetch_next_payload(l, m->call, size);
-    ddp__move_own(l, m);
+    ddp__move_own(l->rank, m);
     for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
     ddp__move_take(l, m, in, 0, DDP__CACHED);
     return DDP_OK;
@@ -2574,6 +2597,13 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
+static void ddp__counts_text(char out[DDP__TEXT_MAX], const ddp__move *m, int from, unsigned long long given, int to, unsigned long long wanted) {
+    if (m->common)
+        snprintf(out, DDP__TEXT_MAX, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+    else
+        snprintf(out, DDP__TEXT_MAX, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+}
+
 /* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     char text[DDP__TEXT_MAX];
@@ -2582,10 +2612,7 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            if (m->common)
-                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-            else
-                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
+            ddp__counts_text(text, m, from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
@@ -2607,11 +2634,11 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
     if (!adds || !read) { m.rounds = 1; m.room = m.largest; }
-    ddp__move_own(l, &m);
+    ddp__move_own(l->rank, &m);
     for (size_t k = 0; k < m.rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            ddp__part take = ddp__piece(&m, ddp__takes(l, &m, p), k, p);
+            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, p);
             uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
             if (take.size == 0) continue;
             if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
@@ -2647,7 +2674,7 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
    cache is what costs time there, and nobody does. */
 static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l, m);
+    ddp__move_own(l->rank, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
         ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
@@ -2661,7 +2688,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
     void *in[DDP_MAX_LOCAL_RANKS];
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        int takes = m->shared || ddp__piece(m, ddp__takes(l, m, p), k, p).size;
+        int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
         if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
     }
@@ -2674,7 +2701,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
 static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
     ddp_result result = ddp__await_passed(group, l, round);
     for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
-        ddp__part part = ddp__piece(m, ddp__gives(l, m, p), k, p);
+        ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k, p);
         if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
     }
     return result;
@@ -2690,8 +2717,8 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    ddp__part in = ddp__piece(m, ddp__gives(l, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l, m, me), k - 1, me);
-    ddp__part out = ddp__piece(m, ddp__gives(l, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
+    ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
     ddp__any_f32 *fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
     ddp__any_f32 *theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
     ddp__any_f32 *sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin), *take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
@@ -2726,7 +2753,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick_filled(l, first + k);
         }
-        if (k == filled) ddp__move_own(l, m);
+        if (k == filled) ddp__move_own(l->rank, m);
         if (k > 0 && k <= m->rounds) result = ddp__round_take(group, l, m, first + k - 1, k - 1, past);
         if (k > 1 && m->shared && result == DDP_OK) result = ddp__round_drain(group, l, m, first + k - 2, k - 2);
     }
@@ -2777,7 +2804,7 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
 static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
     size_t span = 0;
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, p);
+        ddp__part give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
     return span;
@@ -3845,7 +3872,7 @@ typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__pla
 static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
-   this machine. */
+   this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
@@ -3886,12 +3913,11 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
 /* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-         {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
         {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
          {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID"}}};
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     for (int i = 0; i < LAUNCHERS; i++) {
@@ -3908,7 +3934,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From desc, which is resolved, what follows its scheme, and the environment. alone: this rank is all of its world. */
+/* From desc, which is resolved, what follows its scheme, and the environment, which is read here, above, and in
+   ddp__venue_from_env. alone: this rank is all of its world. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, const char *place, int alone) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
@@ -3933,50 +3960,42 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 
 #define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
-/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
-   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
+/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
+   visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
+   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor. */
 
+typedef struct ddp__venue {
+    ddp__identity id;
+    int local;           /* an abstract socket of this machine. Otherwise: */
+    char hosts[256];     /* names or addresses with blanks between, asked in turn */
+    int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
+    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
+} ddp__venue;
+
+#define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* in a welcome: the outcome is still to come; ask elsewhere */
 typedef struct ddp__hello {
     uint64_t magic;
-    uint32_t version;
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
     char token[416];
+    uint32_t version;    /* up to here the same in every version */
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char host[64];
 } ddp__hello;
 typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
+#define DDP__HASH UINT64_C(14695981039346656037)
 static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
-
-#if defined(DDP_USE_MPI)
-/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
-#if !defined(DDP__MACHINE_SALT)
-#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
-#endif
-static uint64_t ddp__machine(void) {
-    static const char *const links[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    char text[400] = "", line[64];
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd < 0 ? 0 : read(fd, text, 63);
-    if (fd >= 0) close(fd);
-    if (n <= 0) gethostname(text, 63);
-    for (int i = 0; i < 2; i++) {
-        n = readlink(links[i], line, sizeof line - 1);
-        snprintf(text + strlen(text), sizeof text - strlen(text), " %.*s", (int)(n > 0 ? n : 0), line);
-    }
-    snprintf(text + strlen(text), sizeof text - strlen(text), " %ld %d", (long)geteuid(), (int)(DDP__MACHINE_SALT));
-    return ddp__hash_bytes(UINT64_C(14695981039346656037), text, strlen(text));
-}
-#endif
+static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(DDP__HASH, text, strlen(text)); }
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
-    uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
+    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)ddp__hash_text(token));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
@@ -3987,221 +4006,1027 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* A welcome under way, with room for one file descriptor beside it. */
-typedef struct ddp__parcel {
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
-    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
-} ddp__parcel;
+/* Who is at the other end of a socket, for messages. */
+static void ddp__peer_text(int fd, char *out, size_t size) {
+    struct sockaddr_storage address;
+    socklen_t length = sizeof address;
+    char host[80] = "an unknown address", port[8] = "?";
+    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
+    if (known && address.ss_family == AF_UNIX) { snprintf(out, size, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(out, size, "%s port %s", host, port);
+}
 
-static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
-    memset(parcel, 0, sizeof *parcel);
-    parcel->data.iov_base = &parcel->welcome;
-    parcel->data.iov_len = sizeof parcel->welcome;
-    parcel->message.msg_iov = &parcel->data;
-    parcel->message.msg_iovlen = 1;
-    parcel->message.msg_control = parcel->control;
-    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
+/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
+static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
+    struct iovec data = {bytes, size};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (receive) {
+        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
+        return n;
+    }
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+    memcpy(CMSG_DATA(header), fd, sizeof *fd);
+    if (*fd < 0) message.msg_controllen = 0;
+    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+/* A fresh socket's buffer holds a welcome: it is sent whole or not at all. heap_fd -1: none goes with it. */
+static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd) {
+    ddp__welcome welcome = {DDP__WELCOME_MAGIC, (int32_t)result, ""};
+    snprintf(welcome.text, sizeof welcome.text, "%s", text);
+    ddp__pass(fd, 0, &welcome, sizeof welcome, &heap_fd);
 }
 
 /* connect waits for a full backlog unless the socket is non-blocking. */
-static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+
+/* Waits until a socket can be read, or written; 0 = not by the deadline. */
+static int ddp__fd_ready(int fd, short events, double deadline) {
+    struct pollfd wait = {fd, events, 0};
+    for (double left = 1; left > 0;) {
+        left = deadline - ddp_now();
+        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
+    }
+    return 0;
+}
 
 /* Who has come to rank 0, and how the meeting goes. */
-enum { DDP__STRANGERS = 128 }; /* sockets that may be open before their hello has come */
+#define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
+#define DDP__STRANGER_SECONDS 5.0 /* and for how long */
+typedef struct ddp__visitor {
+    ddp__hello hello;             /* the first `got` bytes of it */
+    size_t got;
+    double since;
+    char from[96];
+} ddp__visitor;
 typedef struct ddp__lobby {
-    const ddp__identity *id;
-    int listener, heap_fd;
-    double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
-    int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
-    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
+    const ddp__venue *venue;
+    const ddp_group_desc *desc;
+    int world_size, next, count;  /* next: stranger. count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
+    struct pollfd *seat;          /* fd -1 = nobody, or has left again */
+    ddp__visitor *visitor;        /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
+    double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
+    ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-/* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
-    ddp__parcel parcel;
-    ddp__parcel_init(&parcel, lobby->heap_fd);
-    parcel.welcome.magic = DDP__MAGIC;
-    parcel.welcome.result = (int32_t)lobby->result;
-    if (lobby->result != DDP_OK) {
-        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
-        parcel.message.msg_controllen = 0;
-    }
-    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    close(fd);
+static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, double patience) {
+    memset(hello, 0, sizeof *hello);
+    hello->magic = DDP__MAGIC;
+    memcpy(hello->token, id->token, sizeof hello->token);
+    hello->version = DDP__VERSION;
+    hello->world_size = id->world_size;
+    hello->rank = id->rank;
+    hello->pid = (int32_t)getpid();
+    hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
+    gethostname(hello->host, sizeof hello->host - 1);
+}
+
+static void ddp__hang_up(ddp__lobby *lobby, int place) {
+    close(lobby->seat[place].fd);
+    lobby->seat[place].fd = -1;
+}
+
+/* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
+static void ddp__turn_away(ddp__lobby *lobby, int place, const char *why, int tell) {
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, lobby->visitor[place].from, why);
+    if (tell) ddp__send_welcome(lobby->seat[place].fd, tell, why, -1);
+    if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
+    ddp__hang_up(lobby, place);
 }
 
 /* Visitors may go away again, such as a rank that its launcher starts anew. */
 static int ddp__is_there(ddp__lobby *lobby, int rank) {
     char byte;
-    if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
-        close(lobby->fd[rank]);
-        lobby->fd[rank] = -1;
-    }
-    return lobby->fd[rank] >= 0;
+    int fd = lobby->seat[rank].fd;
+    ssize_t n = fd < 0 ? -1 : recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    if (fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__hang_up(lobby, rank);
+    return lobby->seat[rank].fd >= 0;
 }
 
-/* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
-    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
-        return DDP_ERR_INVALID;
-    if (hello->version != DDP__VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", rank,
-                        hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
-                        DDP_VERSION_PATCH);
-    if (hello->world_size != lobby->id->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", rank, hello->pid, hello->world_size,
-                        lobby->id->world_size);
+/* "pid 77 on hostb"; on one machine the host goes without saying. */
+static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char out[96]) {
+    snprintf(out, 96, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host);
+    return out;
+}
+
+/* Judges a whole hello of this job. DDP_OK admits it, anything else ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, int place) {
+    const ddp__hello *hello = &lobby->visitor[place].hello;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size;
+    char who[96], other[96];
+    ddp__who(lobby, hello, who);
+    if (hello->world_size != lobby->world_size)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size, lobby->world_size);
     if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: pid %d and pid %d", rank, lobby->pid[in_range ? rank : 0], hello->pid);
-    if (hello->pid == pid) return DDP_OK;
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, &lobby->visitor[in_range ? rank : 0].hello, other), who);
+    if (!lobby->venue->local || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
     return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
                     "(such as --pid=host)", rank, hello->pid);
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. */
-static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int *strangers = lobby->fd + DDP_MAX_LOCAL_RANKS, place = 0;
-    for (int fd; (fd = accept(lobby->listener, NULL, NULL)) >= 0;) {
-        while (place < DDP__STRANGERS && strangers[place] >= 0) place++;
-        if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
-        else close(fd); /* another user, or a flood */
-    }
-    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
-        ddp__hello hello;
-        int fd = strangers[i];
-        ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
-        if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
-        strangers[i] = -1;
-        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
-        if (verdict == DDP_OK) {
-            double patience = ddp_now() + hello.patience_ms * 1e-3;
-            lobby->fd[hello.rank] = fd;
-            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
-            if (patience < lobby->deadline) lobby->deadline = patience;
-        } else if (verdict == DDP_ERR_INVALID) {
-            close(fd);
-        } else {
-            lobby->result = verdict;
-            ddp__send_welcome(lobby, fd);
-        }
+/* Reads on a hello. Once it is whole its rank takes its seat, or the meeting fails. */
+static void ddp__lobby_read(ddp__lobby *lobby, int place) {
+    enum { COMMON = offsetof(ddp__hello, world_size) };
+    ddp__visitor *v = &lobby->visitor[place];
+    ddp__hello *hello = &v->hello;
+    int fd = lobby->seat[place].fd;
+    ssize_t n = recv(fd, (char *)hello + v->got, sizeof *hello - v->got, MSG_DONTWAIT);
+    const char *stranger = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ? "it left without saying who it is" : NULL;
+    if (n > 0) v->got += (size_t)n;
+    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) stranger = "it is no rank of ddp";
+    if (!stranger && v->got < sizeof *hello && ddp_now() - v->since > DDP__STRANGER_SECONDS) stranger = "it did not say who it is";
+    if (stranger) {
+        ddp__turn_away(lobby, place, stranger, 0);
+    } else if (v->got >= COMMON && memcmp(hello->token, lobby->venue->id.token, sizeof hello->token) != 0) {
+        ddp__turn_away(lobby, place, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    } else if (v->got >= COMMON && hello->version != DDP__VERSION) {
+        unsigned u = hello->version;
+        lobby->result = ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", v->from,
+                                 u / 10000, u / 100 % 100, u % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    } else if (v->got == sizeof *hello && (lobby->result = ddp__judge_hello(lobby, place)) == DDP_OK) { /* otherwise its seat is told with the others */
+        double patience = ddp_now() + hello->patience_ms * 1e-3;
+        lobby->visitor[hello->rank] = *v;
+        lobby->seat[hello->rank].fd = fd;
+        lobby->seat[place].fd = -1;
+        if (patience < lobby->deadline) lobby->deadline = patience;
+        ddp__send_welcome(fd, DDP__ADMITTED, "", -1);
     }
 }
 
+/* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
+   no rank out, and nobody goes unread. */
+static void ddp__lobby_admit(ddp__lobby *lobby) {
+    int first = lobby->world_size, end = lobby->count - 1;
+    for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
+        int place = first + lobby->next % DDP__STRANGERS, fd;
+        if (lobby->seat[place].fd >= 0 && accepted) break;
+        if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
+        if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
+        if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        lobby->next++;
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+        fcntl(fd, F_SETFL, O_NONBLOCK);
+        memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
+        ddp__peer_text(fd, lobby->visitor[place].from, sizeof lobby->visitor->from);
+        lobby->visitor[place].since = ddp_now();
+        lobby->seat[place].fd = fd;
+    }
+    for (int i = first; i < end && lobby->result == DDP_OK; i++)
+        if (lobby->seat[i].fd >= 0) ddp__lobby_read(lobby, i);
+}
+
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
-static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
+static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[4 * DDP_MAX_LOCAL_RANKS] = "";
-    for (int r = 1; r < lobby->id->world_size; r++) {
+    char list[300] = "", who[96];
+    for (int r = 1; r < lobby->world_size; r++) {
         if (ddp__is_there(lobby, r)) continue;
-        snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
+        ddp__list_rank(list, sizeof list, r);
         missing++;
-        if (lobby->pid[r]) departed = r;
+        if (lobby->visitor[r].hello.pid) departed = r;
         else to_come++;
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed,
+                                  ddp__who(lobby, &lobby->visitor[departed].hello, who));
     return 0;
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    ddp__lobby lobby = DDP_ZERO;
-    lobby.listener = ddp__socket();
-    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
-        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
-                                           "MASTER_PORT", id->token);
-    } else {
-        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+/* Tells everybody how the meeting went, and frees the lobby. Over TCP the connections of ranks stay. */
+static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd) {
+    char who[96];
+    const char *text = result == DDP_OK ? ddp__who(lobby, &lobby->visitor[0].hello, who) : ddp_last_error();
+    for (int i = 1; i < lobby->count; i++) {
+        if (lobby->seat[i].fd < 0) continue;
+        if (i < lobby->world_size || result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, result, text, heap_fd);
+        if (i >= lobby->world_size || result != DDP_OK || lobby->venue->local) ddp__hang_up(lobby, i);
     }
-    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
-    lobby.id = id;
-    lobby.heap_fd = (*out)->fd;
-    lobby.deadline = ddp_now() + timeout_ms * 1e-3;
-    lobby.pid[0] = (int)getpid();
-    memset(lobby.fd, -1, sizeof lobby.fd);
-    for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
-    close(lobby.listener);
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
-    for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
-        if (lobby.fd[i] < 0) continue;
-        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
-        else close(lobby.fd[i]); /* of no rank */
-    }
-    if (lobby.result == DDP_OK) return DDP_OK;
-    ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
+    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor);
+    return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
 
-/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
-static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
-    int host = (int)ddp__peer_of(fd).pid;
-    ddp__parcel parcel;
-    const ddp__welcome *welcome = &parcel.welcome;
-    ssize_t n;
-    ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel, -1);
-    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
-        usleep(300);
-    if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
-    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
-    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+/* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
+static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
+    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
+    memset(lobby, 0, sizeof *lobby);
+    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->visitor) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
+    memset(lobby->visitor, 0, size);
+    lobby->seat = (struct pollfd *)(lobby->visitor + count);
+    lobby->venue = venue;
+    lobby->desc = desc;
+    lobby->world_size = venue->id.world_size;
+    lobby->count = (int)count;
+    for (size_t i = 0; i < count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
+    lobby->seat[count - 1].fd = listener;
+    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    ddp__hello_init(&lobby->visitor[0].hello, &venue->id, 0);
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
+    ddp__hang_up(lobby, lobby->count - 1);
+    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1);
+}
+
+/* Rank 0's next answer, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
+   rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
+    for (size_t got = 0; got < sizeof *out;) {
+        int came = -1;
+        ssize_t n = ddp__pass(fd, 1, (char *)out + got, sizeof *out - got, &came);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
+        if (n < 0 && !ddp__fd_ready(fd, POLLIN, deadline)) return ETIMEDOUT;
+        if (n == 0) return got ? EPROTO : ECONNRESET;
+        if (came >= 0 && *heap_fd >= 0) close(*heap_fd);
+        if (came >= 0) *heap_fd = came;
+        if (n > 0) got += (size_t)n;
+        if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
+    }
+    out->text[sizeof out->text - 1] = 0;
+    return 0;
+}
+
+/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
+   elsewhere. */
+static ddp_result ddp__say_hello(const ddp__identity *id, int fd, double deadline, ddp__welcome *welcome, int *heap_fd) {
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
+    ddp__hello hello;
+    char host[96];
+    int error;
+    ddp__peer_text(fd, host, sizeof host);
+    ddp__hello_init(&hello, id, deadline - ddp_now());
+    if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != (ssize_t)sizeof hello) return ddp_fail(DDP_ERR_INVALID, "%s", strerror(errno));
+    error = ddp__await_welcome(fd, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0, welcome, heap_fd);
+    if (error || welcome->result == DDP__OTHER_JOB)
+        return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
+                        error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
+    if (welcome->result == DDP__ADMITTED) /* rank 0 knows our deadline, and its answer says more than silence */
+        error = ddp__await_welcome(fd, deadline + 1.0, welcome, heap_fd);
+    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", host);
+    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", host);
+    return welcome->result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+}
+
+/* One try at an address; result as of ddp__say_hello. */
+static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__welcome *welcome, int *fd, int *heap_fd) {
+    double try_until = ddp_now() + 3.0;
+    socklen_t size = sizeof(int);
+    int error;
+    ddp_result result;
+    welcome->result = 0;
+    *fd = ddp__socket(to->sa_family);
+    error = *fd < 0 || connect(*fd, to, length) != 0 ? errno : 0;
+    if (error == EINPROGRESS && !ddp__fd_ready(*fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    else if (error == EINPROGRESS) getsockopt(*fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
+    else if (to->sa_family == AF_UNIX && ddp__peer_of(*fd).uid != geteuid())
+        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(*fd).uid);
+    else result = ddp__say_hello(id, *fd, deadline, welcome, heap_fd);
+    if (result != DDP_OK && *fd >= 0) close(*fd);
     return result;
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+/* Asks at every address of every host. */
+static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__welcome *welcome, int *fd) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    ddp_result result = DDP_ERR_INVALID;
+    char host[256], number[16];
+    int length = 0, none = -1;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += length + (int)strspn(h + length, " "))
+        for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
+            length = (int)strcspn(h, " ");
+            snprintf(host, sizeof host, "%.*s", length, h);
+            snprintf(number, sizeof number, "%d", port);
+            int error = getaddrinfo(host, number, &hints, &list);
+            if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
+            for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
+                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, welcome, fd, &none);
+                if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
+            }
+            freeaddrinfo(list);
+        }
+    return result;
+}
+
+static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
+    const char *blank = strchr(announced, ' ');
+    venue->port = atoi(announced);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
+    return blank && venue->port > 0;
+}
+
+/* What a visitor needs, from the file of file://; 0 while it is not whole. token_size: of what all ranks know. */
+static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
+    char text[512], *dot, number[18];
+    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    if ((dot = strstr(text, " .")) == NULL || sscanf(text, "%17s", number) != 1) return 0;
+    *dot = 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%s", number);
+    return ddp__venue_hear(venue, text + strlen(number) + 1);
+}
+
+/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
+static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__welcome *welcome, int *fd, int *heap_fd) {
+    const ddp__identity *id = &venue->id;
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    struct sockaddr_un here;
+    socklen_t length = ddp__job_address(&here, id->token);
+    size_t token_size = strlen(id->token);
+    for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
+        ddp_result result = DDP_ERR_INVALID;
+        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, welcome, fd, heap_fd);
+        else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
+        else result = ddp__ask_hosts(venue, deadline, welcome, fd);
+        if (result != DDP_ERR_INVALID) return result;
+        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+    }
+}
+
+static ddp_result ddp__local_listen(const ddp__identity *id, int *listener) {
     struct sockaddr_un address;
     socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
-    ddp_result result;
-    int fd, heap_fd = -1;
-    for (fd = ddp__socket(); fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0; fd = ddp__socket()) { /* rank 0 may not be up yet */
-        close(fd);
-        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
-        usleep(1000);
-    }
-    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (ddp__peer_of(fd).uid != geteuid()) {
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-    } else {
-        double left = deadline - ddp_now();
-        hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
-        memcpy(hello.token, id->token, sizeof hello.token);
-        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
-    }
-    close(fd);
-    if (result != DDP_OK) return result;
+    *listener = ddp__socket(AF_UNIX);
+    if (*listener >= 0 && bind(*listener, (struct sockaddr *)&address, length) == 0 && listen(*listener, 128) == 0) return DDP_OK;
+    int error = errno;
+    if (*listener >= 0) close(*listener);
+    if (error != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(error));
+    return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+}
+
+/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
+static ddp_result ddp__rendezvous_host(const ddp__venue *venue, const ddp_group_desc *desc, ddp__heap **out) {
+    ddp__lobby lobby;
+    int listener;
+    DDP__TRY(ddp__local_listen(&venue->id, &listener));
+    DDP__TRY(ddp__lobby_hold(&lobby, venue, desc, listener));
+    ddp_result result = ddp__heap_create(out, lobby.world_size, 0, 0);
+    for (int r = 0; r < lobby.world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
+    return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
+}
+
+/* Meets the other ranks of this machine. */
+static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
+    ddp__venue venue = DDP_ZERO;
+    ddp__welcome welcome;
+    int fd = -1, heap_fd = -1;
+    venue.id = *id;
+    venue.local = 1;
+    if (id->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
+                         DDP_MAX_LOCAL_RANKS);
+    if (id->rank == 0) return ddp__rendezvous_host(&venue, desc, out);
+    ddp_result result = ddp__visit(&venue, desc, &welcome, &fd, &heap_fd);
+    if (result == DDP_OK) close(fd);
+    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    if (result != DDP_OK) { if (heap_fd >= 0) close(heap_fd); return result; } /* a malformed answer may carry one */
     *out = ddp__heap_wrap(heap_fd, 0);
     return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
-/* Meets the other ranks of this machine. */
-static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
+//== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
+
+/* --- where rank 0 is --- */
+
+static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
+
+/* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
+static void ddp__first_host(char *out, size_t size, const char *list) {
+    size_t n = 0;
+    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
+        if (*list == '[' || *list == ']') inside = *list == '[';
+        else if (inside && (*list == '-' || *list == ',')) list += strcspn(list, "]") - 1;
+        else out[n++] = *list;
+    }
+    out[n] = 0;
+}
+
+/* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
+static ddp_result ddp__venue_from_env(ddp__venue *venue) {
+    const ddp__identity *id = &venue->id;
+    int own, slurm = strncmp(id->token, "slurm", 5) == 0;
+    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &venue->port));
+    DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*venue->hosts && slurm)
+        ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
+    if (own) {
+        venue->port = own;
+    } else if (slurm && !venue->port) {
+        venue->port = 20000 + (int)(ddp__hash_text(id->token) % 10000); /* Linux gives out higher ones by itself */
+        venue->ports = 16;
+    } else if (venue->port && strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0) {
+        venue->port++;
+        venue->ports = 16;
+    }
+    if (!*venue->hosts || !venue->port)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
+                         "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
+    DDP__JOIN_NEED(venue->port + venue->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+    return DDP_OK;
+}
+
+/* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *desc) {
+    const char *host = venue->id.place, *colon = strrchr(host, ':');
+    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
+    char *end = NULL, job[300];
+    snprintf(job, sizeof job, "%.299s", venue->id.found ? venue->id.token : "");
+    snprintf(venue->id.token, sizeof venue->id.token, "%.20s:%.30s:%s", file ? "file" : host + length, desc->name, job);
+    if (file) venue->path = host;
+    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
+    if (file) return DDP_OK;
+    if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
+    venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && venue->port > 0 && venue->port <= 65535 && !*end,
+                   "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
+    return DDP_OK;
+}
+
+/* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
+static int ddp__tcp_listen(const char *host, int port) {
+    static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
+    int fd = -1, error = EADDRNOTAVAIL, on = 1, off = 0;
+    char number[16];
+    snprintf(number, sizeof number, "%d", port);
+    for (int i = 0; i < 2 && fd < 0; i++) {
+        struct addrinfo hints = DDP_ZERO, *list;
+        hints.ai_family = families[i];
+        hints.ai_socktype = SOCK_STREAM;
+        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+        if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
+        fd = ddp__socket(families[i]);
+        if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (fd >= 0 && i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 1024) != 0) {
+            if (error != EADDRINUSE) error = errno;
+            if (fd >= 0) close(fd);
+            fd = -1;
+        }
+        freeaddrinfo(list);
+    }
+    errno = error;
+    return fd;
+}
+
+/* Who listens at a port of this machine, as far as this user may see: "pid 77 (python3)". */
+static void ddp__port_holder(int port, char *out, size_t size) {
+    unsigned long inode, wanted = 0;
+    unsigned at, state;
+    char line[512];
+    glob_t files = DDP_ZERO;
+    snprintf(out, size, "another process");
+    for (int i = 0; i < 2; i++) {
+        FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
+        while (table && fgets(line, sizeof line, table))
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10)
+                wanted = inode;
+        if (table) fclose(table);
+    }
+    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
+    for (size_t i = 0; i < files.gl_pathc; i++) {
+        int pid = atoi(files.gl_pathv[i] + 6);
+        ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
+        line[n > 0 ? n : 0] = 0;
+        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
+        snprintf(line, sizeof line, "/proc/%d/comm", pid);
+        FILE *name = fopen(line, "re");
+        if (!name || !fgets(line, sizeof line, name)) line[0] = 0;
+        if (name) fclose(name);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)strcspn(line, "\n"), line);
+        break;
+    }
+    globfree(&files);
+}
+
+/* "port address address ...": how others reach a listener of this machine, on whatever network they share. */
+static void ddp__announce_text(int listener, char *out, size_t size) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80], port[8] = "0";
+    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
+        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
+    snprintf(out, size, "%s", port);
+    getifaddrs(&list);
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        int family = a->ifa_addr && a->ifa_flags & IFF_UP ? a->ifa_addr->sa_family : AF_UNSPEC;
+        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        if (!strchr(host, '%') && strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host); /* %: of one link */
+    }
+    if (list) freeifaddrs(list);
+}
+
+/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#endif
+static uint64_t ddp__machine(void) {
+    struct { char boot[64]; uint64_t user, salt, space[2]; } m = DDP_ZERO;
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    struct stat s;
+    if (fd < 0 || read(fd, m.boot, sizeof m.boot - 1) <= 0) gethostname(m.boot, sizeof m.boot);
+    if (fd >= 0) close(fd);
+    m.user = (uint64_t)geteuid();
+    m.salt = (uint64_t)(DDP__MACHINE_SALT);
+    for (int i = 0; i < 2; i++) m.space[i] = stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0 ? (uint64_t)s.st_ino : 0;
+    return ddp__hash_bytes(DDP__HASH, &m, sizeof m);
+}
+
+/* No other process or time gives the same number. */
+static uint64_t ddp__nonce(void) {
+    uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
+    return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
+}
+
+/* The file of file://: "number port address ... ."; the number belongs to the token. Whoever finds one of an earlier job finds nobody there. */
+static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
+    char hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
+    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__nonce());
+    ddp__announce_text(listener, hosts, sizeof hosts);
+    int size = snprintf(text, sizeof text, "%s %s .", number, hosts), fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int ok = fd >= 0 && write(fd, text, (size_t)size) == size;
+    if (fd >= 0 && close(fd) != 0) ok = 0;
+    return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
+}
+
+/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
+static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
+    double give_up = ddp_now() + 1.0;
+    char holder[80];
+    do {
+        for (int i = 0; i < venue->ports; i++)
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port ? venue->port + i : 0)) >= 0) return DDP_OK;
+    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
+    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
+    ddp__port_holder(venue->port, holder, sizeof holder);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", venue->port,
+                          holder);
+}
+
+/* --- frames --- */
+
+/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
+   rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
+   everybody. */
+
+#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
+enum { DDP__FRAME_DATA = 1, DDP__FRAME_NEWS };
+typedef struct ddp__frame {
+    uint32_t kind;
+    int32_t result;              /* DATA: not 0 = more than fits, and nothing follows. NEWS: why the group failed; 0 = the sender leaves it */
+    uint64_t size;               /* bytes that follow; NEWS: a text */
+    uint64_t call[2];            /* DATA: signature and count */
+} ddp__frame;
+
+typedef struct ddp__peer {
+    int fd;                      /* -1 = none, or it has left */
+    int arrived;                 /* its data of this call is whole: */
+    ddp__frame data, in;         /* in: what is coming, of which we have */
+    size_t got, room;            /* room: of bytes */
+    unsigned char *bytes;
+    char who[96], news[DDP__TEXT_MAX];
+} ddp__peer;
+
+typedef struct ddp__tcp {
+    ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
+    int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
+    ddp__peer *peer;
+    struct pollfd *poll;
+    pthread_mutex_t lock;        /* of all that is not the running call's alone */
+    int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
+    uint64_t (*card)[2];         /* of each rank: its machine, and a nonce */
+    const void **source;         /* where each rank's data lies, to be added */
+    unsigned char *out;          /* a frame to send */
+    size_t room;
+} ddp__tcp;
+
+static int ddp__tcp_room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return 1;
+    ddp_group_mfree(group, *bytes);
+    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    *room = *bytes ? size : 0;
+    return *bytes != NULL;
+}
+
+/* What may follow a frame. */
+static size_t ddp__tcp_most(const ddp_group *group) {
+    size_t w = (size_t)group->world_size;
+    return (DDP__TCP_PAYLOAD + 16 * w + 16) * (group->rank ? w : 1);
+}
+
+/* Reads on: 1 = a frame is whole; 0 = later; -1 = the connection has ended, and errno is why. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
+    for (size_t head = sizeof p->in;;) {
+        int news = p->got >= head && p->in.kind == DDP__FRAME_NEWS;
+        if (p->got == head) {
+            errno = EPROTO;
+            if (news ? p->in.size != sizeof p->news : p->in.kind != DDP__FRAME_DATA || p->arrived || p->in.size > ddp__tcp_most(group)) return -1;
+            errno = ENOMEM;
+            if (!news && !ddp__tcp_room(group, &p->bytes, &p->room, p->in.size)) return -1;
+        }
+        size_t end = p->got < head ? head : head + p->in.size;
+        if (p->got == end) return 1;
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (news ? (unsigned char *)p->news : p->bytes) + (p->got - head);
+        ssize_t n = recv(p->fd, to, end - p->got, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n == 0) errno = ECONNRESET;
+        if (n <= 0) return -1;
+        p->got += (size_t)n;
+    }
+}
+
+static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = send(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
+        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
+        if (n > 0) done += (size_t)n;
+    }
+    return 1;
+}
+
+/* To all peers, of whom some may not be there any more. */
+static void ddp__tcp_send_news(ddp__tcp *t, ddp_result result, const char *text) {
+    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, {0, 0}}, ""};
+    snprintf(out.text, sizeof out.text, "%s", text);
+    for (int r = 0; r < t->peer_count; r++)
+        if (t->peer[r].fd >= 0) ddp__send_all(t->peer[r].fd, &out, sizeof out, ddp_now() + 0.2);
+}
+
+/* With the lock held, by whoever may use the connections. */
+static void ddp__tcp_tell(ddp__tcp *t) {
+    if (t->self.cause == DDP_OK || t->told) return;
+    t->told = 1;
+    ddp__tcp_send_news(t, t->self.cause, t->self.text);
+}
+
+/* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
+static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, char out[DDP__TEXT_MAX]) {
+    char here[90] = "", missing[190] = "";
+    for (int r = 0; r < t->peer_count; r++)
+        ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
+    if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
+    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing);
+}
+
+static void ddp__peer_close(ddp__peer *p) { if (p->fd >= 0) close(p->fd); p->fd = -1; }
+
+static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
+    ddp__peer *p = &t->peer[rank];
+    char text[DDP__TEXT_MAX];
+    if (error == ECONNRESET || error == EPIPE) snprintf(text, sizeof text, "rank %d: %s is gone", rank, p->who);
+    else snprintf(text, sizeof text, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
+    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+    ddp__peer_close(p);
+}
+
+/* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
+   unless rank 0 knows better for whom they have waited. */
+static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
+    int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
+    p->news[sizeof p->news - 1] = 0;
+    if (p->in.result == 0) { ddp__peer_close(p); return; }
+    if (waited) ddp__tcp_missing_text(group, t, p->news);
+    if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
+    ddp__self_abort(group, t, (ddp_result)p->in.result, p->news);
+}
+
+/* With the lock held: takes what has come. Returns how many peers' data has not. */
+static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
+    int missing = 0;
+    for (int r = 0; r < t->peer_count; r++) {
+        ddp__peer *p = &t->peer[r];
+        int whole;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) != 0) {
+            p->got = 0;
+            if (whole < 0) { ddp__tcp_lost(group, t, r, errno); continue; }
+            if (p->in.kind == DDP__FRAME_NEWS) { ddp__tcp_hear(group, t, p); continue; }
+            p->data = p->in;
+            p->arrived = 1;
+        }
+        missing += !p->arrived;
+    }
+    return missing;
+}
+
+/* Waits for the data of all peers. A rank whose time is up says so, and waits a moment for rank 0 to say who is to blame. */
+static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
+    char text[DDP__TEXT_MAX];
+    for (;;) {
+        pthread_mutex_lock(&t->lock);
+        int missing = ddp__tcp_pump(group, t), failed;
+        for (int r = 0; r < t->peer_count; r++) {
+            t->poll[r].fd = t->peer[r].fd;
+            t->poll[r].events = POLLIN;
+            if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
+            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+        }
+        if (missing && ddp_now() > deadline) {
+            ddp__tcp_missing_text(group, t, text);
+            ddp__self_abort(group, t, DDP_ERR_TIMEOUT, text);
+        }
+        failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
+        ddp__tcp_tell(t);
+        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + 0.5) failed = 0;
+        pthread_mutex_unlock(&t->lock);
+        if (failed) return DDP_ERR_POISONED;
+        if (!missing) return DDP_OK;
+        poll(t->poll, (nfds_t)t->peer_count, 20);
+    }
+}
+
+/* --- calls --- */
+
+/* What this rank sends: the counts of a _v call, then its pieces by who takes them. The size, or SIZE_MAX when it is too much. */
+static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
+    const size_t *counts[2] = {m->call->send_counts, m->call->recv_counts};
+    int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
+    size_t n = 0, sum = 0, row = (size_t)group->world_size * sizeof(size_t);
+    for (int i = 0; i < 2; i++)
+        if (counts[i]) { memcpy(out + n, counts[i], row); n += row; }
+    for (int to = first; to < end; to++) {
+        ddp__part give = ddp__gives(group->rank, m, to);
+        if (give.size > DDP__TCP_PAYLOAD - sum) return SIZE_MAX;
+        if (give.size) memcpy(out + n + sum, m->send + give.begin, give.size);
+        sum += give.size;
+    }
+    return n + sum;
+}
+
+/* Whether what ranks expect is what they are given. The counts of a _v call precede each rank's data. */
+static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, const ddp__move *m, char text[DDP__TEXT_MAX]) {
+    int w = group->world_size;
+    for (int from = 0; from < w; from++)
+        for (int to = 0; to < w; to++) {
+            size_t given = ((const size_t *)(const void *)t->peer[from].bytes)[m->common ? from : to];
+            size_t wanted = ((const size_t *)(const void *)t->peer[to].bytes)[m->common ? from : w + from];
+            if (given != wanted) { ddp__counts_text(text, m, from, given, to, wanted); return 0; }
+        }
+    return 1;
+}
+
+/* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
+static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
+    ddp__frame frame = t->peer[0].data;
+    char text[DDP__TEXT_MAX] = "";
+    size_t total = 0, at = sizeof frame;
+    int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
+    for (int r = 0; r < w && !*text; r++) {
+        const ddp__frame *theirs = &t->peer[r].data;
+        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
+        if (theirs->result) frame.result = theirs->result;
+        if (r < parts) total += sizeof total + ddp__round_up(theirs->size, 8);
+    }
+    if (*text || (!frame.result && m->call->recv_counts && !ddp__tcp_counts_agree(group, t, m, text))) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    for (int r = 0; r < w; r++) t->source[r] = t->peer[r].bytes;
+    if (adds && !frame.result) /* into the place of rank 0's data */
+        ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
+                         m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
+    frame.size = frame.result ? 0 : total;
+    if (!ddp__tcp_room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    memcpy(t->out, &frame, sizeof frame);
+    for (int r = 0; r < parts && !frame.result; r++) {
+        size_t size = t->peer[r].data.size;
+        memcpy(t->out + at, &size, sizeof size);
+        if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
+        at += sizeof size + ddp__round_up(size, 8);
+    }
+    for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
+    return DDP_OK;
+}
+
+/* Takes what is this rank's from the data of all, or their sum. */
+static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
+    const ddp_call *call = m->call;
+    size_t w = (size_t)group->world_size, me = (size_t)group->rank, size;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += ddp__round_up(size, 8)) {
+        ddp__part take = ddp__takes(group->rank, m, r);
+        memcpy(&size, answer, sizeof size);
+        answer += sizeof size;
+        const size_t *counts = (const size_t *)(const void *)answer;
+        const unsigned char *from = answer + (call->recv_counts ? w * sizeof *counts * (m->common ? 1 : 2) : m->common ? 0 : me * m->block);
+        for (size_t i = 0; i < me && call->send_counts; i++) from += counts[i] * m->element;
+        if (take.size) memcpy(m->recv + take.begin, from, take.size);
+    }
+}
+
+/* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
+    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    ddp__peer *p = t->peer;
+    size_t most = ddp__tcp_most(group), size;
+    int hub = group->rank == 0;
+    if (!(hub ? ddp__tcp_room(group, &p->bytes, &p->room, most) : ddp__tcp_room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
+    size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
+    frame.result = size == SIZE_MAX;
+    frame.size = frame.result ? 0 : size;
+    memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
+    p->arrived = hub;
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    DDP__TRY(ddp__tcp_await(group, t, deadline));
+    if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
+    if (hub) memcpy(answer, t->out, sizeof *answer);
+    else *answer = p->data;
+    *bytes = hub ? t->out + sizeof frame : p->bytes;
+    for (int r = 1; r < t->peer_count; r++)
+        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + answer->size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    return DDP_OK;
+}
+
+static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    pthread_mutex_lock(&t->lock);
+    ddp__self_abort(group, t, cause, text);
+    if (!t->running) ddp__tcp_tell(t); /* otherwise the call does */
+    pthread_mutex_unlock(&t->lock);
+}
+
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    pthread_mutex_lock(&t->lock);
+    if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
+    if (!t->running) ddp__tcp_tell(t);
+    ddp_result result = ddp__self_status(group, t);
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+static void ddp__tcp_set_running(ddp__tcp *t, int running) {
+    pthread_mutex_lock(&t->lock);
+    t->running = running;
+    pthread_mutex_unlock(&t->lock);
+}
+
+static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp__move m = ddp__move_of(call);
+    const unsigned char *bytes;
+    ddp__frame answer;
+    if (ddp__tcp_status(group, t) != DDP_OK) return DDP_ERR_POISONED;
+    if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
+    ddp__tcp_set_running(t, 1);
+    ddp_result result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
+    ddp__tcp_set_running(t, 0);
+    if (result != DDP_OK) {
+        ddp__tcp_poison(group, t, result, ddp_last_error());
+        return DDP_ERR_POISONED;
+    }
+    if (answer.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU "
+                                       "memory use ddp_cuda.cuh");
+    ddp__tcp_take(group, &m, bytes);
+    return DDP_OK;
+}
+
+/* Memory that other machines cannot see is this rank's own. */
+static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    return ddp__self_alloc(group, state, size_bytes, out);
+}
+
+static void ddp__tcp_close(ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp__tcp_send_news(t, DDP_OK, "");
+    for (int r = 0; r < t->peer_count; r++) {
+        ddp__peer_close(&t->peer[r]);
+        ddp_group_mfree(group, t->peer[r].bytes);
+    }
+    ddp_group_mfree(group, t->out);
+    pthread_mutex_destroy(&t->lock);
+    ddp__self_close(group, state);
+}
+
+/* --- meeting --- */
+
+/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
+static void ddp__tcp_tune(int fd, int timeout_ms) {
+    int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds}, {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
+                        {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
+}
+
+/* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
+static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
+    const ddp_group_desc *desc = &group->desc;
+    ddp__lobby lobby;
+    ddp__welcome welcome;
+    ddp_result result = DDP_OK;
+    int none = -1;
+    if (group->rank) {
+        DDP__TRY(ddp__visit(venue, desc, &welcome, &t->peer->fd, &none));
+        snprintf(t->peer->who, sizeof t->peer->who, "%.90s", welcome.text);
+    } else {
+        if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
+        if (venue->path) result = ddp__venue_write(venue, listener);
+        if (result != DDP_OK) { close(listener); return result; }
+        result = ddp__lobby_hold(&lobby, venue, desc, listener);
+        if (venue->path) unlink(venue->path);
+        for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
+            t->peer[r].fd = lobby.seat[r].fd;
+            ddp__who(&lobby, &lobby.visitor[r].hello, t->peer[r].who);
+        }
+        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1);
+    }
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++)
+        if (t->peer[r].fd >= 0) ddp__tcp_tune(t->peer[r].fd, desc->timeout_ms);
+    return result;
+}
+
+/* Makes the state of a group whose ranks meet at the venue. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listener) {
+    size_t w = (size_t)group->world_size, peers = group->rank ? 1 : w;
+    uint64_t mine[2] = {ddp__machine(), ddp__nonce()};
+    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * (sizeof *t->card + sizeof *t->source));
+    int local_rank = 0, local_size = 0;
+    if (!t) return DDP_ERR_NO_MEMORY;
+    t->card = (uint64_t (*)[2])(void *)(t + 1);
+    t->source = (const void **)(void *)(t->card + w);
+    t->peer = (ddp__peer *)(void *)(t->source + w);
+    t->poll = (struct pollfd *)(void *)(t->peer + peers);
+    t->peer_count = (int)peers;
+    for (size_t r = 0; r < peers; r++) t->peer[r].fd = -1;
+    pthread_mutex_init(&t->lock, NULL);
+    group->state = t;
+    ddp_result result = ddp__tcp_meet(group, t, venue, listener);
+    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
+    if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
+    for (int r = 0; r < group->world_size; r++) {
+        local_rank += r < group->rank && t->card[r][0] == mine[0];
+        local_size += t->card[r][0] == mine[0];
+    }
+    ddp_group_set_local(group, local_rank, local_size);
+    return DDP_OK;
+}
+
+/* 1 when ranks can share memory: all ranks, or those listed. */
+static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
+    for (int i = 1; i < count; i++)
+        if (t->card[members ? members[i] : i][0] != t->card[members ? members[0] : 0][0]) return 0;
+    return count <= DDP_MAX_LOCAL_RANKS;
+}
+
+/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
+static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    enum { TEXT = 256 };
+    const ddp__tcp *t = (const ddp__tcp *)state;
+    int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
+    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)parent->world_size);
+    ddp__venue venue = DDP_ZERO;
+    ddp__heap *heap;
+    ddp_result result;
+    *child_state = NULL;
+    if (child && !local && child->rank == 0 && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
+    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && child && !local && !ddp__venue_hear(&venue, all + TEXT * members[0]))
+        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
+    ddp_group_mfree(parent, all);
+    if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
+    venue.id.rank = child->rank;
+    venue.id.world_size = member_count;
+    venue.ports = 1;
+    snprintf(venue.id.token, sizeof venue.id.token, "split:%016llx:%llu:%d", (unsigned long long)t->card[0][1], (unsigned long long)parent->seq, members[0]);
+    if (!local) {
+        DDP__TRY(ddp__tcp_open(child, &venue, listener));
+        *child_state = child->state;
+        return DDP_OK;
+    }
+    child->backend = member_count == 1 ? ddp__backend_self() : ddp__backend_local();
+    if (member_count == 1) return ddp__self_open(child, child_state);
+    DDP__TRY(ddp__rendezvous(&venue.id, &child->desc, &heap));
+    result = ddp__local_world(child, heap);
+    if (result == DDP_OK) ((ddp__local *)(*child_state = child->state))->owns_rank = 1;
+    ddp__heap_release(heap);
+    return result;
+}
+
+static const ddp_backend *ddp__backend_tcp(void) {
+    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
+    return &tcp;
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4315,10 +5140,38 @@ static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not fi
 #define ddp__create_mpi NULL
 #endif
 
-/* With whatever launcher started us, or nobody. */
-static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
-    ddp_result result;
+    DDP__TRY(ddp__rendezvous(id, desc, &heap));
+    ddp_result result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
+    ddp__heap_release(heap);
+    return result;
+}
+
+/* Ranks that turn out to be on one machine need the network no longer. */
+static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, ddp__venue *venue) {
+    ddp__identity *id = &venue->id;
+    ddp_group *group;
+    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL));
+    ddp_result result = ddp__tcp_open(group, venue, -1);
+    if (result != DDP_OK) { ddp__group_delete(group); return result; }
+    const ddp__tcp *t = (const ddp__tcp *)group->state;
+    *out = group;
+    if (!ddp__tcp_is_local(t, NULL, id->world_size)) return DDP_OK;
+    memset(id->token, 0, sizeof id->token);
+    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
+    *out = NULL;
+    ddp_group_destroy(group);
+    return ddp__create_local(out, desc, id);
+}
+
+/* With whatever launcher started us, or nobody; or by tcp:// or file://. */
+static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    const char *host = ddp__env_text("MASTER_ADDR");
+    int url = desc->init_method[0] != 'e';
+    ddp__venue venue = DDP_ZERO;
+    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                   desc->init_method);
     if (id->heap) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
     if (desc->backend) {
         DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
@@ -4327,15 +5180,16 @@ static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, c
     }
     if (id->world_size == 1) return ddp__create_self(out, desc, id);
 #if defined(DDP_USE_MPI)
-    if (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0) return ddp__create_mpi(out, desc, id);
+    if (!url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0)) return ddp__create_mpi(out, desc, id);
 #endif
-    if (id->local_world_size < id->world_size)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
-                         "machine: give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    DDP__TRY(ddp__rendezvous(id, desc->timeout_ms, &heap));
-    result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
-    ddp__heap_release(heap);
-    return result;
+    /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
+    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
+                    (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
+    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
+    venue.id = *id;
+    venue.ports = 1;
+    DDP__TRY(url ? ddp__venue_from_url(&venue, desc) : ddp__venue_from_env(&venue));
+    return ddp__create_tcp(out, desc, &venue);
 }
 
 /* How ranks meet and what they get, by the scheme of init_method. */
@@ -4343,7 +5197,8 @@ static const struct ddp__meeting {
     const char *scheme;
     int place; /* 1 = a host or a path follows */
     ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
-} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 0, ddp__create_mpi}, {"tcp://", 1, NULL}, {"file://", 1, NULL}};
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 0, ddp__create_mpi}, {"tcp://", 1, ddp__create_env},
+                 {"file://", 1, ddp__create_env}};
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
     const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
@@ -4354,10 +5209,9 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
     while (meeting < end && (meeting->place ? strncmp(d.init_method, meeting->scheme, strlen(meeting->scheme)) : strcmp(d.init_method, meeting->scheme)))
         meeting++;
-    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
     if (!meeting->create)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
-                         "on one machine", d.init_method);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
     DDP__TRY(ddp__identity_of(&id, &d, d.init_method + strlen(meeting->scheme), meeting->create == ddp__create_self));
     return meeting->create(out, &d, &id);
 }
@@ -4504,8 +5358,7 @@ typedef struct ddp__mpi {
     int rank, world_size, machine_count, ready;
     int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
     int *machine_of;
-    ddp__local as;                    /* rank and world_size alone: as whom ddp__gives and ddp__takes tell, of those whose rank `step` divides */
-    int step;
+    int step;                         /* ranks that it divides move what is moved, each as rank / step */
     unsigned char *here;              /* ranks that have answered WHO */
     ddp__mpi_notice *notice;          /* of each kind, as sent: they stay while MPI may read them */
     int left;                         /* the first rank that has left, */
@@ -4579,7 +5432,7 @@ static void ddp__mpi_listen(ddp__mpi *s) {
 /* This rank's time is up: who does not answer, of those that wait as well, has not come. On this machine some may sleep in a part of this call. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
     const ddp__local *l = (const ddp__local *)s->local->state;
-    char missing[200] = "", text[DDP__TEXT_MAX];
+    char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
     double end = ddp_now() + 0.5;
     memset(s->here, 0, (size_t)s->world_size);
     s->here[s->rank] = 1;
@@ -4589,10 +5442,8 @@ static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
         for (int r = 0; r < l->world_size; r++)
             if (ddp__load_relaxed(&l->line[r].collective.sleeping)) s->here[l->number[r]] = 1;
     }
-    for (int r = 0; r < s->world_size; r++)
-        if (!s->here[r] && strlen(missing) < 180) snprintf(missing + strlen(missing), 16, " %d", r);
-    snprintf(text, sizeof text, missing[0] ? "timed out after %d ms: not arrived, or out of reach: rank%s" :
-             "timed out after %d ms, though all ranks have arrived%s", group->desc.timeout_ms, missing);
+    for (int r = 0; r < s->world_size; r++) ddp__list_rank(list[s->here[r]], sizeof *list, r);
+    snprintf(text, sizeof text, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none", list[0][0] ? ", or out of reach" : "");
     ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
 }
 
@@ -4672,16 +5523,15 @@ static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_by
     return s->scratch ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-/* Whom this rank sends to, and whom it receives from, in turn i: no two send to one. */
-static int ddp__mpi_to(const ddp__local *as, int i) { return (as->rank + i) % as->world_size; }
-static int ddp__mpi_from(const ddp__local *as, int i) { return (as->rank - i + as->world_size) % as->world_size; }
+/* In turn i this rank sends to one peer and receives from another; no two send to one. */
+static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
 
 /* Starts to send each peer its piece k, and to receive this rank's from each: into its place, or, of a sum, into `came` at room times its rank. */
 static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
-    const ddp__local *as = &s->as;
-    for (int i = 1; i < as->world_size; i++) {
-        int to = ddp__mpi_to(as, i), from = ddp__mpi_from(as, i);
-        ddp__part give = ddp__piece(m, ddp__gives(as, m, to), k, to), take = ddp__piece(m, ddp__takes(as, m, from), k, as->rank);
+    int me = s->rank / s->step, w = s->world_size / s->step;
+    for (int i = 1; i < w; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
+        ddp__part give = ddp__piece(m, ddp__gives(me, m, to), k, to), take = ddp__piece(m, ddp__takes(me, m, from), k, me);
         DDP__TRY(ddp__mpi_start(group, s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
         DDP__TRY(ddp__mpi_start(group, s, 1, m->send + give.begin, give.size, to));
     }
@@ -4690,16 +5540,15 @@ static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp__mo
 
 /* Adds up what has come, and starts to hand on shares of the sum. */
 static ddp_result ddp__mpi_add(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
-    const ddp__local *as = &s->as;
     const ddp_call *call = m->call;
-    ddp__part whole = ddp__takes(as, m, as->rank), mine = ddp__piece(m, whole, k, as->rank);
-    int gets = !m->shared || ddp__receives(call, as->rank);
-    void *sum = gets ? m->recv + mine.begin : came + (size_t)as->rank * m->room;
-    for (int r = 0; r < as->world_size; r++) sources[r] = came + (size_t)r * m->room;
-    sources[as->rank] = m->send + ddp__piece(m, ddp__gives(as, m, as->rank), k, as->rank).begin;
-    ddp__reduce_tree(&sum, 1, sources, as->world_size, mine.size / m->element, call->dtype, call->op, call->divisor, DDP__LARGE);
-    for (int i = 1; i < as->world_size && m->shared; i++) {
-        int to = ddp__mpi_to(as, i), from = ddp__mpi_from(as, i);
+    int me = s->rank / s->step, w = s->world_size / s->step, gets = !m->shared || ddp__receives(call, me);
+    ddp__part whole = ddp__takes(me, m, me), mine = ddp__piece(m, whole, k, me);
+    void *sum = gets ? m->recv + mine.begin : came + (size_t)me * m->room;
+    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * m->room;
+    sources[me] = m->send + ddp__piece(m, ddp__gives(me, m, me), k, me).begin;
+    ddp__reduce_tree(&sum, 1, sources, w, mine.size / m->element, call->dtype, call->op, call->divisor, DDP__LARGE);
+    for (int i = 1; i < w && m->shared; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp__part theirs = ddp__piece(m, whole, k, from);
         if (gets) DDP__TRY(ddp__mpi_start(group, s, 0, m->recv + theirs.begin, theirs.size, from));
         if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(group, s, 1, sum, mine.size, to));
@@ -4714,8 +5563,6 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     unsigned char *came[2];
     const void **sources;
     s->step = step;
-    s->as.rank = s->rank / step;
-    s->as.world_size = (int)w;
     m.shared = m.common;
     m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
     if (m.chunk > m.block) m.chunk = ddp__round_up(m.block, DDP__ALIGN);
@@ -4801,7 +5648,7 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
     }
     if (call->kind == DDP_CALL_BROADCAST) return DDP_OK;
     DDP__TRY(ddp__mpi_exchange(group, s, &m, 0, NULL));
-    ddp__move_own(&s->as, &m);
+    ddp__move_own(s->rank, &m);
     return ddp__mpi_finish(group, s);
 }
 
@@ -4810,7 +5657,7 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
 /* Every rank has made this call, and the same one, when this returns DDP_OK. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[2], hash[2], *all;
-    char calls[2][160];
+    char text[DDP__TEXT_MAX];
     int other = 1;
     if (s->machine_count == 1) {
         ddp_call here = *call;
@@ -4818,7 +5665,7 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
         return ddp__enter(s->local, (ddp__local *)s->local->state, &here, 0, 0);
     }
     if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
-    hash[0] = ddp__hash_bytes(UINT64_C(14695981039346656037), mine, sizeof mine);
+    hash[0] = ddp__hash_bytes(DDP__HASH, mine, sizeof mine);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 2, MPI_UINT64_T, MPI_MAX);
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
@@ -4826,27 +5673,23 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     all = (uint64_t *)(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
     while (other < s->world_size - 1 && memcmp(all, all + 3 * other, sizeof mine) == 0) other++;
-    for (int i = 0; i < 2; i++) {
-        ddp__post post;
-        post.signature = all[3 * other * i];
-        post.count = all[3 * other * i + 1];
-        ddp__describe_post(calls[i], sizeof calls[i], &post);
-    }
-    return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank 0 %s, rank %d %s", calls[0], other, calls[1]);
+    ddp__mismatch_text(text, 0, all, other, all + 3 * other);
+    return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
 }
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t *counts;
-    DDP__TRY(ddp__mpi_scratch(group, s, 2 * (size_t)s->world_size * sizeof *counts));
-    counts = (uint64_t *)(void *)s->scratch;
-    for (int r = 0; r < s->world_size; r++) counts[r] = call->send_counts[r];
-    DDP__MPI_RUN(group, s, MPI_Ialltoall, counts, 1, MPI_UINT64_T, counts + s->world_size, 1, MPI_UINT64_T);
-    for (int r = 0; r < s->world_size; r++)
-        if (counts[s->world_size + r] != call->recv_counts[r])
-            return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r,
-                             (unsigned long long)counts[s->world_size + r], s->rank, (unsigned long long)call->recv_counts[r]);
-    return DDP_OK;
+    ddp__move m = ddp__move_of(call);
+    char text[DDP__TEXT_MAX];
+    size_t *given;
+    int r = 0;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *given));
+    given = (size_t *)(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, call->send_counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
+    while (r < s->world_size && given[r] == call->recv_counts[r]) r++;
+    if (r == s->world_size) return DDP_OK;
+    ddp__counts_text(text, &m, r, given[r], s->rank, call->recv_counts[r]);
+    return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
 }
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
@@ -4866,8 +5709,6 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_result result;
     for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
-    s->as.rank = s->rank;
-    s->as.world_size = s->world_size;
     s->step = 1;
     s->request_count = 0;
     result = ddp__mpi_carry(group, s, call);
@@ -4997,28 +5838,12 @@ static ddp_result ddp__mpi_number_machines(ddp_group *group, ddp__mpi *s, uint64
     return DDP_OK;
 }
 
-/* The ranks of this machine meet over shared memory. nonce: the job's. */
-static ddp_result ddp__mpi_meet(ddp_group *group, ddp__mpi *s, uint64_t nonce, int rank, int count) {
-    ddp__identity here = DDP_ZERO;
-    ddp_group_desc desc = group->desc;
-    ddp__heap *heap;
-    ddp_result result;
-    here.rank = rank;
-    here.world_size = here.local_world_size = count;
-    snprintf(here.token, sizeof here.token, "mpi:%llx:%d", (unsigned long long)nonce, s->machine_of[s->rank]);
-    DDP__TRY(ddp__rendezvous(&here, desc.timeout_ms, &heap));
-    desc.order = DDP_ORDER_TREE;
-    desc.device = ddp_device_cpu();
-    if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    result = ddp__world_on_heap(&s->local, &desc, heap, rank, 1);
-    ddp__heap_release(heap);
-    return result;
-}
-
 /* Finds out who shares a machine. The ranks of this one meet, unless s->local is there. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t id) {
-    uint64_t nonce = (uint64_t)(ddp_now() * 1e9) ^ (uint64_t)getpid() << 40;
-    int ok, count = 0, number[DDP_MAX_LOCAL_RANKS], rank = 0;
+    uint64_t nonce = ddp__nonce();
+    int ok, number[DDP_MAX_LOCAL_RANKS];
+    ddp_group_desc desc = group->desc;
+    ddp__identity here = DDP_ZERO;
     MPI_Request request;
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &request);
     DDP__TRY(ddp__mpi_await(group, s, 1, &request));
@@ -5027,14 +5852,18 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__TRY(ddp__mpi_number_machines(group, s, id));
     for (int r = 0; r < s->world_size; r++) {
         if (s->machine_of[r] != s->machine_of[s->rank]) continue;
-        if (r == s->rank) rank = count;
-        number[count++] = r;
+        if (r == s->rank) here.rank = here.world_size;
+        number[here.world_size++] = r;
     }
-    ok = s->local || ddp__mpi_meet(group, s, nonce, rank, count) == DDP_OK;
+    snprintf(here.token, sizeof here.token, "mpi:%llx:%d", (unsigned long long)nonce, s->machine_of[s->rank]);
+    desc.order = DDP_ORDER_TREE;
+    desc.device = ddp_device_cpu();
+    if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
+    ok = s->local || ddp__create_local(&s->local, &desc, &here) == DDP_OK;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN);
     if (!ok) return ddp_fail(DDP_ERR_SYSTEM, "%s", s->local ? "the ranks of another machine could not share memory; see their error" : ddp_last_error());
-    memcpy(((ddp__local *)s->local->state)->number, number, (size_t)count * sizeof *number);
-    ddp_group_set_local(group, rank, count);
+    memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
+    ddp_group_set_local(group, here.rank, here.world_size);
     return DDP_OK;
 }
 
