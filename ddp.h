@@ -5355,15 +5355,15 @@ typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Requ
 typedef struct ddp__mpi {
     MPI_Comm comm;
     ddp_group *local;                 /* the ranks of this machine */
-    int rank, world_size, machine_count, ready;
+    int rank, world_size, machine_count;
     int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
-    int *machine_of;
-    int step;                         /* ranks that it divides move what is moved, each as rank / step */
+    int step;                         /* ranks that it divides take part in what MPI does, each as rank / step */
+    int *machine_of;                  /* each rank's, by its first rank */
     unsigned char *here;              /* ranks that have answered WHO */
-    ddp__mpi_notice *notice;          /* of each kind, as sent: they stay while MPI may read them */
+    ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
+    uint32_t told;                    /* other machines know of the failure */
     int left;                         /* the first rank that has left, */
     uint64_t left_after;              /* and after which call */
-    uint32_t told;                    /* other machines know of the failure */
     double looked;                    /* for the dead */
     MPI_Request *requests;            /* of the call under way */
     int request_count, request_room;
@@ -5429,21 +5429,16 @@ static void ddp__mpi_listen(ddp__mpi *s) {
     }
 }
 
-/* This rank's time is up: who does not answer, of those that wait as well, has not come. On this machine some may sleep in a part of this call. */
+/* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
-    const ddp__local *l = (const ddp__local *)s->local->state;
     char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
     double end = ddp_now() + 0.5;
     memset(s->here, 0, (size_t)s->world_size);
     s->here[s->rank] = 1;
-    for (int r = 0; r < s->world_size; r++) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
-    for (; ddp_now() < end; usleep(1000)) {
-        ddp__mpi_listen(s);
-        for (int r = 0; r < l->world_size; r++)
-            if (ddp__load_relaxed(&l->line[r].collective.sleeping)) s->here[l->number[r]] = 1;
-    }
-    for (int r = 0; r < s->world_size; r++) ddp__list_rank(list[s->here[r]], sizeof *list, r);
-    snprintf(text, sizeof text, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none", list[0][0] ? ", or out of reach" : "");
+    for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+    for (; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
+    for (int r = 0; r < s->world_size; r += s->step) ddp__list_rank(list[s->here[r]], sizeof *list, r);
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none");
     ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
 }
 
@@ -5452,12 +5447,11 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     char text[DDP__TEXT_MAX];
     double now = ddp_now();
     int overdue = now - start > group->desc.timeout_ms * 1e-3;
-    ddp__local *l;
-    if (!s->ready) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
+    ddp__local *l = s->local ? (ddp__local *)s->local->state : NULL;
+    if (!l) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
     ddp__mpi_listen(s);
     snprintf(text, sizeof text, "rank %d has destroyed this group", s->left);
     if (s->left_after < s->notice->seq) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
-    l = (ddp__local *)s->local->state;
     for (int r = 0; r < l->world_size && now - s->looked > 0.005; r++) /* who has left may have done its part of this call */
         if (r != l->rank && !ddp__load(&l->line[r].left) && ddp__member_gone(l, r, text, sizeof text)) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
     if (now - s->looked > 0.005) s->looked = now;
@@ -5611,16 +5605,12 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
 /* MPI's name of what it may add in any order: not MIN and MAX of floats, which keep NaN here, nor 16-bit floats, nor bytes, since Open MPI's vector
    code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
-    int keeps_nan = call->op == DDP_OP_MIN || call->op == DDP_OP_MAX;
-    if (group->desc.order == DDP_ORDER_ANY && call->kind != DDP_CALL_REDUCE_SCATTER) switch (call->dtype) {
-    case DDP_F32: return keeps_nan ? MPI_DATATYPE_NULL : MPI_FLOAT;
-    case DDP_F64: return keeps_nan ? MPI_DATATYPE_NULL : MPI_DOUBLE;
-    case DDP_I32: return MPI_INT32_T;
-    case DDP_I64: return MPI_INT64_T;
-    case DDP_U64: return MPI_UINT64_T;
-    default: break;
-    }
-    return MPI_DATATYPE_NULL;
+    int floats = call->op != DDP_OP_MIN && call->op != DDP_OP_MAX;
+    if (group->desc.order != DDP_ORDER_ANY || call->kind == DDP_CALL_REDUCE_SCATTER) return MPI_DATATYPE_NULL;
+    if (call->dtype == DDP_I32) return MPI_INT32_T;
+    if (call->dtype == DDP_I64) return MPI_INT64_T;
+    if (call->dtype == DDP_U64) return MPI_UINT64_T;
+    return floats && call->dtype == DDP_F32 ? MPI_FLOAT : floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
 }
 
 static ddp_result ddp__mpi_any(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
@@ -5801,46 +5791,47 @@ static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
     return local->backend->free(local, local->state, memory);
 }
 
-/* Late notices may be under way: where there are any, the communicator and what this rank has sent stay until MPI ends. */
+/* Late notices may be under way: where there are any, the communicator and the state stay until MPI ends. */
 static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    int healthy = s->ready && (!s->local || ddp__mpi_status(group, s) == DDP_OK), alone = s->machine_count == 1;
+    int healthy = ddp__mpi_status(group, s) == DDP_OK, alone = s->machine_count == 1;
     for (int r = 0; r < s->world_size && healthy && !alone; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
     ddp_group_destroy(s->local);
     ddp_group_mfree(group, s->requests);
-    ddp_group_mfree(group, s->machine_of);
     if (!healthy) return;
-    if (alone) MPI_Comm_free(&s->comm);
-    if (alone) ddp_group_mfree(group, s->notice);
     ddp_group_mfree(group, s->scratch);
     ddp_group_mfree(group, s->wide);
+    if (!alone) return;
+    MPI_Comm_free(&s->comm);
     ddp_group_mfree(group, s);
 }
 
-/* Numbers the machines: ranks of one id share one, as many as the local backend serves. */
-static ddp_result ddp__mpi_number_machines(ddp_group *group, ddp__mpi *s, uint64_t id) {
-    uint64_t *ids;
-    int block;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
-    ids = (uint64_t *)(void *)s->scratch;
-    DDP__MPI_RUN(group, s, MPI_Iallgather, &id, 1, MPI_UINT64_T, ids, 1, MPI_UINT64_T);
+/* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
+static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *here, int *number) {
+    int own, block;
     for (int r = 0; r < s->world_size; r++) {
-        int before = 0, last = 0;
+        int before = 0, last = r;
         for (int q = 0; q < r; q++)
-            if (ids[q] == ids[r]) { before++; last = q; }
-        s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : s->machine_count++;
+            if (ids[q][0] == ids[r][0]) { before++; last = q; }
+        s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
+        s->machine_count += s->machine_of[r] == r;
     }
-    block = s->world_size / s->machine_count;
-    if (block & (block - 1) || s->machine_count == 1) block = 1;
-    for (int r = 0; r < s->world_size && block > 1; r++)
-        if (s->machine_of[r] != r / block) block = 1;
-    s->block = block;
-    return DDP_OK;
+    own = s->machine_of[s->rank];
+    for (int r = own; r < s->world_size; r++) {
+        if (s->machine_of[r] != own) continue;
+        if (r == s->rank) here->rank = here->world_size;
+        number[here->world_size++] = r;
+    }
+    snprintf(here->token, sizeof here->token, "mpi:%llx:%d", (unsigned long long)ids[own][1], own);
+    block = s->machine_count > 1 ? s->world_size / s->machine_count : 1;
+    s->block = block & (block - 1) ? 1 : block;
+    for (int r = 0; r < s->world_size; r++)
+        if (s->machine_of[r] != r / block * block) s->block = 1;
 }
 
-/* Finds out who shares a machine. The ranks of this one meet, unless s->local is there. */
-static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t id) {
-    uint64_t nonce = ddp__nonce();
+/* The ranks of this machine meet, unless s->local is there. */
+static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine) {
+    uint64_t id[2] = {machine, ddp__nonce()}, (*ids)[2];
     int ok, number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
@@ -5848,14 +5839,10 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &request);
     DDP__TRY(ddp__mpi_await(group, s, 1, &request));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
-    DDP__MPI_RUN(group, s, MPI_Ibcast, &nonce, 1, MPI_UINT64_T, 0);
-    DDP__TRY(ddp__mpi_number_machines(group, s, id));
-    for (int r = 0; r < s->world_size; r++) {
-        if (s->machine_of[r] != s->machine_of[s->rank]) continue;
-        if (r == s->rank) here.rank = here.world_size;
-        number[here.world_size++] = r;
-    }
-    snprintf(here.token, sizeof here.token, "mpi:%llx:%d", (unsigned long long)nonce, s->machine_of[s->rank]);
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
+    ids = (uint64_t (*)[2])(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, id, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
+    ddp__mpi_machines(s, ids, &here, number);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
@@ -5874,37 +5861,37 @@ static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
     ddp__group_delete(local);
 }
 
-/* id: of this rank's machine. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
-static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t id, ddp_group *local, void **state) {
-    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s);
+/* machine: a number of this rank's. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
+static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
+    size_t w = (size_t)group->world_size;
+    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (sizeof *s->machine_of + 1));
     char text[DDP__TEXT_MAX];
     ddp_result result;
     int level;
     if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
+    s->machine_of = (int *)(void *)(s + 1);
+    s->here = (unsigned char *)(s->machine_of + w);
     s->rank = group->rank;
     s->world_size = group->world_size;
+    s->step = 1;
     s->local = local;
     s->left_after = UINT64_MAX;
-    s->notice = (ddp__mpi_notice *)ddp__group_calloc(group, DDP__NOTICES * sizeof *s->notice);
-    s->machine_of = (int *)ddp_group_malloc(group, (size_t)s->world_size * (sizeof *s->machine_of + 1));
-    s->here = (unsigned char *)(s->machine_of + s->world_size);
-    result = s->notice && s->machine_of ? ddp__mpi_join(group, s, comm, id) : DDP_ERR_NO_MEMORY;
+    result = ddp__mpi_join(group, s, comm, machine);
     if (result != DDP_OK) {
         snprintf(text, sizeof text, "%s", ddp_last_error());
         if (s->local) ddp_group_poison(s->local, result, text);
-        ddp__mpi_close(group, s);
+        if (s->local) ddp__mpi_close(group, s);
         return DDP__RANK_FAIL(group, result, "ddp_group_create: %s", text);
-    }
-    s->ready = 1;
-    if (s->machine_count == 1 && group->desc.order != DDP_ORDER_ANY) {
-        ddp__mpi_adopt(group, s->local, state);
-        s->local = NULL;
-        ddp__mpi_close(group, s);
-        return DDP_OK;
     }
     MPI_Query_thread(&level);
     group->no_thread = level < MPI_THREAD_MULTIPLE;
     *state = s;
+    if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) return DDP_OK;
+    group->no_thread = 0;
+    ddp__mpi_adopt(group, s->local, state);
+    MPI_Comm_free(&s->comm);
+    ddp_group_mfree(group, s->scratch);
+    ddp_group_mfree(group, s);
     return DDP_OK;
 }
 
@@ -5940,14 +5927,33 @@ static const ddp_backend *ddp__backend_mpi(void) {
     return &mpi;
 }
 
-/* told: a launcher or the desc has said who this rank is. */
-static ddp_result ddp__mpi_world(ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *told) {
+/* At exit, where the first group had to initialise MPI: there may be groups until then. */
+static void ddp__mpi_end(void) {
+    int over = 0;
+    MPI_Finalized(&over);
+    if (!over && ddp__load(&ddp__mpi_worlds) == 0) MPI_Finalize();
+}
+
+/* id: what a launcher or the desc says of this rank; NULL: comm is the program's. */
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id) {
     ddp_group_desc d = *desc;
-    int rank, size;
+    int running = 0, over = 0, between = 0, level, rank, size;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    DDP__CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+    DDP__CHECK(who, NULL, running || id, "MPI is not initialised; call MPI_Init first");
+    if (!running) {
+        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+        atexit(ddp__mpi_end);
+    }
+    DDP__MPI(MPI_Comm_test_inter, comm, &between);
+    DDP__CHECK(who, NULL, !between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
     DDP__MPI(MPI_Comm_rank, comm, &rank);
     DDP__MPI(MPI_Comm_size, comm, &size);
-    DDP__JOIN_NEED(!told || (told->rank == rank && told->world_size == size), "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
-                   "of %d; start with the mpirun of the MPI that the program was built with", told->rank, told->world_size, rank, size);
+    if (id && (id->found || desc->world_size > 0))
+        DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
+                   "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
     d.backend_user = &comm;
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
     DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), NULL, rank, size));
@@ -5956,44 +5962,17 @@ static ddp_result ddp__mpi_world(ddp_group **out, const ddp_group_desc *desc, MP
     return DDP_OK;
 }
 
-/* At exit, where the first group had to initialise MPI: there may be groups until then. */
-static void ddp__mpi_end(void) {
-    int over = 0;
-    MPI_Finalized(&over);
-    if (!over && ddp__load(&ddp__mpi_worlds) == 0) MPI_Finalize();
-}
-
-static ddp_result ddp__mpi_ready(const char *who, int *running) {
-    int over = 0;
-    MPI_Initialized(running);
-    MPI_Finalized(&over);
-    DDP__CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
-    return DDP_OK;
-}
-
 static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    int running = 0, level;
-    DDP__TRY(ddp__mpi_ready("ddp_group_create", &running));
-    if (!running) {
-        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-        atexit(ddp__mpi_end);
-    }
-    return ddp__mpi_world(out, desc, MPI_COMM_WORLD, id->found || desc->world_size > 0 ? id : NULL);
+    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
     ddp_group_desc d;
-    int running = 0, between = 0;
     DDP__NEED(out, "out is NULL");
     *out = NULL;
     DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    DDP__TRY(ddp__mpi_ready(__func__, &running));
-    DDP__NEED(running, "MPI is not initialised; call MPI_Init first");
-    DDP__MPI(MPI_Comm_test_inter, comm, &between);
-    DDP__NEED(!between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
-    return ddp__mpi_world(out, &d, comm, NULL);
+    return ddp__mpi_world(__func__, out, &d, comm, NULL);
 }
 
 #endif /* DDP_USE_MPI */
