@@ -3581,11 +3581,6 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
 }
 
-/* The caller's arrays may go before the call ends. */
-static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
-    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
-}
-
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
     if (!op) return;
     pthread_mutex_lock(&group->lock);
@@ -3620,12 +3615,11 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     if (!call) return op;
     op->call = *call;
     if (!call->recv_counts) return op;
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets}; /* they may go before the call ends */
     if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
     if (!op->arrays) { ddp__op_free(group, op); return NULL; }
-    op->call.send_counts = ddp__keep(op->arrays, call->send_counts, group->world_size);
-    op->call.send_offsets = ddp__keep(op->arrays + w, call->send_offsets, group->world_size);
-    op->call.recv_counts = ddp__keep(op->arrays + 2 * w, call->recv_counts, group->world_size);
-    op->call.recv_offsets = ddp__keep(op->arrays + 3 * w, call->recv_offsets, group->world_size);
+    for (size_t i = 0; i < 4; i++)
+        if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
     return op;
 }
 
@@ -5135,10 +5129,10 @@ static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, 
 
 #if defined(DDP_USE_MPI)
 static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id);
-static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 #else
 #define ddp__create_mpi NULL
 #endif
+static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 
 static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
@@ -5289,9 +5283,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
     }
-#if defined(DDP_USE_MPI)
     if (group->on_mpi && group->backend->status(group, group->state) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
-#endif
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
@@ -5337,10 +5329,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
    Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have come to it. After a failure MPI may still own
    the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. */
 
-#if !defined(DDP__MPI_PIECE_BYTES)
-#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int; tests make it small */
-#endif
-#if !defined(DDP__MPI_CHUNK_BYTES)
+#if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
+#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int */
 #define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data that is reduced at a time; at least 16 KiB for each rank */
 #endif
 enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messages begin behind them */
@@ -5349,7 +5339,7 @@ enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messag
 enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
 typedef struct ddp__mpi_notice { int32_t kind, code; uint64_t seq; char text[DDP__TEXT_MAX]; } ddp__mpi_notice;
 
-/* A message: what was sent, and the user's buffer, travel as one. */
+/* A message: what was sent, up to its call, and the user's buffer travel as one. */
 typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Request request; } ddp__mpi_message;
 
 typedef struct ddp__mpi {
@@ -5365,8 +5355,8 @@ typedef struct ddp__mpi {
     int left;                         /* the first rank that has left, */
     uint64_t left_after;              /* and after which call */
     double looked;                    /* for the dead */
-    MPI_Request *requests;            /* of the call under way */
-    int request_count, request_room;
+    MPI_Request *requests;            /* of the call under way: four for each rank are enough */
+    int request_count;
     unsigned char *scratch;
     size_t scratch_bytes;
     float *wide;                      /* a chunk of 16-bit floats, converted */
@@ -5462,50 +5452,51 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
 /* --- what MPI carries of a call --- */
 
 /* Waits for what has been started. */
-static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s, int count, MPI_Request *requests) {
+static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
     double start = 0;
     for (int tries = 0, done = 0;; tries++) {
-        DDP__MPI(MPI_Testall, count, requests, &done, MPI_STATUSES_IGNORE);
-        if (done) return DDP_OK;
+        DDP__MPI(MPI_Testall, s->request_count, s->requests, &done, MPI_STATUSES_IGNORE);
+        if (done) break;
         if (tries < 1000) continue;
         if (tries == 1000) start = ddp_now();
         if (tries % 16 == 0) DDP__TRY(ddp__mpi_look(group, s, start));
         sched_yield();
     }
-}
-
-static ddp_result ddp__mpi_finish(ddp_group *group, ddp__mpi *s) {
-    int count = s->request_count;
     s->request_count = 0;
-    return ddp__mpi_await(group, s, count, s->requests);
+    return DDP_OK;
 }
 
 /* A collective of MPI, from its start to its end. */
-#define DDP__MPI_RUN(group, s, function, ...)                                  \
-    do {                                                                       \
-        MPI_Request ddp__started;                                              \
-        DDP__MPI(function, __VA_ARGS__, (s)->comm, &ddp__started);             \
-        DDP__TRY(ddp__mpi_await(group, s, 1, &ddp__started));                  \
+#define DDP__MPI_RUN(group, s, function, ...)                                                       \
+    do {                                                                                            \
+        DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
+        DDP__TRY(ddp__mpi_await(group, s));                                                         \
     } while (0)
 
+/* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
+static ddp_result ddp__mpi_type(size_t head, MPI_Aint at, size_t size_bytes, MPI_Datatype *type) {
+    enum { ROW = 65536 }; /* lengths are int */
+    int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
+    MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
+    MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
+    DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
+    DDP__MPI(MPI_Type_create_struct, 3, lengths, places, types, type);
+    MPI_Type_free(&types[1]);
+    DDP__MPI(MPI_Type_commit, type);
+    return DDP_OK;
+}
+
 /* Starts to send, or to receive, size_bytes. peer: counted in steps. */
-static ddp_result ddp__mpi_start(ddp_group *group, ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
-    unsigned char *at = (unsigned char *)(uintptr_t)memory;
-    for (size_t n; size_bytes; at += n, size_bytes -= n) {
-        MPI_Request *request = s->requests;
-        n = size_bytes < DDP__MPI_PIECE_BYTES ? size_bytes : DDP__MPI_PIECE_BYTES;
-        if (s->request_count == s->request_room) {
-            int room = s->request_room * 2 + 8 * s->world_size;
-            if (!(s->requests = (MPI_Request *)ddp_group_malloc(group, (size_t)room * sizeof *request))) return DDP_ERR_NO_MEMORY;
-            if (request) memcpy(s->requests, request, (size_t)s->request_count * sizeof *request);
-            ddp_group_mfree(group, request);
-            s->request_room = room;
-        }
-        request = &s->requests[s->request_count];
-        if (sends) DDP__MPI(MPI_Isend, at, (int)n, MPI_BYTE, peer * s->step, DDP__MPI_DATA, s->comm, request);
-        else DDP__MPI(MPI_Irecv, at, (int)n, MPI_BYTE, peer * s->step, DDP__MPI_DATA, s->comm, request);
-        s->request_count++;
-    }
+static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
+    int large = size_bytes > DDP__MPI_PIECE_BYTES, count = large ? 1 : (int)size_bytes;
+    MPI_Request *request = &s->requests[s->request_count];
+    MPI_Datatype type = MPI_BYTE;
+    if (!size_bytes) return DDP_OK;
+    if (large) DDP__TRY(ddp__mpi_type(0, 0, size_bytes, &type));
+    if (sends) DDP__MPI(MPI_Isend, memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
+    else DDP__MPI(MPI_Irecv, (void *)(uintptr_t)memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
+    if (large) MPI_Type_free(&type); /* lives until it is no longer used */
+    s->request_count++;
     return DDP_OK;
 }
 
@@ -5521,19 +5512,19 @@ static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_by
 static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
 
 /* Starts to send each peer its piece k, and to receive this rank's from each: into its place, or, of a sum, into `came` at room times its rank. */
-static ddp_result ddp__mpi_exchange(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
+static ddp_result ddp__mpi_exchange(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
     int me = s->rank / s->step, w = s->world_size / s->step;
     for (int i = 1; i < w; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp__part give = ddp__piece(m, ddp__gives(me, m, to), k, to), take = ddp__piece(m, ddp__takes(me, m, from), k, me);
-        DDP__TRY(ddp__mpi_start(group, s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
-        DDP__TRY(ddp__mpi_start(group, s, 1, m->send + give.begin, give.size, to));
+        DDP__TRY(ddp__mpi_start(s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
+        DDP__TRY(ddp__mpi_start(s, 1, m->send + give.begin, give.size, to));
     }
     return DDP_OK;
 }
 
 /* Adds up what has come, and starts to hand on shares of the sum. */
-static ddp_result ddp__mpi_add(ddp_group *group, ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
+static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
     const ddp_call *call = m->call;
     int me = s->rank / s->step, w = s->world_size / s->step, gets = !m->shared || ddp__receives(call, me);
     ddp__part whole = ddp__takes(me, m, me), mine = ddp__piece(m, whole, k, me);
@@ -5544,8 +5535,8 @@ static ddp_result ddp__mpi_add(ddp_group *group, ddp__mpi *s, const ddp__move *m
     for (int i = 1; i < w && m->shared; i++) {
         int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
         ddp__part theirs = ddp__piece(m, whole, k, from);
-        if (gets) DDP__TRY(ddp__mpi_start(group, s, 0, m->recv + theirs.begin, theirs.size, from));
-        if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(group, s, 1, sum, mine.size, to));
+        if (gets) DDP__TRY(ddp__mpi_start(s, 0, m->recv + theirs.begin, theirs.size, from));
+        if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
     }
     return DDP_OK;
 }
@@ -5555,7 +5546,6 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     ddp__move m = ddp__move_of(call);
     size_t w = (size_t)(s->world_size / step), each = DDP__MPI_CHUNK_BYTES / w / DDP__ALIGN * DDP__ALIGN;
     unsigned char *came[2];
-    const void **sources;
     s->step = step;
     m.shared = m.common;
     m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
@@ -5563,16 +5553,13 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     m.rounds = (m.block + m.chunk - 1) / m.chunk;
     m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
     m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
-    DDP__TRY(ddp__mpi_scratch(group, s, 2 * w * m.room + w * sizeof *sources));
+    DDP__TRY(ddp__mpi_scratch(group, s, 2 * w * m.room + w * sizeof(void *)));
     came[0] = s->scratch;
     came[1] = came[0] + w * m.room;
-    sources = (const void **)(void *)(came[1] + w * m.room);
-    DDP__TRY(ddp__mpi_exchange(group, s, &m, 0, came[0]));
-    DDP__TRY(ddp__mpi_finish(group, s));
-    for (size_t k = 0; k < m.rounds; k++) {
-        if (k + 1 < m.rounds) DDP__TRY(ddp__mpi_exchange(group, s, &m, k + 1, came[(k + 1) & 1]));
-        DDP__TRY(ddp__mpi_add(group, s, &m, k, came[k & 1], sources));
-        DDP__TRY(ddp__mpi_finish(group, s));
+    for (size_t k = 0; k <= m.rounds; k++) {
+        if (k < m.rounds) DDP__TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
+        if (k > 0) DDP__TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
+        DDP__TRY(ddp__mpi_await(group, s));
     }
     return DDP_OK;
 }
@@ -5587,12 +5574,9 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
         void *sum = converts ? (void *)s->wide : recv;
-        ddp_call part = ddp__call_of(DDP_CALL_REDUCE, converts ? sum : send, sum, n = call->count - first < most ? call->count - first : most, wide);
+        ddp_call part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n = call->count - first < most ? call->count - first : most, wide);
         if (converts) ddp__cast(sum, wide, send, call->dtype, n);
-        part.op = call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op;
-        part.root = 0;
-        DDP__TRY(ddp_group_call(s->local, &part, NULL));
-        part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n, wide);
+        DDP__TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, wide, call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op, 0, NULL));
         part.op = call->op;
         part.divisor = call->divisor;
         if (leads) DDP__TRY(ddp__mpi_flat(group, s, &part, s->block));
@@ -5637,9 +5621,9 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
         DDP__MPI_RUN(group, s, MPI_Ibcast, m.recv + at, (int)n, MPI_BYTE, call->root);
     }
     if (call->kind == DDP_CALL_BROADCAST) return DDP_OK;
-    DDP__TRY(ddp__mpi_exchange(group, s, &m, 0, NULL));
+    DDP__TRY(ddp__mpi_exchange(s, &m, 0, NULL));
     ddp__move_own(s->rank, &m);
-    return ddp__mpi_finish(group, s);
+    return ddp__mpi_await(group, s);
 }
 
 /* --- calls --- */
@@ -5709,41 +5693,21 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
 
 /* --- messages --- */
 
-/* The buffers of a message as MPI sees them: its head, then the user's. */
-static ddp_result ddp__mpi_message_type(ddp__mpi_message *m, MPI_Datatype *type) {
-    enum { PIECES = 64 };
-    const unsigned char *data = (const unsigned char *)(m->call.send ? m->call.send : m->call.recv);
-    size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
-    int lengths[PIECES + 1] = {2 * (int)sizeof(uint64_t)}, count = 1;
-    MPI_Aint places[PIECES + 1];
-    if (size > PIECES * DDP__MPI_PIECE_BYTES)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "%zu bytes in one message; send up to %zu at a time", size, PIECES * DDP__MPI_PIECE_BYTES);
-    MPI_Get_address(&m->dtype, &places[0]);
-    for (size_t at = 0; at < size; at += DDP__MPI_PIECE_BYTES, count++) {
-        MPI_Get_address(data + at, &places[count]);
-        lengths[count] = (int)(size - at < DDP__MPI_PIECE_BYTES ? size - at : DDP__MPI_PIECE_BYTES);
-    }
-    DDP__MPI(MPI_Type_create_hindexed, count, lengths, places, MPI_BYTE, type);
-    DDP__MPI(MPI_Type_commit, type);
-    return DDP_OK;
-}
-
 static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
+    const void *data = call->send ? call->send : call->recv;
+    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
     MPI_Datatype type;
-    int *most, known = 0, error;
-    MPI_Comm_get_attr(s->comm, MPI_TAG_UB, &most, &known);
-    if (known && call->tag > *most - DDP__MPI_TAGS) return ddp_fail(DDP_ERR_INVALID, "tag=%d; this MPI has tags up to %d", call->tag, *most - DDP__MPI_TAGS);
     if (!m) return DDP_ERR_NO_MEMORY;
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    DDP__TRY(ddp__mpi_message_type(m, &type));
-    error = (call->kind == DDP_CALL_SEND ? MPI_Isend(MPI_BOTTOM, 1, type, call->root, DDP__MPI_TAGS + call->tag, s->comm, &m->request)
-                                         : MPI_Irecv(MPI_BOTTOM, 1, type, call->root, DDP__MPI_TAGS + call->tag, s->comm, &m->request));
-    MPI_Type_free(&type); /* lives until the message is through */
-    return ddp__mpi_result(error, ddp_call_name(call->kind));
+    DDP__TRY(ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type));
+    if (call->kind == DDP_CALL_SEND) DDP__MPI(MPI_Isend, m, 1, type, call->root, tag, s->comm, &m->request);
+    else DDP__MPI(MPI_Irecv, m, 1, type, call->root, tag, s->comm, &m->request);
+    MPI_Type_free(&type);
+    return DDP_OK;
 }
 
 static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
@@ -5773,16 +5737,14 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
 /* Peers of this machine read it in place; a failure anywhere is everybody's. */
 static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp_group *local = ((ddp__mpi *)state)->local;
-    ddp_result result;
-    int32_t ok;
+    int32_t worst;
     DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
-    result = local->backend->alloc(local, local->state, size_bytes, out);
-    ok = result == DDP_OK;
-    DDP__TRY(ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL));
-    if (ok) return DDP_OK;
-    if (result == DDP_OK) local->backend->free(local, local->state, *out);
+    worst = (int32_t)local->backend->alloc(local, local->state, size_bytes, out);
+    DDP__TRY(ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL));
+    if (worst == DDP_OK) return DDP_OK;
+    if (*out) local->backend->free(local, local->state, *out);
     *out = NULL;
-    return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+    return DDP__RANK_FAIL(group, (ddp_result)worst, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
 }
 
 static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
@@ -5797,7 +5759,6 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     int healthy = ddp__mpi_status(group, s) == DDP_OK, alone = s->machine_count == 1;
     for (int r = 0; r < s->world_size && healthy && !alone; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
     ddp_group_destroy(s->local);
-    ddp_group_mfree(group, s->requests);
     if (!healthy) return;
     ddp_group_mfree(group, s->scratch);
     ddp_group_mfree(group, s->wide);
@@ -5835,9 +5796,8 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     int ok, number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
-    MPI_Request request;
-    DDP__MPI(MPI_Comm_idup, comm, &s->comm, &request);
-    DDP__TRY(ddp__mpi_await(group, s, 1, &request));
+    DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
+    DDP__TRY(ddp__mpi_await(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
     ids = (uint64_t (*)[2])(void *)s->scratch;
@@ -5864,12 +5824,12 @@ static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
 /* machine: a number of this rank's. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
 static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
     size_t w = (size_t)group->world_size;
-    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (sizeof *s->machine_of + 1));
-    char text[DDP__TEXT_MAX];
+    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
     ddp_result result;
     int level;
     if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
-    s->machine_of = (int *)(void *)(s + 1);
+    s->requests = (MPI_Request *)(void *)(s + 1);
+    s->machine_of = (int *)(void *)(s->requests + 4 * w);
     s->here = (unsigned char *)(s->machine_of + w);
     s->rank = group->rank;
     s->world_size = group->world_size;
@@ -5878,16 +5838,17 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
     s->left_after = UINT64_MAX;
     result = ddp__mpi_join(group, s, comm, machine);
     if (result != DDP_OK) {
-        snprintf(text, sizeof text, "%s", ddp_last_error());
-        if (s->local) ddp_group_poison(s->local, result, text);
+        DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error());
+        if (s->local) ddp__mpi_poison(group, s, result, ddp_last_error());
         if (s->local) ddp__mpi_close(group, s);
-        return DDP__RANK_FAIL(group, result, "ddp_group_create: %s", text);
+        return result;
     }
-    MPI_Query_thread(&level);
-    group->no_thread = level < MPI_THREAD_MULTIPLE;
-    *state = s;
-    if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) return DDP_OK;
-    group->no_thread = 0;
+    if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) {
+        *state = s;
+        MPI_Query_thread(&level);
+        group->no_thread = level < MPI_THREAD_MULTIPLE;
+        return DDP_OK;
+    }
     ddp__mpi_adopt(group, s->local, state);
     MPI_Comm_free(&s->comm);
     ddp_group_mfree(group, s->scratch);
