@@ -5790,8 +5790,8 @@ static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *he
         if (s->machine_of[r] != r / block * block) s->block = 1;
 }
 
-/* The ranks of this machine meet, unless s->local is there. */
-static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine) {
+/* The ranks of this machine meet, unless they are in `local` already. */
+static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
     uint64_t id[2] = {machine, ddp__nonce()}, (*ids)[2];
     int ok, number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
@@ -5799,6 +5799,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
     DDP__TRY(ddp__mpi_await(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
+    s->local = local;
     DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
     ids = (uint64_t (*)[2])(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, id, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
@@ -5834,13 +5835,13 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
     s->rank = group->rank;
     s->world_size = group->world_size;
     s->step = 1;
-    s->local = local;
     s->left_after = UINT64_MAX;
-    result = ddp__mpi_join(group, s, comm, machine);
+    result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
         DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error());
         if (s->local) ddp__mpi_poison(group, s, result, ddp_last_error());
         if (s->local) ddp__mpi_close(group, s);
+        else ddp_group_destroy(local);
         return result;
     }
     if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) {
