@@ -3952,16 +3952,39 @@ typedef struct ddp__venue {
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
 } ddp__venue;
 
-#define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
-enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* in a welcome: the outcome is still to come; ask elsewhere */
-typedef struct ddp__hello {
+/* All that travels is a frame and what follows it: DATA, or a record. */
+enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of a lobby's news: the outcome is still to come; ask elsewhere */
+typedef struct ddp__frame {
     uint64_t magic;
-    char token[416];
-    uint32_t version;    /* up to here the same in every version */
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char host[64];
-} ddp__hello;
-typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
+    uint32_t kind;
+    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
+    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
+} ddp__frame;
+typedef union ddp__record {
+    char text[DDP__TEXT_MAX];    /* NEWS */
+    struct ddp__hello {
+        char token[416];
+        uint32_t version;        /* up to here the same in every version */
+        int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+        char host[64];
+    } hello;
+} ddp__record;
+typedef struct ddp__letter { ddp__frame frame; ddp__record record; } ddp__letter;
+
+/* A connection. */
+typedef struct ddp__peer {
+    int fd;                      /* -1 = none, or it has left */
+    int arrived;                 /* its hello has come; of a call, its data is whole: */
+    ddp__frame data, in;         /* in: what is coming, of which we have */
+    size_t got, room;            /* room: of bytes */
+    unsigned char *bytes;
+    ddp__record record;
+    int heap_fd;                 /* that has come along, or -1 */
+    double since;
+    char who[96];
+} ddp__peer;
+
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
@@ -3979,6 +4002,19 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
+/* connect waits for a full backlog unless the socket is non-blocking. */
+static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+
+/* Waits until a socket can be read, or written; 0 = not by the deadline. */
+static int ddp__fd_ready(int fd, short events, double deadline) {
+    struct pollfd wait = {fd, events, 0};
+    for (double left = 1; left > 0;) {
+        left = deadline - ddp_now();
+        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
+    }
+    return 0;
+}
+
 static ddp__ucred ddp__peer_of(int fd) {
     ddp__ucred peer = DDP_ZERO;
     socklen_t size = sizeof peer;
@@ -3986,15 +4022,25 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* Who is at the other end of a socket, for messages. */
-static void ddp__peer_text(int fd, char *out, size_t size) {
+/* A fresh connection, and who is at the other end, for messages. */
+static void ddp__peer_init(ddp__peer *p, int fd) {
     struct sockaddr_storage address;
     socklen_t length = sizeof address;
-    char host[80] = "an unknown address", port[8] = "?";
+    char host[72] = "an unknown address", port[8] = "?";
     int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
-    if (known && address.ss_family == AF_UNIX) { snprintf(out, size, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    memset(p, 0, sizeof *p);
+    p->fd = fd;
+    p->heap_fd = -1;
+    p->since = ddp_now();
+    if (known && address.ss_family == AF_UNIX) { snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid); return; }
     if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
-    snprintf(out, size, "%s port %s", host, port);
+    snprintf(p->who, sizeof p->who, "%s port %s", host, port);
+}
+
+static void ddp__peer_close(ddp__peer *p) {
+    if (p->fd >= 0) close(p->fd);
+    if (p->heap_fd >= 0) close(p->heap_fd);
+    p->fd = p->heap_fd = -1;
 }
 
 /* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
@@ -4010,7 +4056,9 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     struct cmsghdr *header = CMSG_FIRSTHDR(&message);
     if (receive) {
         ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
+        if (n < 0 || !(header = CMSG_FIRSTHDR(&message)) || header->cmsg_type != SCM_RIGHTS) return n;
+        if (*fd >= 0) close(*fd);
+        memcpy(fd, CMSG_DATA(header), sizeof *fd);
         return n;
     }
     header->cmsg_level = SOL_SOCKET;
@@ -4021,48 +4069,71 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-/* A fresh socket's buffer holds a welcome: it is sent whole or not at all. heap_fd -1: none goes with it. */
-static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd) {
-    ddp__welcome welcome = {DDP__WELCOME_MAGIC, (int32_t)result, ""};
-    snprintf(welcome.text, sizeof welcome.text, "%s", text);
-    ddp__pass(fd, 0, &welcome, sizeof welcome, &heap_fd);
+/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
+static void ddp__send_letter(int fd, uint32_t kind, int result, const ddp__record *record, int heap_fd) {
+    ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof *record, {0, 0}}, *record};
+    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
-/* connect waits for a full backlog unless the socket is non-blocking. */
-static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
+    ddp__record record = DDP_ZERO;
+    snprintf(record.text, sizeof record.text, "%s", text);
+    ddp__send_letter(fd, DDP__FRAME_NEWS, result, &record, heap_fd);
+}
 
-/* Waits until a socket can be read, or written; 0 = not by the deadline. */
-static int ddp__fd_ready(int fd, short events, double deadline) {
-    struct pollfd wait = {fd, events, 0};
-    for (double left = 1; left > 0;) {
-        left = deadline - ddp_now();
-        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
+static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return 1;
+    ddp_group_mfree(group, *bytes);
+    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    *room = *bytes ? size : 0;
+    return *bytes != NULL;
+}
+
+/* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
+   ours. group: who may send data, up to `most` bytes; or NULL. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p, size_t most) {
+    for (size_t head = sizeof p->in;;) {
+        int data = p->in.kind == DDP__FRAME_DATA;
+        if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
+        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
+        if (p->got == head && data && !ddp__room(group, &p->bytes, &p->room, p->in.size)) { errno = ENOMEM; return -1; }
+        size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
+        if (p->got == end) { p->got = 0; return 1; }
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)&p->record) + (p->got - head);
+        ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n == 0) errno = ECONNRESET;
+        if (n <= 0) return -1;
+        p->got += (size_t)n;
     }
-    return 0;
 }
 
-/* Who has come to rank 0, and how the meeting goes. */
+/* Sleeps a moment, or until something comes. */
+static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *poll_fds) {
+    for (int i = 0; i < count; i++) {
+        poll_fds[i].fd = peer[i].fd;
+        poll_fds[i].events = POLLIN;
+    }
+    poll(poll_fds, (nfds_t)count, 20);
+}
+
+/* --- the lobby --- */
+
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
-typedef struct ddp__visitor {
-    ddp__hello hello;             /* the first `got` bytes of it */
-    size_t got;
-    double since;
-    char from[96];
-} ddp__visitor;
 typedef struct ddp__lobby {
     const ddp__venue *venue;
     const ddp_group_desc *desc;
-    int world_size, next, count;  /* next: stranger. count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
-    struct pollfd *seat;          /* fd -1 = nobody, or has left again */
-    ddp__visitor *visitor;        /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
+    int world_size, next, count;  /* next: stranger. count: of peers: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener */
+    ddp__peer *peer;
+    struct pollfd *poll;
     double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, double patience) {
+static void ddp__hello_init(struct ddp__hello *hello, const ddp__identity *id, double patience) {
     memset(hello, 0, sizeof *hello);
-    hello->magic = DDP__MAGIC;
     memcpy(hello->token, id->token, sizeof hello->token);
     hello->version = DDP__VERSION;
     hello->world_size = id->world_size;
@@ -4072,218 +4143,182 @@ static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, double p
     gethostname(hello->host, sizeof hello->host - 1);
 }
 
-static void ddp__hang_up(ddp__lobby *lobby, int place) {
-    close(lobby->seat[place].fd);
-    lobby->seat[place].fd = -1;
-}
-
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
-static void ddp__turn_away(ddp__lobby *lobby, int place, const char *why, int tell) {
+static void ddp__turn_away(const ddp__lobby *lobby, ddp__peer *p, const char *why, int tell) {
     char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, lobby->visitor[place].from, why);
-    if (tell) ddp__send_welcome(lobby->seat[place].fd, tell, why, -1);
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, p->who, why);
+    if (tell) ddp__send_news(p->fd, tell, why, -1);
     if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
-    ddp__hang_up(lobby, place);
+    ddp__peer_close(p);
 }
 
 /* Visitors may go away again, such as a rank that its launcher starts anew. */
-static int ddp__is_there(ddp__lobby *lobby, int rank) {
+static int ddp__is_there(ddp__peer *p) {
     char byte;
-    int fd = lobby->seat[rank].fd;
-    ssize_t n = fd < 0 ? -1 : recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
-    if (fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__hang_up(lobby, rank);
-    return lobby->seat[rank].fd >= 0;
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
+    return p->fd >= 0;
 }
 
-/* "pid 77 on hostb"; on one machine the host goes without saying. */
-static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char out[96]) {
-    snprintf(out, 96, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host);
-    return out;
-}
-
-/* Judges a whole hello of this job. DDP_OK admits it, anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, int place) {
-    const ddp__hello *hello = &lobby->visitor[place].hello;
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size;
-    char who[96], other[96];
-    ddp__who(lobby, hello, who);
+/* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
+    const struct ddp__hello *hello = &p->record.hello;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size, pid = (int)ddp__peer_of(p->fd).pid;
+    double patience = ddp_now() + hello->patience_ms * 1e-3;
+    ddp__peer *place = &lobby->peer[in_range ? rank : 0];
+    unsigned v = hello->version;
+    if (v != DDP__VERSION)
+        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who, v / 10000,
+                        v / 100 % 100, v % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    snprintf(p->who, sizeof p->who, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host); /* here the host goes without saying */
     if (hello->world_size != lobby->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size, lobby->world_size);
-    if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, &lobby->visitor[in_range ? rank : 0].hello, other), who);
-    if (!lobby->venue->local || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
-    return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
-                    "(such as --pid=host)", rank, hello->pid);
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, lobby->world_size);
+    if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
+    if (lobby->venue->local && hello->pid != pid)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
+                        "(such as --pid=host)", rank, hello->pid);
+    *place = *p;
+    place->arrived = 1;
+    p->fd = -1;
+    if (patience < lobby->deadline) lobby->deadline = patience;
+    ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
+    return DDP_OK;
 }
 
-/* Reads on a hello. Once it is whole its rank takes its seat, or the meeting fails. */
-static void ddp__lobby_read(ddp__lobby *lobby, int place) {
-    enum { COMMON = offsetof(ddp__hello, world_size) };
-    ddp__visitor *v = &lobby->visitor[place];
-    ddp__hello *hello = &v->hello;
-    int fd = lobby->seat[place].fd;
-    ssize_t n = recv(fd, (char *)hello + v->got, sizeof *hello - v->got, MSG_DONTWAIT);
-    const char *stranger = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ? "it left without saying who it is" : NULL;
-    if (n > 0) v->got += (size_t)n;
-    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) stranger = "it is no rank of ddp";
-    if (!stranger && v->got < sizeof *hello && ddp_now() - v->since > DDP__STRANGER_SECONDS) stranger = "it did not say who it is";
-    if (stranger) {
-        ddp__turn_away(lobby, place, stranger, 0);
-    } else if (v->got >= COMMON && memcmp(hello->token, lobby->venue->id.token, sizeof hello->token) != 0) {
-        ddp__turn_away(lobby, place, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-    } else if (v->got >= COMMON && hello->version != DDP__VERSION) {
-        unsigned u = hello->version;
-        lobby->result = ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", v->from,
-                                 u / 10000, u / 100 % 100, u % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    } else if (v->got == sizeof *hello && (lobby->result = ddp__judge_hello(lobby, place)) == DDP_OK) { /* otherwise its seat is told with the others */
-        double patience = ddp_now() + hello->patience_ms * 1e-3;
-        lobby->visitor[hello->rank] = *v;
-        lobby->seat[hello->rank].fd = fd;
-        lobby->seat[place].fd = -1;
-        if (patience < lobby->deadline) lobby->deadline = patience;
-        ddp__send_welcome(fd, DDP__ADMITTED, "", -1);
-    }
+static void ddp__lobby_read(ddp__lobby *lobby, ddp__peer *p) {
+    int whole = ddp__peer_read(NULL, p, 0);
+    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(lobby, p, "it did not say who it is", 0);
+    if (whole == 0) return;
+    if (whole < 0 && errno != EPROTO) ddp__turn_away(lobby, p, "it left without saying who it is", 0);
+    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(lobby, p, "it is no rank of ddp", 0);
+    else if (memcmp(p->record.hello.token, lobby->venue->id.token, sizeof lobby->venue->id.token) != 0)
+        ddp__turn_away(lobby, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    else lobby->result = ddp__judge_hello(lobby, p);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
    no rank out, and nobody goes unread. */
 static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int first = lobby->world_size, end = lobby->count - 1;
+    ddp__peer *stranger = lobby->peer + lobby->world_size, *end = lobby->peer + lobby->count - 1;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        int place = first + lobby->next % DDP__STRANGERS, fd;
-        if (lobby->seat[place].fd >= 0 && accepted) break;
-        if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
-        if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
+        ddp__peer *p = stranger + lobby->next % DDP__STRANGERS;
+        int fd = p->fd >= 0 && accepted ? -1 : accept(end->fd, NULL, NULL);
+        if (fd < 0) break;
         if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
-        lobby->next++;
+        if (p->fd >= 0) ddp__turn_away(lobby, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
-        memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
-        ddp__peer_text(fd, lobby->visitor[place].from, sizeof lobby->visitor->from);
-        lobby->visitor[place].since = ddp_now();
-        lobby->seat[place].fd = fd;
+        ddp__peer_init(p, fd);
+        lobby->next++;
     }
-    for (int i = first; i < end && lobby->result == DDP_OK; i++)
-        if (lobby->seat[i].fd >= 0) ddp__lobby_read(lobby, i);
+    for (; stranger < end && lobby->result == DDP_OK; stranger++)
+        if (stranger->fd >= 0) ddp__lobby_read(lobby, stranger);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[300] = "", who[96];
+    char list[300] = "";
     for (int r = 1; r < lobby->world_size; r++) {
-        if (ddp__is_there(lobby, r)) continue;
+        if (ddp__is_there(&lobby->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
         missing++;
-        if (lobby->visitor[r].hello.pid) departed = r;
+        if (lobby->peer[r].arrived) departed = r;
         else to_come++;
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
     if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed,
-                                  ddp__who(lobby, &lobby->visitor[departed].hello, who));
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, lobby->peer[departed].who);
     return 0;
 }
 
-/* Tells everybody how the meeting went, and frees the lobby. Over TCP the connections of ranks stay. */
-static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd) {
-    char who[96];
-    const char *text = result == DDP_OK ? ddp__who(lobby, &lobby->visitor[0].hello, who) : ddp_last_error();
-    for (int i = 1; i < lobby->count; i++) {
-        if (lobby->seat[i].fd < 0) continue;
-        if (i < lobby->world_size || result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, result, text, heap_fd);
-        if (i >= lobby->world_size || result != DDP_OK || lobby->venue->local) ddp__hang_up(lobby, i);
+/* Tells everybody how the meeting went, and frees the lobby. kept: where the ranks' connections go; NULL = they are closed. */
+static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd, ddp__peer *kept) {
+    for (int i = 0; i < lobby->count; i++) {
+        ddp__peer *p = &lobby->peer[i];
+        int rank = i < lobby->world_size, keep = rank && kept && result == DDP_OK;
+        if (p->fd >= 0 && (rank || result != DDP_OK)) ddp__send_news(p->fd, result, result == DDP_OK ? lobby->peer[0].who : ddp_last_error(), heap_fd);
+        if (keep) kept[i] = *p;
+        else ddp__peer_close(p);
     }
-    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor);
+    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->peer);
     return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
 
 /* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
 static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
-    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
+    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->peer + sizeof *lobby->poll);
     memset(lobby, 0, sizeof *lobby);
-    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!lobby->visitor) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
-    memset(lobby->visitor, 0, size);
-    lobby->seat = (struct pollfd *)(lobby->visitor + count);
+    lobby->peer = (ddp__peer *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->peer) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
+    lobby->poll = (struct pollfd *)(void *)(lobby->peer + count);
     lobby->venue = venue;
     lobby->desc = desc;
     lobby->world_size = venue->id.world_size;
     lobby->count = (int)count;
-    for (size_t i = 0; i < count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
-    lobby->seat[count - 1].fd = listener;
     lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    ddp__hello_init(&lobby->visitor[0].hello, &venue->id, 0);
-    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
-    ddp__hang_up(lobby, lobby->count - 1);
-    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1);
+    for (size_t i = 0; i < count; i++) ddp__peer_init(&lobby->peer[i], i == count - 1 ? listener : -1);
+    struct ddp__hello *mine = &lobby->peer[0].record.hello;
+    ddp__hello_init(mine, &venue->id, 0);
+    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, venue->local ? "pid %d" : "pid %d on %.63s", mine->pid, mine->host);
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) ddp__peers_poll(lobby->peer, lobby->count, lobby->poll);
+    ddp__peer_close(&lobby->peer[count - 1]);
+    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1, NULL);
 }
 
-/* Rank 0's next answer, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
-   rank 0 has left, EPROTO when this is not rank 0 of any job. */
-static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
-    for (size_t got = 0; got < sizeof *out;) {
-        int came = -1;
-        ssize_t n = ddp__pass(fd, 1, (char *)out + got, sizeof *out - got, &came);
-        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
-        if (n < 0 && !ddp__fd_ready(fd, POLLIN, deadline)) return ETIMEDOUT;
-        if (n == 0) return got ? EPROTO : ECONNRESET;
-        if (came >= 0 && *heap_fd >= 0) close(*heap_fd);
-        if (came >= 0) *heap_fd = came;
-        if (n > 0) got += (size_t)n;
-        if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
-    }
-    out->text[sizeof out->text - 1] = 0;
-    return 0;
+/* --- visitors --- */
+
+/* Rank 0's next news, by the deadline. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_news(ddp__peer *p, double deadline) {
+    int whole;
+    while ((whole = ddp__peer_read(NULL, p, 0)) == 0)
+        if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
+    return whole < 0 ? errno : 0;
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
    elsewhere. */
-static ddp_result ddp__say_hello(const ddp__identity *id, int fd, double deadline, ddp__welcome *welcome, int *heap_fd) {
+static ddp_result ddp__say_hello(const ddp__identity *id, ddp__peer *p, double deadline) {
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
-    ddp__hello hello;
-    char host[96];
+    ddp__record record = DDP_ZERO;
     int error;
-    ddp__peer_text(fd, host, sizeof host);
-    ddp__hello_init(&hello, id, deadline - ddp_now());
-    if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != (ssize_t)sizeof hello) return ddp_fail(DDP_ERR_INVALID, "%s", strerror(errno));
-    error = ddp__await_welcome(fd, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0, welcome, heap_fd);
-    if (error || welcome->result == DDP__OTHER_JOB)
+    ddp__hello_init(&record.hello, id, deadline - ddp_now());
+    ddp__send_letter(p->fd, DDP__FRAME_HELLO, 0, &record, -1);
+    error = ddp__await_news(p, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0);
+    if (error || p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
                         error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    if (welcome->result == DDP__ADMITTED) /* rank 0 knows our deadline, and its answer says more than silence */
-        error = ddp__await_welcome(fd, deadline + 1.0, welcome, heap_fd);
-    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", host);
-    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", host);
-    return welcome->result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, deadline + 1.0); /* rank 0 knows our deadline, and its answer says more than silence */
+    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
+    return p->in.result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)p->in.result, "%.400s", p->record.text);
 }
 
 /* One try at an address; result as of ddp__say_hello. */
-static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__welcome *welcome, int *fd, int *heap_fd) {
+static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
-    int error;
+    int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
-    welcome->result = 0;
-    *fd = ddp__socket(to->sa_family);
-    error = *fd < 0 || connect(*fd, to, length) != 0 ? errno : 0;
-    if (error == EINPROGRESS && !ddp__fd_ready(*fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
-    else if (error == EINPROGRESS) getsockopt(*fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    ddp__peer_init(p, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (to->sa_family == AF_UNIX && ddp__peer_of(*fd).uid != geteuid())
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(*fd).uid);
-    else result = ddp__say_hello(id, *fd, deadline, welcome, heap_fd);
-    if (result != DDP_OK && *fd >= 0) close(*fd);
+    else if (to->sa_family == AF_UNIX && ddp__peer_of(fd).uid != geteuid())
+        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else result = ddp__say_hello(id, p, deadline);
+    if (result != DDP_OK) ddp__peer_close(p);
     return result;
 }
 
 /* Asks at every address of every host. */
-static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__welcome *welcome, int *fd) {
+static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__peer *p) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
     char host[256], number[16];
-    int length = 0, none = -1;
+    int length = 0;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
     for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += length + (int)strspn(h + length, " "))
@@ -4294,7 +4329,7 @@ static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__
             int error = getaddrinfo(host, number, &hints, &list);
             if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, welcome, fd, &none);
+                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, p);
                 if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
             freeaddrinfo(list);
@@ -4323,7 +4358,7 @@ static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
 }
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
-static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__welcome *welcome, int *fd, int *heap_fd) {
+static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__peer *p) {
     const ddp__identity *id = &venue->id;
     double deadline = ddp_now() + desc->timeout_ms * 1e-3;
     struct sockaddr_un here;
@@ -4331,11 +4366,12 @@ static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp_
     size_t token_size = strlen(id->token);
     for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
-        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, welcome, fd, heap_fd);
+        memset(p, 0, sizeof *p);
+        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, p);
         else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
-        else result = ddp__ask_hosts(venue, deadline, welcome, fd);
+        else result = ddp__ask_hosts(venue, deadline, p);
         if (result != DDP_ERR_INVALID) return result;
-        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+        if (p->in.result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
             return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
         if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
     }
@@ -4352,33 +4388,28 @@ static ddp_result ddp__local_listen(const ddp__identity *id, int *listener) {
     return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__venue *venue, const ddp_group_desc *desc, ddp__heap **out) {
-    ddp__lobby lobby;
-    int listener;
-    DDP__TRY(ddp__local_listen(&venue->id, &listener));
-    DDP__TRY(ddp__lobby_hold(&lobby, venue, desc, listener));
-    ddp_result result = ddp__heap_create(out, lobby.world_size, 0, 0);
-    for (int r = 0; r < lobby.world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
-    return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
-}
-
-/* Meets the other ranks of this machine. */
+/* Meets the other ranks of this machine. Rank 0 notes who they are, so that one that dies from here on is missed. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
     ddp__venue venue = DDP_ZERO;
-    ddp__welcome welcome;
-    int fd = -1, heap_fd = -1;
+    ddp__lobby lobby;
+    ddp__peer host;
+    int listener;
     venue.id = *id;
     venue.local = 1;
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
-    if (id->rank == 0) return ddp__rendezvous_host(&venue, desc, out);
-    ddp_result result = ddp__visit(&venue, desc, &welcome, &fd, &heap_fd);
-    if (result == DDP_OK) close(fd);
-    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK) { if (heap_fd >= 0) close(heap_fd); return result; } /* a malformed answer may carry one */
-    *out = ddp__heap_wrap(heap_fd, 0);
+    if (id->rank == 0) {
+        DDP__TRY(ddp__local_listen(id, &listener));
+        DDP__TRY(ddp__lobby_hold(&lobby, &venue, desc, listener));
+        ddp_result result = ddp__heap_create(out, id->world_size, 0, 0);
+        for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.peer[r].record.hello.pid);
+        return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1, NULL);
+    }
+    DDP__TRY(ddp__visit(&venue, desc, &host));
+    close(host.fd);
+    if (host.heap_fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    *out = ddp__heap_wrap(host.heap_fd, 0);
     return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
@@ -4571,23 +4602,6 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
    everybody. */
 
 #define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
-enum { DDP__FRAME_DATA = 1, DDP__FRAME_NEWS };
-typedef struct ddp__frame {
-    uint32_t kind;
-    int32_t result;              /* DATA: not 0 = more than fits, and nothing follows. NEWS: why the group failed; 0 = the sender leaves it */
-    uint64_t size;               /* bytes that follow; NEWS: a text */
-    uint64_t call[2];            /* DATA: signature and count */
-} ddp__frame;
-
-typedef struct ddp__peer {
-    int fd;                      /* -1 = none, or it has left */
-    int arrived;                 /* its data of this call is whole: */
-    ddp__frame data, in;         /* in: what is coming, of which we have */
-    size_t got, room;            /* room: of bytes */
-    unsigned char *bytes;
-    char who[96], news[DDP__TEXT_MAX];
-} ddp__peer;
-
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
     int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
@@ -4601,40 +4615,10 @@ typedef struct ddp__tcp {
     size_t room;
 } ddp__tcp;
 
-static int ddp__tcp_room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
-    if (size <= *room) return 1;
-    ddp_group_mfree(group, *bytes);
-    *bytes = (unsigned char *)ddp_group_malloc(group, size);
-    *room = *bytes ? size : 0;
-    return *bytes != NULL;
-}
-
 /* What may follow a frame. */
 static size_t ddp__tcp_most(const ddp_group *group) {
     size_t w = (size_t)group->world_size;
     return (DDP__TCP_PAYLOAD + 16 * w + 16) * (group->rank ? w : 1);
-}
-
-/* Reads on: 1 = a frame is whole; 0 = later; -1 = the connection has ended, and errno is why. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
-    for (size_t head = sizeof p->in;;) {
-        int news = p->got >= head && p->in.kind == DDP__FRAME_NEWS;
-        if (p->got == head) {
-            errno = EPROTO;
-            if (news ? p->in.size != sizeof p->news : p->in.kind != DDP__FRAME_DATA || p->arrived || p->in.size > ddp__tcp_most(group)) return -1;
-            errno = ENOMEM;
-            if (!news && !ddp__tcp_room(group, &p->bytes, &p->room, p->in.size)) return -1;
-        }
-        size_t end = p->got < head ? head : head + p->in.size;
-        if (p->got == end) return 1;
-        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (news ? (unsigned char *)p->news : p->bytes) + (p->got - head);
-        ssize_t n = recv(p->fd, to, end - p->got, MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return 0;
-        if (n == 0) errno = ECONNRESET;
-        if (n <= 0) return -1;
-        p->got += (size_t)n;
-    }
 }
 
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
@@ -4647,19 +4631,12 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 1;
 }
 
-/* To all peers, of whom some may not be there any more. */
-static void ddp__tcp_send_news(ddp__tcp *t, ddp_result result, const char *text) {
-    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, {0, 0}}, ""};
-    snprintf(out.text, sizeof out.text, "%s", text);
-    for (int r = 0; r < t->peer_count; r++)
-        if (t->peer[r].fd >= 0) ddp__send_all(t->peer[r].fd, &out, sizeof out, ddp_now() + 0.2);
-}
-
 /* With the lock held, by whoever may use the connections. */
 static void ddp__tcp_tell(ddp__tcp *t) {
     if (t->self.cause == DDP_OK || t->told) return;
     t->told = 1;
-    ddp__tcp_send_news(t, t->self.cause, t->self.text);
+    for (int r = 0; r < t->peer_count; r++)
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, t->self.cause, t->self.text, -1);
 }
 
 /* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
@@ -4670,8 +4647,6 @@ static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, cha
     if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
     else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing);
 }
-
-static void ddp__peer_close(ddp__peer *p) { if (p->fd >= 0) close(p->fd); p->fd = -1; }
 
 static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
     ddp__peer *p = &t->peer[rank];
@@ -4686,11 +4661,11 @@ static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
-    p->news[sizeof p->news - 1] = 0;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
     if (p->in.result == 0) { ddp__peer_close(p); return; }
-    if (waited) ddp__tcp_missing_text(group, t, p->news);
+    if (waited) ddp__tcp_missing_text(group, t, p->record.text);
     if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
-    ddp__self_abort(group, t, (ddp_result)p->in.result, p->news);
+    ddp__self_abort(group, t, (ddp_result)p->in.result, p->record.text);
 }
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
@@ -4699,10 +4674,9 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     for (int r = 0; r < t->peer_count; r++) {
         ddp__peer *p = &t->peer[r];
         int whole;
-        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) != 0) {
-            p->got = 0;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p, ddp__tcp_most(group))) != 0) {
             if (whole < 0) { ddp__tcp_lost(group, t, r, errno); continue; }
-            if (p->in.kind == DDP__FRAME_NEWS) { ddp__tcp_hear(group, t, p); continue; }
+            if (p->in.kind != DDP__FRAME_DATA) { ddp__tcp_hear(group, t, p); continue; }
             p->data = p->in;
             p->arrived = 1;
         }
@@ -4718,8 +4692,6 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         pthread_mutex_lock(&t->lock);
         int missing = ddp__tcp_pump(group, t), failed;
         for (int r = 0; r < t->peer_count; r++) {
-            t->poll[r].fd = t->peer[r].fd;
-            t->poll[r].events = POLLIN;
             if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
             snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
             ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
@@ -4734,7 +4706,7 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
-        poll(t->poll, (nfds_t)t->peer_count, 20);
+        ddp__peers_poll(t->peer, t->peer_count, t->poll);
     }
 }
 
@@ -4786,7 +4758,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
         ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
                          m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
     frame.size = frame.result ? 0 : total;
-    if (!ddp__tcp_room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    if (!ddp__room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
     memcpy(t->out, &frame, sizeof frame);
     for (int r = 0; r < parts && !frame.result; r++) {
         size_t size = t->peer[r].data.size;
@@ -4816,11 +4788,11 @@ static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsi
 /* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
     ddp__peer *p = t->peer;
     size_t most = ddp__tcp_most(group), size;
     int hub = group->rank == 0;
-    if (!(hub ? ddp__tcp_room(group, &p->bytes, &p->room, most) : ddp__tcp_room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
+    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
     size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
     frame.result = size == SIZE_MAX;
     frame.size = frame.result ? 0 : size;
@@ -4845,36 +4817,31 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
     pthread_mutex_unlock(&t->lock);
 }
 
-static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
-    ddp__tcp *t = (ddp__tcp *)state;
+/* Takes and tells the news, unless a call does. running: 1 or 0, a call begins or ends here; -1 = neither. */
+static ddp_result ddp__tcp_look(const ddp_group *group, ddp__tcp *t, int running) {
     pthread_mutex_lock(&t->lock);
+    if (running == 0) t->running = 0;
     if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
     if (!t->running) ddp__tcp_tell(t);
+    if (running == 1) t->running = 1;
     ddp_result result = ddp__self_status(group, t);
     pthread_mutex_unlock(&t->lock);
     return result;
 }
 
-static void ddp__tcp_set_running(ddp__tcp *t, int running) {
-    pthread_mutex_lock(&t->lock);
-    t->running = running;
-    pthread_mutex_unlock(&t->lock);
-}
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return ddp__tcp_look(group, (ddp__tcp *)state, -1); }
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__move m = ddp__move_of(call);
-    const unsigned char *bytes;
+    const unsigned char *bytes = NULL;
     ddp__frame answer;
-    if (ddp__tcp_status(group, t) != DDP_OK) return DDP_ERR_POISONED;
+    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
-    ddp__tcp_set_running(t, 1);
-    ddp_result result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
-    ddp__tcp_set_running(t, 0);
-    if (result != DDP_OK) {
-        ddp__tcp_poison(group, t, result, ddp_last_error());
-        return DDP_ERR_POISONED;
-    }
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
+    if (result != DDP_OK) ddp__tcp_poison(group, t, result, ddp_last_error());
+    ddp__tcp_look(group, t, 0);
+    if (result != DDP_OK) return DDP_ERR_POISONED;
     if (answer.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU "
                                        "memory use ddp_cuda.cuh");
     ddp__tcp_take(group, &m, bytes);
@@ -4889,8 +4856,8 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__tcp_send_news(t, DDP_OK, "");
     for (int r = 0; r < t->peer_count; r++) {
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, DDP_OK, "", -1);
         ddp__peer_close(&t->peer[r]);
         ddp_group_mfree(group, t->peer[r].bytes);
     }
@@ -4911,28 +4878,23 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
 
 /* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
-    const ddp_group_desc *desc = &group->desc;
     ddp__lobby lobby;
-    ddp__welcome welcome;
     ddp_result result = DDP_OK;
-    int none = -1;
     if (group->rank) {
-        DDP__TRY(ddp__visit(venue, desc, &welcome, &t->peer->fd, &none));
-        snprintf(t->peer->who, sizeof t->peer->who, "%.90s", welcome.text);
+        DDP__TRY(ddp__visit(venue, &group->desc, t->peer));
+        snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
     } else {
         if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
         if (venue->path) result = ddp__venue_write(venue, listener);
         if (result != DDP_OK) { close(listener); return result; }
-        result = ddp__lobby_hold(&lobby, venue, desc, listener);
+        result = ddp__lobby_hold(&lobby, venue, &group->desc, listener);
         if (venue->path) unlink(venue->path);
-        for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
-            t->peer[r].fd = lobby.seat[r].fd;
-            ddp__who(&lobby, &lobby.visitor[r].hello, t->peer[r].who);
-        }
-        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1);
+        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1, t->peer);
     }
-    for (int r = 0; r < t->peer_count && result == DDP_OK; r++)
-        if (t->peer[r].fd >= 0) ddp__tcp_tune(t->peer[r].fd, desc->timeout_ms);
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
+        t->peer[r].arrived = 0;
+        ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
+    }
     return result;
 }
 

@@ -311,7 +311,7 @@ static void test_missing(void) {
 
 static void test_other_jobs(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work}, stale = j;
-    ddp__hello hello;
+    ddp__record record = DDP_ZERO;
     ddp__identity id = DDP_ZERO;
     int fd;
     faults_begin("a rank of an earlier job comes by");
@@ -333,10 +333,10 @@ static void test_other_jobs(void) {
     snprintf(id.token, sizeof id.token, "torch:%d::1", j.port);
     id.rank = 1;
     id.world_size = 3;
-    ddp__hello_init(&hello, &id, 20.0);
-    hello.version = 990102;
+    ddp__hello_init(&record.hello, &id, 20.0);
+    record.hello.version = 990102;
     fd = visit(j.port);
-    (void)!write(fd, &hello, offsetof(ddp__hello, world_size));
+    ddp__send_letter(fd, DDP__FRAME_HELLO, 0, &record, -1);
     reap(0, 1);
     expect(0, DDP_ERR_MISMATCH, "99.1.2", "build all ranks with the same header");
     close(fd);
