@@ -315,8 +315,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
    Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
    first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
-   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0's process; no messages; group memory is each rank's own.
-   A split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own;
+   a split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
    Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
    answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
    use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is). */
@@ -732,7 +732,6 @@ DDPDEF double ddp_now(void);
 #include <glob.h>
 #include <ifaddrs.h>
 #include <math.h>
-#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -2584,13 +2583,6 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
-static void ddp__counts_text(char out[DDP__TEXT_MAX], const ddp__move *m, int from, unsigned long long given, int to, unsigned long long wanted) {
-    if (m->common)
-        snprintf(out, DDP__TEXT_MAX, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-    else
-        snprintf(out, DDP__TEXT_MAX, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
-}
-
 /* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     char text[DDP__TEXT_MAX];
@@ -2599,7 +2591,10 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            ddp__counts_text(text, m, from, given, to, wanted);
+            if (m->common)
+                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+            else
+                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
@@ -3946,11 +3941,14 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 
 typedef struct ddp__venue {
     ddp__identity id;
-    int local;           /* an abstract socket of this machine. Otherwise: */
+    struct sockaddr_un address; /* of this machine, when */
+    socklen_t local;     /* its length, is not 0. Otherwise: */
     char hosts[256];     /* names or addresses with blanks between, asked in turn */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
 } ddp__venue;
+
+enum { DDP__ANNOUNCED = 256 };
 
 /* All that travels is a frame and what follows it: DATA, or a record. */
 enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
@@ -3961,16 +3959,16 @@ typedef struct ddp__frame {
     int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
     uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
 } ddp__frame;
-typedef union ddp__record {
-    char text[DDP__TEXT_MAX];    /* NEWS */
-    struct ddp__hello {
-        char token[416];
-        uint32_t version;        /* up to here the same in every version */
-        int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-        char host[64];
-    } hello;
-} ddp__record;
+typedef struct ddp__hello {
+    char token[416];
+    uint32_t version;            /* up to here the same in every version */
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char who[72];                /* "pid 77 on hostb"; on one machine the host goes without saying */
+} ddp__hello;
+typedef union ddp__record { char text[DDP__TEXT_MAX]; ddp__hello hello; } ddp__record; /* of NEWS, of HELLO */
 typedef struct ddp__letter { ddp__frame frame; ddp__record record; } ddp__letter;
+
+#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
 
 /* A connection. */
 typedef struct ddp__peer {
@@ -4046,39 +4044,31 @@ static void ddp__peer_close(ddp__peer *p) {
 /* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
 static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
+    struct cmsghdr *header = (struct cmsghdr *)(void *)control;
     struct iovec data = {bytes, size};
     struct msghdr message;
     memset(&message, 0, sizeof message);
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
-    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    if (receive) {
-        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (n < 0 || !(header = CMSG_FIRSTHDR(&message)) || header->cmsg_type != SCM_RIGHTS) return n;
-        if (*fd >= 0) close(*fd);
-        memcpy(fd, CMSG_DATA(header), sizeof *fd);
-        return n;
-    }
+    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0; /* CMSG_SPACE has padding, which would hold a second descriptor */
+    header->cmsg_len = CMSG_LEN(sizeof(int));
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
     memcpy(CMSG_DATA(header), fd, sizeof *fd);
-    if (*fd < 0) message.msg_controllen = 0;
-    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (!receive) return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0 || message.msg_controllen < CMSG_LEN(sizeof(int))) return n;
+    if (*fd >= 0) close(*fd);
+    memcpy(fd, CMSG_DATA(header), sizeof *fd);
+    return n;
 }
 
 /* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
-static void ddp__send_letter(int fd, uint32_t kind, int result, const ddp__record *record, int heap_fd) {
-    ddp__letter letter = {{DDP__MAGIC, kind, (int32_t)result, sizeof *record, {0, 0}}, *record};
-    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
-}
-
 static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
-    ddp__record record = DDP_ZERO;
-    snprintf(record.text, sizeof record.text, "%s", text);
-    ddp__send_letter(fd, DDP__FRAME_NEWS, result, &record, heap_fd);
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.record, {0, 0}}, {""}};
+    snprintf(letter.record.text, sizeof letter.record.text, "%s", text);
+    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
 static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
@@ -4090,9 +4080,10 @@ static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size
 }
 
 /* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
-   ours. group: who may send data, up to `most` bytes; or NULL. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p, size_t most) {
-    for (size_t head = sizeof p->in;;) {
+   ours. group: whose data may come; or NULL. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
+    size_t head = sizeof p->in, most = group ? (DDP__TCP_PAYLOAD + sizeof(size_t)) * (size_t)group->world_size : 0;
+    for (;;) {
         int data = p->in.kind == DDP__FRAME_DATA;
         if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
         if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
@@ -4118,8 +4109,6 @@ static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *pol
     poll(poll_fds, (nfds_t)count, 20);
 }
 
-/* --- the lobby --- */
-
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 typedef struct ddp__lobby {
@@ -4132,7 +4121,9 @@ typedef struct ddp__lobby {
     ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-static void ddp__hello_init(struct ddp__hello *hello, const ddp__identity *id, double patience) {
+static void ddp__hello_init(ddp__hello *hello, const ddp__venue *venue, double patience) {
+    const ddp__identity *id = &venue->id;
+    char host[64] = "";
     memset(hello, 0, sizeof *hello);
     memcpy(hello->token, id->token, sizeof hello->token);
     hello->version = DDP__VERSION;
@@ -4140,7 +4131,8 @@ static void ddp__hello_init(struct ddp__hello *hello, const ddp__identity *id, d
     hello->rank = id->rank;
     hello->pid = (int32_t)getpid();
     hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
-    gethostname(hello->host, sizeof hello->host - 1);
+    gethostname(host, sizeof host - 1);
+    snprintf(hello->who, sizeof hello->who, venue->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
 }
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
@@ -4162,7 +4154,7 @@ static int ddp__is_there(ddp__peer *p) {
 
 /* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
-    const struct ddp__hello *hello = &p->record.hello;
+    const ddp__hello *hello = &p->record.hello;
     int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size, pid = (int)ddp__peer_of(p->fd).pid;
     double patience = ddp_now() + hello->patience_ms * 1e-3;
     ddp__peer *place = &lobby->peer[in_range ? rank : 0];
@@ -4170,7 +4162,7 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
     if (v != DDP__VERSION)
         return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who, v / 10000,
                         v / 100 % 100, v % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    snprintf(p->who, sizeof p->who, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host); /* here the host goes without saying */
+    snprintf(p->who, sizeof p->who, "%.71s", hello->who);
     if (hello->world_size != lobby->world_size)
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, lobby->world_size);
     if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
@@ -4186,7 +4178,7 @@ static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
 }
 
 static void ddp__lobby_read(ddp__lobby *lobby, ddp__peer *p) {
-    int whole = ddp__peer_read(NULL, p, 0);
+    int whole = ddp__peer_read(NULL, p);
     if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(lobby, p, "it did not say who it is", 0);
     if (whole == 0) return;
     if (whole < 0 && errno != EPROTO) ddp__turn_away(lobby, p, "it left without saying who it is", 0);
@@ -4239,6 +4231,7 @@ static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_
         ddp__peer *p = &lobby->peer[i];
         int rank = i < lobby->world_size, keep = rank && kept && result == DDP_OK;
         if (p->fd >= 0 && (rank || result != DDP_OK)) ddp__send_news(p->fd, result, result == DDP_OK ? lobby->peer[0].who : ddp_last_error(), heap_fd);
+        p->arrived = 0;
         if (keep) kept[i] = *p;
         else ddp__peer_close(p);
     }
@@ -4259,20 +4252,17 @@ static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, co
     lobby->count = (int)count;
     lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
     for (size_t i = 0; i < count; i++) ddp__peer_init(&lobby->peer[i], i == count - 1 ? listener : -1);
-    struct ddp__hello *mine = &lobby->peer[0].record.hello;
-    ddp__hello_init(mine, &venue->id, 0);
-    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, venue->local ? "pid %d" : "pid %d on %.63s", mine->pid, mine->host);
+    ddp__hello_init(&lobby->peer[0].record.hello, venue, 0);
+    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, "%s", lobby->peer[0].record.hello.who);
     for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) ddp__peers_poll(lobby->peer, lobby->count, lobby->poll);
     ddp__peer_close(&lobby->peer[count - 1]);
     return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1, NULL);
 }
 
-/* --- visitors --- */
-
 /* Rank 0's next news, by the deadline. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
 static int ddp__await_news(ddp__peer *p, double deadline) {
     int whole;
-    while ((whole = ddp__peer_read(NULL, p, 0)) == 0)
+    while ((whole = ddp__peer_read(NULL, p)) == 0)
         if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
     p->record.text[DDP__TEXT_MAX - 1] = 0;
     return whole < 0 ? errno : 0;
@@ -4280,12 +4270,13 @@ static int ddp__await_news(ddp__peer *p, double deadline) {
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
    elsewhere. */
-static ddp_result ddp__say_hello(const ddp__identity *id, ddp__peer *p, double deadline) {
+static ddp_result ddp__say_hello(const ddp__venue *venue, ddp__peer *p, double deadline) {
+    const ddp__identity *id = &venue->id;
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
-    ddp__record record = DDP_ZERO;
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
     int error;
-    ddp__hello_init(&record.hello, id, deadline - ddp_now());
-    ddp__send_letter(p->fd, DDP__FRAME_HELLO, 0, &record, -1);
+    ddp__hello_init(&letter.record.hello, venue, deadline - ddp_now());
+    (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
     error = ddp__await_news(p, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0);
     if (error || p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
@@ -4297,7 +4288,7 @@ static ddp_result ddp__say_hello(const ddp__identity *id, ddp__peer *p, double d
 }
 
 /* One try at an address; result as of ddp__say_hello. */
-static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
+static ddp_result ddp__ask(const ddp__venue *venue, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
@@ -4307,8 +4298,8 @@ static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, s
     ddp__peer_init(p, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
     else if (to->sa_family == AF_UNIX && ddp__peer_of(fd).uid != geteuid())
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-    else result = ddp__say_hello(id, p, deadline);
+        result = DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else result = ddp__say_hello(venue, p, deadline);
     if (result != DDP_OK) ddp__peer_close(p);
     return result;
 }
@@ -4317,19 +4308,17 @@ static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, s
 static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__peer *p) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
-    char host[256], number[16];
-    int length = 0;
+    char hosts[sizeof venue->hosts], number[16], *rest = NULL;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
-    for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += length + (int)strspn(h + length, " "))
+    memcpy(hosts, venue->hosts, sizeof hosts);
+    for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
         for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
-            length = (int)strcspn(h, " ");
-            snprintf(host, sizeof host, "%.*s", length, h);
             snprintf(number, sizeof number, "%d", port);
             int error = getaddrinfo(host, number, &hints, &list);
             if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, p);
+                result = ddp__ask(venue, a->ai_addr, a->ai_addrlen, deadline, p);
                 if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
             freeaddrinfo(list);
@@ -4337,37 +4326,35 @@ static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__
     return result;
 }
 
-static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
-    const char *blank = strchr(announced, ' ');
-    venue->port = atoi(announced);
-    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
-    return blank && venue->port > 0;
+/* What rank 0 has announced; 0 if it is not whole. token_size: what all ranks know of the token. */
+static int ddp__venue_hear(ddp__venue *venue, size_t token_size, const char *text) {
+    char number[17];
+    int n = 0;
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &venue->port, &n) != 2) return 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, ":%s", number);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    return 1;
 }
 
-/* What a visitor needs, from the file of file://; 0 while it is not whole. token_size: of what all ranks know. */
+/* Whoever finds the file of an earlier job finds nobody there. */
 static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
-    char text[512], *dot, number[18];
+    char text[DDP__ANNOUNCED];
     int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
     ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
     if (fd >= 0) close(fd);
     text[n > 0 ? n : 0] = 0;
-    if ((dot = strstr(text, " .")) == NULL || sscanf(text, "%17s", number) != 1) return 0;
-    *dot = 0;
-    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%s", number);
-    return ddp__venue_hear(venue, text + strlen(number) + 1);
+    return ddp__venue_hear(venue, token_size, text);
 }
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
 static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__peer *p) {
     const ddp__identity *id = &venue->id;
     double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    struct sockaddr_un here;
-    socklen_t length = ddp__job_address(&here, id->token);
     size_t token_size = strlen(id->token);
     for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
         memset(p, 0, sizeof *p);
-        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, p);
+        if (venue->local) result = ddp__ask(venue, (struct sockaddr *)&venue->address, venue->local, deadline, p);
         else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
         else result = ddp__ask_hosts(venue, deadline, p);
         if (result != DDP_ERR_INVALID) return result;
@@ -4377,15 +4364,17 @@ static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp_
     }
 }
 
-static ddp_result ddp__local_listen(const ddp__identity *id, int *listener) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    *listener = ddp__socket(AF_UNIX);
-    if (*listener >= 0 && bind(*listener, (struct sockaddr *)&address, length) == 0 && listen(*listener, 128) == 0) return DDP_OK;
-    int error = errno;
-    if (*listener >= 0) close(*listener);
-    if (error != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(error));
-    return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+/* A socket that listens at an address; -1 with errno. */
+static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
+    int fd = ddp__socket(at->sa_family), on = 1, off = 0, error;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
+    error = errno;
+    close(fd);
+    errno = error;
+    return -1;
 }
 
 /* Meets the other ranks of this machine. Rank 0 notes who they are, so that one that dies from here on is missed. */
@@ -4393,14 +4382,16 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc 
     ddp__venue venue = DDP_ZERO;
     ddp__lobby lobby;
     ddp__peer host;
-    int listener;
     venue.id = *id;
-    venue.local = 1;
+    venue.local = ddp__job_address(&venue.address, id->token);
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
     if (id->rank == 0) {
-        DDP__TRY(ddp__local_listen(id, &listener));
+        int listener = ddp__listen_at((struct sockaddr *)&venue.address, venue.local);
+        if (listener < 0 && errno == EADDRINUSE)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+        if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
         DDP__TRY(ddp__lobby_hold(&lobby, &venue, desc, listener));
         ddp_result result = ddp__heap_create(out, id->world_size, 0, 0);
         for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.peer[r].record.hello.pid);
@@ -4433,21 +4424,14 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 /* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
 static ddp_result ddp__venue_from_env(ddp__venue *venue) {
     const ddp__identity *id = &venue->id;
-    int own, slurm = strncmp(id->token, "slurm", 5) == 0;
-    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &venue->port));
+    int port, own, slurm = strncmp(id->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    venue->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(id->token) % 10000) : 0; /* Linux gives out higher ones by itself */
+    if (!own && (port ? agent : slurm)) venue->ports = 16;
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
     if (!*venue->hosts && slurm)
         ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
-    if (own) {
-        venue->port = own;
-    } else if (slurm && !venue->port) {
-        venue->port = 20000 + (int)(ddp__hash_text(id->token) % 10000); /* Linux gives out higher ones by itself */
-        venue->ports = 16;
-    } else if (venue->port && strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0) {
-        venue->port++;
-        venue->ports = 16;
-    }
     if (!*venue->hosts || !venue->port)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
                          "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
@@ -4476,7 +4460,7 @@ static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *d
 /* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
 static int ddp__tcp_listen(const char *host, int port) {
     static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
-    int fd = -1, error = EADDRNOTAVAIL, on = 1, off = 0;
+    int fd = -1, error = EADDRNOTAVAIL;
     char number[16];
     snprintf(number, sizeof number, "%d", port);
     for (int i = 0; i < 2 && fd < 0; i++) {
@@ -4485,25 +4469,19 @@ static int ddp__tcp_listen(const char *host, int port) {
         hints.ai_socktype = SOCK_STREAM;
         hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
         if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
-        fd = ddp__socket(families[i]);
-        if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-        if (fd >= 0 && i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 1024) != 0) {
-            if (error != EADDRINUSE) error = errno;
-            if (fd >= 0) close(fd);
-            fd = -1;
-        }
+        fd = ddp__listen_at(list->ai_addr, list->ai_addrlen);
+        if (fd < 0 && error != EADDRINUSE) error = errno;
         freeaddrinfo(list);
     }
     errno = error;
     return fd;
 }
 
-/* Who listens at a port of this machine, as far as this user may see: "pid 77 (python3)". */
+/* Who listens at a port of this machine, as far as this user may see: "pid 77 (/usr/bin/python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
-    char line[512];
+    char line[512], exe[32];
     glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
     for (int i = 0; i < 2; i++) {
@@ -4519,33 +4497,12 @@ static void ddp__port_holder(int port, char *out, size_t size) {
         ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
         line[n > 0 ? n : 0] = 0;
         if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
-        snprintf(line, sizeof line, "/proc/%d/comm", pid);
-        FILE *name = fopen(line, "re");
-        if (!name || !fgets(line, sizeof line, name)) line[0] = 0;
-        if (name) fclose(name);
-        snprintf(out, size, "pid %d (%.*s)", pid, (int)strcspn(line, "\n"), line);
+        snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
+        n = readlink(exe, line, sizeof line);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
         break;
     }
     globfree(&files);
-}
-
-/* "port address address ...": how others reach a listener of this machine, on whatever network they share. */
-static void ddp__announce_text(int listener, char *out, size_t size) {
-    struct sockaddr_storage at;
-    socklen_t length = sizeof at;
-    struct ifaddrs *list = NULL;
-    char host[80], port[8] = "0";
-    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
-        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
-    snprintf(out, size, "%s", port);
-    getifaddrs(&list);
-    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        int family = a->ifa_addr && a->ifa_flags & IFF_UP ? a->ifa_addr->sa_family : AF_UNSPEC;
-        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
-        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
-        if (!strchr(host, '%') && strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host); /* %: of one link */
-    }
-    if (list) freeifaddrs(list);
 }
 
 /* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
@@ -4570,13 +4527,32 @@ static uint64_t ddp__nonce(void) {
     return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
 }
 
-/* The file of file://: "number port address ... ."; the number belongs to the token. Whoever finds one of an earlier job finds nobody there. */
+/* "number port address address ...", in one line: how others reach a listener of this machine, on whatever network they share. The number belongs to the
+   token. */
+static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80], port[8] = "0";
+    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
+        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
+    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %s", (unsigned long long)ddp__nonce(), port);
+    getifaddrs(&list);
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
+        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host); /* %: of one link */
+    }
+    if (list) freeifaddrs(list);
+    snprintf(out + n, DDP__ANNOUNCED - n, "\n");
+}
+
 static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
-    char hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
-    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__nonce());
-    ddp__announce_text(listener, hosts, sizeof hosts);
-    int size = snprintf(text, sizeof text, "%s %s .", number, hosts), fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    int ok = fd >= 0 && write(fd, text, (size_t)size) == size;
+    char text[DDP__ANNOUNCED];
+    ddp__announce_text(listener, text);
+    ddp__venue_hear(venue, strlen(venue->id.token), text);
+    int fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (fd >= 0 && close(fd) != 0) ok = 0;
     return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
 }
@@ -4584,10 +4560,10 @@ static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
 /* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
 static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
     double give_up = ddp_now() + 1.0;
-    char holder[80];
+    char holder[160];
     do {
         for (int i = 0; i < venue->ports; i++)
-            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port ? venue->port + i : 0)) >= 0) return DDP_OK;
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
     ddp__port_holder(venue->port, holder, sizeof holder);
@@ -4601,7 +4577,6 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
    rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
    everybody. */
 
-#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
     int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
@@ -4615,15 +4590,9 @@ typedef struct ddp__tcp {
     size_t room;
 } ddp__tcp;
 
-/* What may follow a frame. */
-static size_t ddp__tcp_most(const ddp_group *group) {
-    size_t w = (size_t)group->world_size;
-    return (DDP__TCP_PAYLOAD + 16 * w + 16) * (group->rank ? w : 1);
-}
-
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
     for (size_t done = 0; done < size;) {
-        ssize_t n = send(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
         if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
         if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
         if (n > 0) done += (size_t)n;
@@ -4645,16 +4614,7 @@ static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, cha
     for (int r = 0; r < t->peer_count; r++)
         ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
     if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
-    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing);
-}
-
-static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
-    ddp__peer *p = &t->peer[rank];
-    char text[DDP__TEXT_MAX];
-    if (error == ECONNRESET || error == EPIPE) snprintf(text, sizeof text, "rank %d: %s is gone", rank, p->who);
-    else snprintf(text, sizeof text, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
-    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-    ddp__peer_close(p);
+    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
 }
 
 /* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
@@ -4673,12 +4633,17 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     int missing = 0;
     for (int r = 0; r < t->peer_count; r++) {
         ddp__peer *p = &t->peer[r];
+        char text[DDP__TEXT_MAX];
         int whole;
-        while (p->fd >= 0 && (whole = ddp__peer_read(group, p, ddp__tcp_most(group))) != 0) {
-            if (whole < 0) { ddp__tcp_lost(group, t, r, errno); continue; }
-            if (p->in.kind != DDP__FRAME_DATA) { ddp__tcp_hear(group, t, p); continue; }
-            p->data = p->in;
-            p->arrived = 1;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) > 0) {
+            p->arrived |= p->in.kind == DDP__FRAME_DATA;
+            if (p->in.kind == DDP__FRAME_DATA) p->data = p->in;
+            else ddp__tcp_hear(group, t, p);
+        }
+        if (p->fd >= 0 && whole < 0) {
+            snprintf(text, sizeof text, errno == ECONNRESET ? "rank %d: %s is gone" : "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno));
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+            ddp__peer_close(p);
         }
         missing += !p->arrived;
     }
@@ -4710,34 +4675,17 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
     }
 }
 
-/* --- calls --- */
-
-/* What this rank sends: the counts of a _v call, then its pieces by who takes them. The size, or SIZE_MAX when it is too much. */
+/* Writes what this rank sends, its pieces by who takes them. Returns the size, or SIZE_MAX when it is too much. */
 static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
-    const size_t *counts[2] = {m->call->send_counts, m->call->recv_counts};
     int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
-    size_t n = 0, sum = 0, row = (size_t)group->world_size * sizeof(size_t);
-    for (int i = 0; i < 2; i++)
-        if (counts[i]) { memcpy(out + n, counts[i], row); n += row; }
+    size_t size = 0;
     for (int to = first; to < end; to++) {
         ddp__part give = ddp__gives(group->rank, m, to);
-        if (give.size > DDP__TCP_PAYLOAD - sum) return SIZE_MAX;
-        if (give.size) memcpy(out + n + sum, m->send + give.begin, give.size);
-        sum += give.size;
+        if (m->call->recv_counts || give.size > DDP__TCP_PAYLOAD - size) return SIZE_MAX;
+        if (give.size) memcpy(out + size, m->send + give.begin, give.size);
+        size += give.size;
     }
-    return n + sum;
-}
-
-/* Whether what ranks expect is what they are given. The counts of a _v call precede each rank's data. */
-static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, const ddp__move *m, char text[DDP__TEXT_MAX]) {
-    int w = group->world_size;
-    for (int from = 0; from < w; from++)
-        for (int to = 0; to < w; to++) {
-            size_t given = ((const size_t *)(const void *)t->peer[from].bytes)[m->common ? from : to];
-            size_t wanted = ((const size_t *)(const void *)t->peer[to].bytes)[m->common ? from : w + from];
-            if (given != wanted) { ddp__counts_text(text, m, from, given, to, wanted); return 0; }
-        }
-    return 1;
+    return size;
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
@@ -4750,9 +4698,9 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
         const ddp__frame *theirs = &t->peer[r].data;
         if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
         if (theirs->result) frame.result = theirs->result;
-        if (r < parts) total += sizeof total + ddp__round_up(theirs->size, 8);
+        if (r < parts) total += sizeof total + theirs->size;
     }
-    if (*text || (!frame.result && m->call->recv_counts && !ddp__tcp_counts_agree(group, t, m, text))) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
     for (int r = 0; r < w; r++) t->source[r] = t->peer[r].bytes;
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
@@ -4764,7 +4712,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
         size_t size = t->peer[r].data.size;
         memcpy(t->out + at, &size, sizeof size);
         if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
-        at += sizeof size + ddp__round_up(size, 8);
+        at += sizeof size + size;
     }
     for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
     return DDP_OK;
@@ -4772,27 +4720,22 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
 
 /* Takes what is this rank's from the data of all, or their sum. */
 static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
-    const ddp_call *call = m->call;
-    size_t w = (size_t)group->world_size, me = (size_t)group->rank, size;
-    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += ddp__round_up(size, 8)) {
+    size_t size, begin = m->common ? 0 : (size_t)group->rank * m->block;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += sizeof size + size) {
         ddp__part take = ddp__takes(group->rank, m, r);
         memcpy(&size, answer, sizeof size);
-        answer += sizeof size;
-        const size_t *counts = (const size_t *)(const void *)answer;
-        const unsigned char *from = answer + (call->recv_counts ? w * sizeof *counts * (m->common ? 1 : 2) : m->common ? 0 : me * m->block);
-        for (size_t i = 0; i < me && call->send_counts; i++) from += counts[i] * m->element;
-        if (take.size) memcpy(m->recv + take.begin, from, take.size);
+        if (take.size) memcpy(m->recv + take.begin, answer + sizeof size + begin, take.size);
     }
 }
 
-/* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
-static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
+/* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
     ddp__peer *p = t->peer;
-    size_t most = ddp__tcp_most(group), size;
+    size_t most = sizeof frame + DDP__TCP_PAYLOAD, size;
     int hub = group->rank == 0;
-    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
+    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most))) return DDP_ERR_NO_MEMORY;
     size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
     frame.result = size == SIZE_MAX;
     frame.size = frame.result ? 0 : size;
@@ -4801,11 +4744,12 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__mo
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP__TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
-    if (hub) memcpy(answer, t->out, sizeof *answer);
-    else *answer = p->data;
-    *bytes = hub ? t->out + sizeof frame : p->bytes;
+    memcpy(&frame, hub ? t->out : (unsigned char *)&p->data, sizeof frame);
     for (int r = 1; r < t->peer_count; r++)
-        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + answer->size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
+                                      "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+    ddp__tcp_take(group, m, hub ? t->out + sizeof frame : p->bytes);
     return DDP_OK;
 }
 
@@ -4834,18 +4778,15 @@ static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__move m = ddp__move_of(call);
-    const unsigned char *bytes = NULL;
-    ddp__frame answer;
     ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
-    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
-    if (result != DDP_OK) ddp__tcp_poison(group, t, result, ddp_last_error());
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m);
+    if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
+        ddp__tcp_poison(group, t, result, ddp_last_error());
+        result = DDP_ERR_POISONED;
+    }
     ddp__tcp_look(group, t, 0);
-    if (result != DDP_OK) return DDP_ERR_POISONED;
-    if (answer.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU "
-                                       "memory use ddp_cuda.cuh");
-    ddp__tcp_take(group, &m, bytes);
-    return DDP_OK;
+    return result;
 }
 
 /* Memory that other machines cannot see is this rank's own. */
@@ -4865,8 +4806,6 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     pthread_mutex_destroy(&t->lock);
     ddp__self_close(group, state);
 }
-
-/* --- meeting --- */
 
 /* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
@@ -4891,10 +4830,7 @@ static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue
         if (venue->path) unlink(venue->path);
         if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1, t->peer);
     }
-    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
-        t->peer[r].arrived = 0;
-        ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
-    }
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
     return result;
 }
 
@@ -4933,24 +4869,23 @@ static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
-    enum { TEXT = 256 };
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
-    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)parent->world_size);
+    char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
     ddp__venue venue = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
     *child_state = NULL;
-    if (child && !local && child->rank == 0 && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
-    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK && child && !local && !ddp__venue_hear(&venue, all + TEXT * members[0]))
+    if (child && !local && child->rank == 0) listener = ddp__tcp_listen("", 0);
+    if (child && child->rank == 0) ddp__announce_text(listener, mine);
+    result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + sizeof mine * (size_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
     venue.id.rank = child->rank;
     venue.id.world_size = member_count;
     venue.ports = 1;
-    snprintf(venue.id.token, sizeof venue.id.token, "split:%016llx:%llu:%d", (unsigned long long)t->card[0][1], (unsigned long long)parent->seq, members[0]);
     if (!local) {
         DDP__TRY(ddp__tcp_open(child, &venue, listener));
         *child_state = child->state;
@@ -5090,11 +5025,9 @@ static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, d
     ddp_result result = ddp__tcp_open(group, venue, -1);
     if (result != DDP_OK) { ddp__group_delete(group); return result; }
     const ddp__tcp *t = (const ddp__tcp *)group->state;
-    *out = group;
-    if (!ddp__tcp_is_local(t, NULL, id->world_size)) return DDP_OK;
+    if (!ddp__tcp_is_local(t, NULL, id->world_size)) { *out = group; return DDP_OK; }
     memset(id->token, 0, sizeof id->token);
     snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
-    *out = NULL;
     ddp_group_destroy(group);
     return ddp__create_local(out, desc, id);
 }
