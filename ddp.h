@@ -65,7 +65,7 @@ CONFIG MACROS (define before including)
     DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
 
 NOT DONE HERE
-    Large data between machines travels on an engine (Open MPI, NCCL); TCP here is for bootstrap and control. No matrix products, no autograd, no file formats.
+    Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -3948,7 +3948,7 @@ typedef struct ddp__venue {
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
 } ddp__venue;
 
-enum { DDP__ANNOUNCED = 256 };
+enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
 
 /* All that travels is a frame and what follows it: DATA, or a record. */
 enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
@@ -4360,7 +4360,8 @@ static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp_
         if (result != DDP_ERR_INVALID) return result;
         if (p->in.result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
             return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+        if (ddp_now() > deadline)
+            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
     }
 }
 
@@ -4424,14 +4425,14 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 /* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
 static ddp_result ddp__venue_from_env(ddp__venue *venue) {
     const ddp__identity *id = &venue->id;
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
     int port, own, slurm = strncmp(id->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
     venue->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(id->token) % 10000) : 0; /* Linux gives out higher ones by itself */
     if (!own && (port ? agent : slurm)) venue->ports = 16;
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*venue->hosts && slurm)
-        ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
+    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
     if (!*venue->hosts || !venue->port)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
                          "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
@@ -4567,8 +4568,8 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
     ddp__port_holder(venue->port, holder, sizeof holder);
-    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", venue->port,
-                          holder);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+                          venue->port, holder);
 }
 
 /* --- frames --- */
@@ -4810,8 +4811,8 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
 /* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
-    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds}, {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
-                        {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
+                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds}, {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
