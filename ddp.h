@@ -62,10 +62,11 @@ ERRORS
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the bodies, here
     DDP_STATIC              make every function static: a private copy for one source file
+    DDP_USE_MPI             also the MPI backend, for large data between machines: build with mpicc, or CMake's MPI::MPI_C
     DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
 
 NOT DONE HERE
-    Large data between machines travels on an engine (Open MPI, NCCL); TCP here is for bootstrap and control. No matrix products, no autograd, no file formats.
+    Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -175,12 +176,13 @@ typedef struct ddp_work {
 
 typedef struct ddp_group_desc {
     const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
-                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there */
+                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there.
+                                "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
-    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, tcp for more */
+    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
     const ddp_device *device;   /* NULL = the CPU */
     void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
@@ -318,11 +320,14 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
    Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
    first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
-   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0's process; no messages; group memory is each rank's own.
-   A split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own;
+   a split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have. MPI is initialised
+   unless the program has done so, and then finalised at exit, not while a group is open or has failed. In tree order the bits are those of one machine;
+   DDP_ORDER_ANY leaves all_reduce and reduce to MPI. The ranks of one machine use shared memory.
    Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
    answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
-   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is). */
+   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -742,7 +747,6 @@ DDPDEF double ddp_now(void);
 #include <glob.h>
 #include <ifaddrs.h>
 #include <math.h>
-#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -1174,6 +1178,27 @@ DDP__ANY(uint32_t, u32) DDP__ANY(int64_t, i64) DDP__ANY(uint64_t, u64)
     } while (0)
 #define DDP__FOR_EACH(count, statement) DDP__LOOP(DDP__INDEPENDENT, count, (size_t)1, statement)
 
+/* STEP(type, at) for f32: at(x) is the element of x, or, where the CPU stores whole cache lines at once, 16 of them, a line of each run in turn. Lines that
+   two cores write by turns come in halves otherwise: 16 KiB takes 40% less, 1 MiB 12%. A function for such CPUs is DDP__WIDE and called if ddp__wide(). */
+typedef float ddp__any_line __attribute__((vector_size(64), may_alias, aligned(1)));
+#define DDP__AT_LINE(x) (*(ddp__any_line *)(void *)((x) + i))
+#define DDP__AT_ONE(x) (x)[i]
+#define DDP__BY_LINE(wide, count, runs, STEP)                                                                                    \
+    do {                                                                                                                         \
+        size_t lines_ = (wide) ? (count) / 16 * 16 : 0;                                                                          \
+        for (size_t line_ = 0; line_ < lines_; line_ += 16)                                                                      \
+            for (size_t i = line_; i < (count) * (runs); i += (count)) { STEP(ddp__any_line, DDP__AT_LINE) }                     \
+        if (!(wide)) DDP__LOOP(DDP__UNROLLED, count, runs, STEP(float, DDP__AT_ONE));                                            \
+        for (size_t i = lines_; (wide) && i < (count); i++) { STEP(float, DDP__AT_ONE) }                                         \
+    } while (0)
+#if defined(__x86_64__) && !defined(DDP__NARROW) /* a test of the other way */
+#define DDP__WIDE __attribute__((target("avx512f")))
+static int ddp__wide(void) { return __builtin_cpu_supports("avx512vbmi2"); } /* older ones slow down their clock for it */
+#else
+#define DDP__WIDE
+static int ddp__wide(void) { return 0; }
+#endif
+
 //== 16-bit floats ================================================================================= >>impl-half
 
 DDP__FORCED_INLINE uint32_t ddp__f32_bits(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
@@ -1421,26 +1446,27 @@ typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
 /* The gradient path, f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over memory; W and D are constants where this is
    inlined. A SUM is scaled by 1, which changes no bit and costs nothing beside the loads. Runs of count elements, one behind the other. */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
-#define DDP__ONE(x) x[i]
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
 #define DDP__FUSED_SUM(at) (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
-DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int divide, size_t first, size_t count, size_t runs) {
+DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int divide, int wide, size_t first, size_t count, size_t runs) {
     const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1), *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
     ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1), *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
     if (D == 1 && r->past)
         for (size_t i = 0; i < count; i += 4) DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
     else
-        DDP__LOOP(DDP__UNROLLED, count, runs, float value = divide ? DDP__FUSED_SUM(DDP__ONE) / factor : DDP__FUSED_SUM(DDP__ONE) * factor;
-                  w[i] = value; if (D > 1) x[i] = value; if (D > 3) y[i] = value; if (D > 2) z[i] = value);
+#define DDP__FUSED_STEP(type, at)                                                     \
+    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;  \
+    at(w) = value; if (D > 1) at(x) = value; if (D > 3) at(y) = value; if (D > 2) at(z) = value;
+        DDP__BY_LINE(wide, count, runs, DDP__FUSED_STEP);
 }
 
 /* Returns 0 where there is no fused loop. */
-static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
+DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count, size_t runs) {
 #define DDP__FUSED(W, D)                                                                           \
     case 100 * W + D:                                                                              \
-        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 1, first, count, runs);             \
-        else ddp__fused(r, W, D, 0, first, count, runs);                                           \
+        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 1, wide, first, count, runs);       \
+        else ddp__fused(r, W, D, 0, wide, first, count, runs);                                     \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16)) return 0; /* to several, blocks are faster */
@@ -1448,6 +1474,12 @@ static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count
     DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
     default: return 0;
     }
+}
+DDP__WIDE static int ddp__reduce_fused_wide(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
+    return ddp__reduce_fused_as(r, 1, first, count, runs);
+}
+static int ddp__reduce_fused(const ddp__reduction *r, size_t first, size_t count, size_t runs) {
+    return ddp__wide() ? ddp__reduce_fused_wide(r, first, count, runs) : ddp__reduce_fused_as(r, 0, first, count, runs);
 }
 
 typedef unsigned char DDP__ALIGNED64 ddp__block[DDP__BLOCK_BYTES];
@@ -2597,13 +2629,6 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
     }
 }
 
-static void ddp__counts_text(char out[DDP__TEXT_MAX], const ddp__move *m, int from, unsigned long long given, int to, unsigned long long wanted) {
-    if (m->common)
-        snprintf(out, DDP__TEXT_MAX, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-    else
-        snprintf(out, DDP__TEXT_MAX, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
-}
-
 /* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     char text[DDP__TEXT_MAX];
@@ -2612,7 +2637,10 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            ddp__counts_text(text, m, from, given, to, wanted);
+            if (m->common)
+                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
+            else
+                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
             ddp__local_poison(l, DDP_ERR_MISMATCH, text);
             return 0;
         }
@@ -2660,9 +2688,9 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     for (int r = 0; r < l->world_size; r++) {
         const ddp__post *post = ddp__post_of(l, r, call->seq);
-        sources[r] = ddp__resolve(l, post->send) + part.begin;
+        sources[r] = (r == l->rank ? m->send : ddp__resolve(l, post->send)) + part.begin;
         if (!ddp__receives(call, r)) continue;
-        outs[out_count] = ddp__resolve(l, post->recv) + part.begin;
+        outs[out_count] = post->recv == post->send ? (void *)(uintptr_t)sources[r] : (r == l->rank ? m->recv : ddp__resolve(l, post->recv)) + part.begin;
         apart += outs[out_count++] != sources[r];
     }
     ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / m->element, call->dtype, call->op, call->divisor,
@@ -2707,34 +2735,47 @@ static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__m
     return result;
 }
 
-/* Two ranks with more than the caches hold fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other
-   core wrote overlap. From 16 MiB on that takes up to 10% less; on AMD it has not been measured. */
+/* Two ranks fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other core wrote overlap. With stores of
+   whole lines 1 MiB takes 3% less and 4 MiB 10%; without, it pays from 16 MiB on. On AMD it has not been measured. */
 static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
     const ddp_call *call = m->call;
-    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= 2 * DDP__LARGE_BYTES && call->kind == DDP_CALL_ALL_REDUCE &&
+    size_t least = ddp__wide() ? DDP__LARGE_BYTES / 8 : 2 * DDP__LARGE_BYTES;
+    return k > 2 && k < m->rounds && m->shared && l->world_size == 2 && !l->amd && m->block >= least && call->kind == DDP_CALL_ALL_REDUCE &&
            call->dtype == DDP_F32 && (call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
 }
+
+typedef struct ddp__fused_round { ddp__any_f32 *fill, *sums, *theirs, *take; const ddp__any_f32 *give, *a, *b, *drain; float factor; } ddp__fused_round;
+DDP__FORCED_INLINE void ddp__round_lines(const ddp__fused_round *f, int wide, size_t count) {
+    ddp__any_f32 *fill = f->fill, *sums = f->sums, *theirs = f->theirs, *take = f->take;
+    const ddp__any_f32 *give = f->give, *a = f->a, *b = f->b, *drain = f->drain;
+    size_t runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
+    float factor = f->factor;
+#define DDP__ROUND_STEP(type, at)                                                      \
+    type value = (at(a) + at(b)) * factor;                                             \
+    at(fill) = at(give); at(sums) = value; at(theirs) = value; at(take) = at(drain);
+    DDP__BY_LINE(wide, each, runs, DDP__ROUND_STEP);
+    for (size_t i = runs * each; i < count; i++) { DDP__ROUND_STEP(float, DDP__AT_ONE) }
+}
+DDP__WIDE static void ddp__round_lines_wide(const ddp__fused_round *f, size_t count) { ddp__round_lines(f, 1, count); }
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
     ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
     ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
-    ddp__any_f32 *fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
-    ddp__any_f32 *theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
-    ddp__any_f32 *sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin), *take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
-    const ddp__any_f32 *give = (const ddp__any_f32 *)(const void *)(m->send + in.begin), *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
-    const ddp__any_f32 *drain = (const ddp__any_f32 *)(const void *)(ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer));
-    const ddp__any_f32 *a = me ? theirs : mine, *b = me ? mine : theirs;
-    size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
-    float factor = m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f;
+    ddp__fused_round f;
+    const ddp__any_f32 *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
+    f.fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
+    f.give = (const ddp__any_f32 *)(const void *)(m->send + in.begin);
+    f.theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
+    f.a = me ? f.theirs : mine;
+    f.b = me ? mine : f.theirs;
+    f.sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin);
+    f.take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
+    f.drain = (const ddp__any_f32 *)(const void *)(ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer));
+    f.factor = m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f;
     if (ddp__await_passed(group, l, first + k - 2) != DDP_OK || ddp__await_filled(group, l, peer, first + k - 1) != DDP_OK) return DDP_ERR_POISONED;
-    DDP__LOOP(DDP__INDEPENDENT, each, runs, float value = (a[i] + b[i]) * factor; fill[i] = give[i]; sums[i] = theirs[i] = value; take[i] = drain[i]);
-    for (size_t i = runs * each; i < count; i++) {
-        float value = (a[i] + b[i]) * factor;
-        fill[i] = give[i];
-        sums[i] = theirs[i] = value;
-        take[i] = drain[i];
-    }
+    if (ddp__wide()) ddp__round_lines_wide(&f, sum.size / sizeof(float));
+    else ddp__round_lines(&f, 0, sum.size / sizeof(float));
     ddp__tick_filled(l, first + k);
     ddp__tick_passed(l, first + k - 1);
     return DDP_OK;
@@ -3960,22 +4001,48 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 
 typedef struct ddp__venue {
     ddp__identity id;
-    int local;           /* an abstract socket of this machine. Otherwise: */
+    struct sockaddr_un address; /* of this machine, when */
+    socklen_t local;     /* its length, is not 0. Otherwise: */
     char hosts[256];     /* names or addresses with blanks between, asked in turn */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
 } ddp__venue;
 
-#define DDP__WELCOME_MAGIC (DDP__MAGIC + 1)
-enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* in a welcome: the outcome is still to come; ask elsewhere */
-typedef struct ddp__hello {
+enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
+
+/* All that travels is a frame and what follows it: DATA, or a record. */
+enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of a lobby's news: the outcome is still to come; ask elsewhere */
+typedef struct ddp__frame {
     uint64_t magic;
+    uint32_t kind;
+    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
+    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
+} ddp__frame;
+typedef struct ddp__hello {
     char token[416];
-    uint32_t version;    /* up to here the same in every version */
+    uint32_t version;            /* up to here the same in every version */
     int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char host[64];
+    char who[72];                /* "pid 77 on hostb"; on one machine the host goes without saying */
 } ddp__hello;
-typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
+typedef union ddp__record { char text[DDP__TEXT_MAX]; ddp__hello hello; } ddp__record; /* of NEWS, of HELLO */
+typedef struct ddp__letter { ddp__frame frame; ddp__record record; } ddp__letter;
+
+#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
+
+/* A connection. */
+typedef struct ddp__peer {
+    int fd;                      /* -1 = none, or it has left */
+    int arrived;                 /* its hello has come; of a call, its data is whole: */
+    ddp__frame data, in;         /* in: what is coming, of which we have */
+    size_t got, room;            /* room: of bytes */
+    unsigned char *bytes;
+    ddp__record record;
+    int heap_fd;                 /* that has come along, or -1 */
+    double since;
+    char who[96];
+} ddp__peer;
+
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
@@ -3993,55 +4060,6 @@ static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
 }
 
-static ddp__ucred ddp__peer_of(int fd) {
-    ddp__ucred peer = DDP_ZERO;
-    socklen_t size = sizeof peer;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
-    return peer;
-}
-
-/* Who is at the other end of a socket, for messages. */
-static void ddp__peer_text(int fd, char *out, size_t size) {
-    struct sockaddr_storage address;
-    socklen_t length = sizeof address;
-    char host[80] = "an unknown address", port[8] = "?";
-    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
-    if (known && address.ss_family == AF_UNIX) { snprintf(out, size, "pid %d", (int)ddp__peer_of(fd).pid); return; }
-    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
-    snprintf(out, size, "%s port %s", host, port);
-}
-
-/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
-static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
-    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
-    struct iovec data = {bytes, size};
-    struct msghdr message;
-    memset(&message, 0, sizeof message);
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    if (receive) {
-        ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (n >= 0 && (header = CMSG_FIRSTHDR(&message)) && header->cmsg_type == SCM_RIGHTS) memcpy(fd, CMSG_DATA(header), sizeof *fd);
-        return n;
-    }
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), fd, sizeof *fd);
-    if (*fd < 0) message.msg_controllen = 0;
-    return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-/* A fresh socket's buffer holds a welcome: it is sent whole or not at all. heap_fd -1: none goes with it. */
-static void ddp__send_welcome(int fd, int result, const char *text, int heap_fd) {
-    ddp__welcome welcome = {DDP__WELCOME_MAGIC, (int32_t)result, ""};
-    snprintf(welcome.text, sizeof welcome.text, "%s", text);
-    ddp__pass(fd, 0, &welcome, sizeof welcome, &heap_fd);
-}
-
 /* connect waits for a full backlog unless the socket is non-blocking. */
 static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
@@ -4055,260 +4073,312 @@ static int ddp__fd_ready(int fd, short events, double deadline) {
     return 0;
 }
 
-/* Who has come to rank 0, and how the meeting goes. */
+static ddp__ucred ddp__peer_of(int fd) {
+    ddp__ucred peer = DDP_ZERO;
+    socklen_t size = sizeof peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) peer.uid = (uid_t)-1;
+    return peer;
+}
+
+/* A fresh connection, and who is at the other end, for messages. */
+static void ddp__peer_init(ddp__peer *p, int fd) {
+    struct sockaddr_storage address;
+    socklen_t length = sizeof address;
+    char host[72] = "an unknown address", port[8] = "?";
+    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
+    memset(p, 0, sizeof *p);
+    p->fd = fd;
+    p->heap_fd = -1;
+    p->since = ddp_now();
+    if (known && address.ss_family == AF_UNIX) { snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(p->who, sizeof p->who, "%s port %s", host, port);
+}
+
+static void ddp__peer_close(ddp__peer *p) {
+    if (p->fd >= 0) close(p->fd);
+    if (p->heap_fd >= 0) close(p->heap_fd);
+    p->fd = p->heap_fd = -1;
+}
+
+/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
+static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
+    struct cmsghdr *header = (struct cmsghdr *)(void *)control;
+    struct iovec data = {bytes, size};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0; /* CMSG_SPACE has padding, which would hold a second descriptor */
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    memcpy(CMSG_DATA(header), fd, sizeof *fd);
+    if (!receive) return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0 || message.msg_controllen < CMSG_LEN(sizeof(int))) return n;
+    if (*fd >= 0) close(*fd);
+    memcpy(fd, CMSG_DATA(header), sizeof *fd);
+    return n;
+}
+
+/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
+static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.record, {0, 0}}, {""}};
+    snprintf(letter.record.text, sizeof letter.record.text, "%s", text);
+    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
+}
+
+static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return 1;
+    ddp_group_mfree(group, *bytes);
+    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    *room = *bytes ? size : 0;
+    return *bytes != NULL;
+}
+
+/* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
+   ours. group: whose data may come; or NULL. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
+    size_t head = sizeof p->in, most = group ? (DDP__TCP_PAYLOAD + sizeof(size_t)) * (size_t)group->world_size : 0;
+    for (;;) {
+        int data = p->in.kind == DDP__FRAME_DATA;
+        if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
+        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
+        if (p->got == head && data && !ddp__room(group, &p->bytes, &p->room, p->in.size)) { errno = ENOMEM; return -1; }
+        size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
+        if (p->got == end) { p->got = 0; return 1; }
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)&p->record) + (p->got - head);
+        ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n == 0) errno = ECONNRESET;
+        if (n <= 0) return -1;
+        p->got += (size_t)n;
+    }
+}
+
+/* Sleeps a moment, or until something comes. */
+static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *poll_fds) {
+    for (int i = 0; i < count; i++) {
+        poll_fds[i].fd = peer[i].fd;
+        poll_fds[i].events = POLLIN;
+    }
+    poll(poll_fds, (nfds_t)count, 20);
+}
+
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
-typedef struct ddp__visitor {
-    ddp__hello hello;             /* the first `got` bytes of it */
-    size_t got;
-    double since;
-    char from[96];
-} ddp__visitor;
 typedef struct ddp__lobby {
     const ddp__venue *venue;
     const ddp_group_desc *desc;
-    int world_size, next, count;  /* next: stranger. count: of seats: one per rank, then DDP__STRANGERS of whoever has not said who it is, then the listener */
-    struct pollfd *seat;          /* fd -1 = nobody, or has left again */
-    ddp__visitor *visitor;        /* by seat; of rank 0, itself; hello.pid 0 = has not come yet */
+    int world_size, next, count;  /* next: stranger. count: of peers: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener */
+    ddp__peer *peer;
+    struct pollfd *poll;
     double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
     ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-static void ddp__hello_init(ddp__hello *hello, const ddp__identity *id, double patience) {
+static void ddp__hello_init(ddp__hello *hello, const ddp__venue *venue, double patience) {
+    const ddp__identity *id = &venue->id;
+    char host[64] = "";
     memset(hello, 0, sizeof *hello);
-    hello->magic = DDP__MAGIC;
     memcpy(hello->token, id->token, sizeof hello->token);
     hello->version = DDP__VERSION;
     hello->world_size = id->world_size;
     hello->rank = id->rank;
     hello->pid = (int32_t)getpid();
     hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
-    gethostname(hello->host, sizeof hello->host - 1);
-}
-
-static void ddp__hang_up(ddp__lobby *lobby, int place) {
-    close(lobby->seat[place].fd);
-    lobby->seat[place].fd = -1;
+    gethostname(host, sizeof host - 1);
+    snprintf(hello->who, sizeof hello->who, venue->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
 }
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
-static void ddp__turn_away(ddp__lobby *lobby, int place, const char *why, int tell) {
+static void ddp__turn_away(const ddp__lobby *lobby, ddp__peer *p, const char *why, int tell) {
     char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, lobby->visitor[place].from, why);
-    if (tell) ddp__send_welcome(lobby->seat[place].fd, tell, why, -1);
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, p->who, why);
+    if (tell) ddp__send_news(p->fd, tell, why, -1);
     if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
-    ddp__hang_up(lobby, place);
+    ddp__peer_close(p);
 }
 
 /* Visitors may go away again, such as a rank that its launcher starts anew. */
-static int ddp__is_there(ddp__lobby *lobby, int rank) {
+static int ddp__is_there(ddp__peer *p) {
     char byte;
-    int fd = lobby->seat[rank].fd;
-    ssize_t n = fd < 0 ? -1 : recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
-    if (fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__hang_up(lobby, rank);
-    return lobby->seat[rank].fd >= 0;
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
+    return p->fd >= 0;
 }
 
-/* "pid 77 on hostb"; on one machine the host goes without saying. */
-static const char *ddp__who(const ddp__lobby *lobby, const ddp__hello *hello, char out[96]) {
-    snprintf(out, 96, lobby->venue->local ? "pid %d" : "pid %d on %.63s", hello->pid, hello->host);
-    return out;
-}
-
-/* Judges a whole hello of this job. DDP_OK admits it, anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, int place) {
-    const ddp__hello *hello = &lobby->visitor[place].hello;
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size;
-    char who[96], other[96];
-    ddp__who(lobby, hello, who);
+/* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
+    const ddp__hello *hello = &p->record.hello;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size, pid = (int)ddp__peer_of(p->fd).pid;
+    double patience = ddp_now() + hello->patience_ms * 1e-3;
+    ddp__peer *place = &lobby->peer[in_range ? rank : 0];
+    unsigned v = hello->version;
+    if (v != DDP__VERSION)
+        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who, v / 10000,
+                        v / 100 % 100, v % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    snprintf(p->who, sizeof p->who, "%.71s", hello->who);
     if (hello->world_size != lobby->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, who, hello->world_size, lobby->world_size);
-    if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, ddp__who(lobby, &lobby->visitor[in_range ? rank : 0].hello, other), who);
-    if (!lobby->venue->local || hello->pid == (int)ddp__peer_of(lobby->seat[place].fd).pid) return DDP_OK;
-    return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
-                    "(such as --pid=host)", rank, hello->pid);
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, lobby->world_size);
+    if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
+    if (lobby->venue->local && hello->pid != pid)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
+                        "(such as --pid=host)", rank, hello->pid);
+    *place = *p;
+    place->arrived = 1;
+    p->fd = -1;
+    if (patience < lobby->deadline) lobby->deadline = patience;
+    ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
+    return DDP_OK;
 }
 
-/* Reads on a hello. Once it is whole its rank takes its seat, or the meeting fails. */
-static void ddp__lobby_read(ddp__lobby *lobby, int place) {
-    enum { COMMON = offsetof(ddp__hello, world_size) };
-    ddp__visitor *v = &lobby->visitor[place];
-    ddp__hello *hello = &v->hello;
-    int fd = lobby->seat[place].fd;
-    ssize_t n = recv(fd, (char *)hello + v->got, sizeof *hello - v->got, MSG_DONTWAIT);
-    const char *stranger = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR) ? "it left without saying who it is" : NULL;
-    if (n > 0) v->got += (size_t)n;
-    if (v->got >= sizeof hello->magic && hello->magic != DDP__MAGIC) stranger = "it is no rank of ddp";
-    if (!stranger && v->got < sizeof *hello && ddp_now() - v->since > DDP__STRANGER_SECONDS) stranger = "it did not say who it is";
-    if (stranger) {
-        ddp__turn_away(lobby, place, stranger, 0);
-    } else if (v->got >= COMMON && memcmp(hello->token, lobby->venue->id.token, sizeof hello->token) != 0) {
-        ddp__turn_away(lobby, place, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-    } else if (v->got >= COMMON && hello->version != DDP__VERSION) {
-        unsigned u = hello->version;
-        lobby->result = ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", v->from,
-                                 u / 10000, u / 100 % 100, u % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    } else if (v->got == sizeof *hello && (lobby->result = ddp__judge_hello(lobby, place)) == DDP_OK) { /* otherwise its seat is told with the others */
-        double patience = ddp_now() + hello->patience_ms * 1e-3;
-        lobby->visitor[hello->rank] = *v;
-        lobby->seat[hello->rank].fd = fd;
-        lobby->seat[place].fd = -1;
-        if (patience < lobby->deadline) lobby->deadline = patience;
-        ddp__send_welcome(fd, DDP__ADMITTED, "", -1);
-    }
+static void ddp__lobby_read(ddp__lobby *lobby, ddp__peer *p) {
+    int whole = ddp__peer_read(NULL, p);
+    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(lobby, p, "it did not say who it is", 0);
+    if (whole == 0) return;
+    if (whole < 0 && errno != EPROTO) ddp__turn_away(lobby, p, "it left without saying who it is", 0);
+    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(lobby, p, "it is no rank of ddp", 0);
+    else if (memcmp(p->record.hello.token, lobby->venue->id.token, sizeof lobby->venue->id.token) != 0)
+        ddp__turn_away(lobby, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    else lobby->result = ddp__judge_hello(lobby, p);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
    no rank out, and nobody goes unread. */
 static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int first = lobby->world_size, end = lobby->count - 1;
+    ddp__peer *stranger = lobby->peer + lobby->world_size, *end = lobby->peer + lobby->count - 1;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        int place = first + lobby->next % DDP__STRANGERS, fd;
-        if (lobby->seat[place].fd >= 0 && accepted) break;
-        if ((fd = accept(lobby->seat[end].fd, NULL, NULL)) < 0) break;
-        if (lobby->seat[place].fd >= 0) ddp__turn_away(lobby, place, "it did not say who it is, and others are waiting", 0);
+        ddp__peer *p = stranger + lobby->next % DDP__STRANGERS;
+        int fd = p->fd >= 0 && accepted ? -1 : accept(end->fd, NULL, NULL);
+        if (fd < 0) break;
         if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
-        lobby->next++;
+        if (p->fd >= 0) ddp__turn_away(lobby, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
-        memset(&lobby->visitor[place], 0, sizeof *lobby->visitor);
-        ddp__peer_text(fd, lobby->visitor[place].from, sizeof lobby->visitor->from);
-        lobby->visitor[place].since = ddp_now();
-        lobby->seat[place].fd = fd;
+        ddp__peer_init(p, fd);
+        lobby->next++;
     }
-    for (int i = first; i < end && lobby->result == DDP_OK; i++)
-        if (lobby->seat[i].fd >= 0) ddp__lobby_read(lobby, i);
+    for (; stranger < end && lobby->result == DDP_OK; stranger++)
+        if (stranger->fd >= 0) ddp__lobby_read(lobby, stranger);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[300] = "", who[96];
+    char list[300] = "";
     for (int r = 1; r < lobby->world_size; r++) {
-        if (ddp__is_there(lobby, r)) continue;
+        if (ddp__is_there(&lobby->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
         missing++;
-        if (lobby->visitor[r].hello.pid) departed = r;
+        if (lobby->peer[r].arrived) departed = r;
         else to_come++;
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
     if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed,
-                                  ddp__who(lobby, &lobby->visitor[departed].hello, who));
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, lobby->peer[departed].who);
     return 0;
 }
 
-/* Tells everybody how the meeting went, and frees the lobby. Over TCP the connections of ranks stay. */
-static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd) {
-    char who[96];
-    const char *text = result == DDP_OK ? ddp__who(lobby, &lobby->visitor[0].hello, who) : ddp_last_error();
-    for (int i = 1; i < lobby->count; i++) {
-        if (lobby->seat[i].fd < 0) continue;
-        if (i < lobby->world_size || result != DDP_OK) ddp__send_welcome(lobby->seat[i].fd, result, text, heap_fd);
-        if (i >= lobby->world_size || result != DDP_OK || lobby->venue->local) ddp__hang_up(lobby, i);
+/* Tells everybody how the meeting went, and frees the lobby. kept: where the ranks' connections go; NULL = they are closed. */
+static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd, ddp__peer *kept) {
+    for (int i = 0; i < lobby->count; i++) {
+        ddp__peer *p = &lobby->peer[i];
+        int rank = i < lobby->world_size, keep = rank && kept && result == DDP_OK;
+        if (p->fd >= 0 && (rank || result != DDP_OK)) ddp__send_news(p->fd, result, result == DDP_OK ? lobby->peer[0].who : ddp_last_error(), heap_fd);
+        p->arrived = 0;
+        if (keep) kept[i] = *p;
+        else ddp__peer_close(p);
     }
-    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->visitor);
+    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->peer);
     return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
 
 /* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
 static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
-    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->visitor + sizeof *lobby->seat);
+    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->peer + sizeof *lobby->poll);
     memset(lobby, 0, sizeof *lobby);
-    lobby->visitor = (ddp__visitor *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!lobby->visitor) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
-    memset(lobby->visitor, 0, size);
-    lobby->seat = (struct pollfd *)(lobby->visitor + count);
+    lobby->peer = (ddp__peer *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->peer) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
+    lobby->poll = (struct pollfd *)(void *)(lobby->peer + count);
     lobby->venue = venue;
     lobby->desc = desc;
     lobby->world_size = venue->id.world_size;
     lobby->count = (int)count;
-    for (size_t i = 0; i < count; i++) { lobby->seat[i].fd = -1; lobby->seat[i].events = POLLIN; }
-    lobby->seat[count - 1].fd = listener;
     lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    ddp__hello_init(&lobby->visitor[0].hello, &venue->id, 0);
-    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) poll(lobby->seat, (nfds_t)lobby->count, 20);
-    ddp__hang_up(lobby, lobby->count - 1);
-    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1);
+    for (size_t i = 0; i < count; i++) ddp__peer_init(&lobby->peer[i], i == count - 1 ? listener : -1);
+    ddp__hello_init(&lobby->peer[0].record.hello, venue, 0);
+    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, "%s", lobby->peer[0].record.hello.who);
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) ddp__peers_poll(lobby->peer, lobby->count, lobby->poll);
+    ddp__peer_close(&lobby->peer[count - 1]);
+    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1, NULL);
 }
 
-/* Rank 0's next answer, whole, by the deadline. A descriptor that came along goes to *heap_fd. 0, or an errno; ECONNRESET when
-   rank 0 has left, EPROTO when this is not rank 0 of any job. */
-static int ddp__await_welcome(int fd, double deadline, ddp__welcome *out, int *heap_fd) {
-    for (size_t got = 0; got < sizeof *out;) {
-        int came = -1;
-        ssize_t n = ddp__pass(fd, 1, (char *)out + got, sizeof *out - got, &came);
-        if (n < 0 && errno != EAGAIN && errno != EINTR) return errno;
-        if (n < 0 && !ddp__fd_ready(fd, POLLIN, deadline)) return ETIMEDOUT;
-        if (n == 0) return got ? EPROTO : ECONNRESET;
-        if (came >= 0 && *heap_fd >= 0) close(*heap_fd);
-        if (came >= 0) *heap_fd = came;
-        if (n > 0) got += (size_t)n;
-        if (got >= sizeof out->magic && out->magic != DDP__WELCOME_MAGIC) return EPROTO;
-    }
-    out->text[sizeof out->text - 1] = 0;
-    return 0;
+/* Rank 0's next news, by the deadline. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_news(ddp__peer *p, double deadline) {
+    int whole;
+    while ((whole = ddp__peer_read(NULL, p)) == 0)
+        if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
+    return whole < 0 ? errno : 0;
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
    elsewhere. */
-static ddp_result ddp__say_hello(const ddp__identity *id, int fd, double deadline, ddp__welcome *welcome, int *heap_fd) {
+static ddp_result ddp__say_hello(const ddp__venue *venue, ddp__peer *p, double deadline) {
+    const ddp__identity *id = &venue->id;
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
-    ddp__hello hello;
-    char host[96];
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
     int error;
-    ddp__peer_text(fd, host, sizeof host);
-    ddp__hello_init(&hello, id, deadline - ddp_now());
-    if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != (ssize_t)sizeof hello) return ddp_fail(DDP_ERR_INVALID, "%s", strerror(errno));
-    error = ddp__await_welcome(fd, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0, welcome, heap_fd);
-    if (error || welcome->result == DDP__OTHER_JOB)
+    ddp__hello_init(&letter.record.hello, venue, deadline - ddp_now());
+    (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
+    error = ddp__await_news(p, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0);
+    if (error || p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
                         error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    if (welcome->result == DDP__ADMITTED) /* rank 0 knows our deadline, and its answer says more than silence */
-        error = ddp__await_welcome(fd, deadline + 1.0, welcome, heap_fd);
-    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", host);
-    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", host);
-    return welcome->result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
+    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, deadline + 1.0); /* rank 0 knows our deadline, and its answer says more than silence */
+    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
+    return p->in.result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)p->in.result, "%.400s", p->record.text);
 }
 
 /* One try at an address; result as of ddp__say_hello. */
-static ddp_result ddp__ask(const ddp__identity *id, const struct sockaddr *to, socklen_t length, double deadline, ddp__welcome *welcome, int *fd, int *heap_fd) {
+static ddp_result ddp__ask(const ddp__venue *venue, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
-    int error;
+    int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
-    welcome->result = 0;
-    *fd = ddp__socket(to->sa_family);
-    error = *fd < 0 || connect(*fd, to, length) != 0 ? errno : 0;
-    if (error == EINPROGRESS && !ddp__fd_ready(*fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
-    else if (error == EINPROGRESS) getsockopt(*fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    ddp__peer_init(p, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (to->sa_family == AF_UNIX && ddp__peer_of(*fd).uid != geteuid())
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(*fd).uid);
-    else result = ddp__say_hello(id, *fd, deadline, welcome, heap_fd);
-    if (result != DDP_OK && *fd >= 0) close(*fd);
+    else if (to->sa_family == AF_UNIX && ddp__peer_of(fd).uid != geteuid())
+        result = DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else result = ddp__say_hello(venue, p, deadline);
+    if (result != DDP_OK) ddp__peer_close(p);
     return result;
 }
 
 /* Asks at every address of every host. */
-static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__welcome *welcome, int *fd) {
+static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__peer *p) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
-    char host[256], number[16];
-    int length = 0, none = -1;
+    char hosts[sizeof venue->hosts], number[16], *rest = NULL;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
-    for (const char *h = venue->hosts; *h && result == DDP_ERR_INVALID; h += length + (int)strspn(h + length, " "))
+    memcpy(hosts, venue->hosts, sizeof hosts);
+    for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
         for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
-            length = (int)strcspn(h, " ");
-            snprintf(host, sizeof host, "%.*s", length, h);
             snprintf(number, sizeof number, "%d", port);
             int error = getaddrinfo(host, number, &hints, &list);
             if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-                result = ddp__ask(&venue->id, a->ai_addr, a->ai_addrlen, deadline, welcome, fd, &none);
+                result = ddp__ask(venue, a->ai_addr, a->ai_addrlen, deadline, p);
                 if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
             freeaddrinfo(list);
@@ -4316,83 +4386,82 @@ static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__
     return result;
 }
 
-static int ddp__venue_hear(ddp__venue *venue, const char *announced) {
-    const char *blank = strchr(announced, ' ');
-    venue->port = atoi(announced);
-    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", blank ? blank + 1 : "");
-    return blank && venue->port > 0;
+/* What rank 0 has announced; 0 if it is not whole. token_size: what all ranks know of the token. */
+static int ddp__venue_hear(ddp__venue *venue, size_t token_size, const char *text) {
+    char number[17];
+    int n = 0;
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &venue->port, &n) != 2) return 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, ":%s", number);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    return 1;
 }
 
-/* What a visitor needs, from the file of file://; 0 while it is not whole. token_size: of what all ranks know. */
+/* Whoever finds the file of an earlier job finds nobody there. */
 static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
-    char text[512], *dot, number[18];
+    char text[DDP__ANNOUNCED];
     int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
     ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
     if (fd >= 0) close(fd);
     text[n > 0 ? n : 0] = 0;
-    if ((dot = strstr(text, " .")) == NULL || sscanf(text, "%17s", number) != 1) return 0;
-    *dot = 0;
-    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, "%s", number);
-    return ddp__venue_hear(venue, text + strlen(number) + 1);
+    return ddp__venue_hear(venue, token_size, text);
 }
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
-static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__welcome *welcome, int *fd, int *heap_fd) {
+static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__peer *p) {
     const ddp__identity *id = &venue->id;
     double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    struct sockaddr_un here;
-    socklen_t length = ddp__job_address(&here, id->token);
     size_t token_size = strlen(id->token);
     for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
-        if (venue->local) result = ddp__ask(id, (struct sockaddr *)&here, length, deadline, welcome, fd, heap_fd);
+        memset(p, 0, sizeof *p);
+        if (venue->local) result = ddp__ask(venue, (struct sockaddr *)&venue->address, venue->local, deadline, p);
         else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
-        else result = ddp__ask_hosts(venue, deadline, welcome, fd);
+        else result = ddp__ask_hosts(venue, deadline, p);
         if (result != DDP_ERR_INVALID) return result;
-        if (welcome->result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+        if (p->in.result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
             return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+        if (ddp_now() > deadline)
+            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
     }
 }
 
-static ddp_result ddp__local_listen(const ddp__identity *id, int *listener) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    *listener = ddp__socket(AF_UNIX);
-    if (*listener >= 0 && bind(*listener, (struct sockaddr *)&address, length) == 0 && listen(*listener, 128) == 0) return DDP_OK;
-    int error = errno;
-    if (*listener >= 0) close(*listener);
-    if (error != EADDRINUSE) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(error));
-    return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+/* A socket that listens at an address; -1 with errno. */
+static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
+    int fd = ddp__socket(at->sa_family), on = 1, off = 0, error;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
+    error = errno;
+    close(fd);
+    errno = error;
+    return -1;
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__venue *venue, const ddp_group_desc *desc, ddp__heap **out) {
-    ddp__lobby lobby;
-    int listener;
-    DDP__TRY(ddp__local_listen(&venue->id, &listener));
-    DDP__TRY(ddp__lobby_hold(&lobby, venue, desc, listener));
-    ddp_result result = ddp__heap_create(out, lobby.world_size, 0, 0);
-    for (int r = 0; r < lobby.world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.visitor[r].hello.pid);
-    return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1);
-}
-
-/* Meets the other ranks of this machine. */
+/* Meets the other ranks of this machine. Rank 0 notes who they are, so that one that dies from here on is missed. */
 static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
     ddp__venue venue = DDP_ZERO;
-    ddp__welcome welcome;
-    int fd = -1, heap_fd = -1;
+    ddp__lobby lobby;
+    ddp__peer host;
     venue.id = *id;
-    venue.local = 1;
+    venue.local = ddp__job_address(&venue.address, id->token);
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
-    if (id->rank == 0) return ddp__rendezvous_host(&venue, desc, out);
-    ddp_result result = ddp__visit(&venue, desc, &welcome, &fd, &heap_fd);
-    if (result == DDP_OK) close(fd);
-    if (result == DDP_OK && heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK) { if (heap_fd >= 0) close(heap_fd); return result; } /* a malformed answer may carry one */
-    *out = ddp__heap_wrap(heap_fd, 0);
+    if (id->rank == 0) {
+        int listener = ddp__listen_at((struct sockaddr *)&venue.address, venue.local);
+        if (listener < 0 && errno == EADDRINUSE)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+        if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
+        DDP__TRY(ddp__lobby_hold(&lobby, &venue, desc, listener));
+        ddp_result result = ddp__heap_create(out, id->world_size, 0, 0);
+        for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.peer[r].record.hello.pid);
+        return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1, NULL);
+    }
+    DDP__TRY(ddp__visit(&venue, desc, &host));
+    close(host.fd);
+    if (host.heap_fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    *out = ddp__heap_wrap(host.heap_fd, 0);
     return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
@@ -4416,21 +4485,14 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 /* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
 static ddp_result ddp__venue_from_env(ddp__venue *venue) {
     const ddp__identity *id = &venue->id;
-    int own, slurm = strncmp(id->token, "slurm", 5) == 0;
-    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &venue->port));
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+    int port, own, slurm = strncmp(id->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    venue->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(id->token) % 10000) : 0; /* Linux gives out higher ones by itself */
+    if (!own && (port ? agent : slurm)) venue->ports = 16;
     snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*venue->hosts && slurm)
-        ddp__first_host(venue->hosts, sizeof venue->hosts, ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
-    if (own) {
-        venue->port = own;
-    } else if (slurm && !venue->port) {
-        venue->port = 20000 + (int)(ddp__hash_text(id->token) % 10000); /* Linux gives out higher ones by itself */
-        venue->ports = 16;
-    } else if (venue->port && strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0) {
-        venue->port++;
-        venue->ports = 16;
-    }
+    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
     if (!*venue->hosts || !venue->port)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
                          "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
@@ -4459,7 +4521,7 @@ static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *d
 /* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
 static int ddp__tcp_listen(const char *host, int port) {
     static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
-    int fd = -1, error = EADDRNOTAVAIL, on = 1, off = 0;
+    int fd = -1, error = EADDRNOTAVAIL;
     char number[16];
     snprintf(number, sizeof number, "%d", port);
     for (int i = 0; i < 2 && fd < 0; i++) {
@@ -4468,25 +4530,19 @@ static int ddp__tcp_listen(const char *host, int port) {
         hints.ai_socktype = SOCK_STREAM;
         hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
         if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
-        fd = ddp__socket(families[i]);
-        if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-        if (fd >= 0 && i == 0) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-        if (fd < 0 || bind(fd, list->ai_addr, list->ai_addrlen) != 0 || listen(fd, 1024) != 0) {
-            if (error != EADDRINUSE) error = errno;
-            if (fd >= 0) close(fd);
-            fd = -1;
-        }
+        fd = ddp__listen_at(list->ai_addr, list->ai_addrlen);
+        if (fd < 0 && error != EADDRINUSE) error = errno;
         freeaddrinfo(list);
     }
     errno = error;
     return fd;
 }
 
-/* Who listens at a port of this machine, as far as this user may see: "pid 77 (python3)". */
+/* Who listens at a port of this machine, as far as this user may see: "pid 77 (/usr/bin/python3)". */
 static void ddp__port_holder(int port, char *out, size_t size) {
     unsigned long inode, wanted = 0;
     unsigned at, state;
-    char line[512];
+    char line[512], exe[32];
     glob_t files = DDP_ZERO;
     snprintf(out, size, "another process");
     for (int i = 0; i < 2; i++) {
@@ -4502,33 +4558,12 @@ static void ddp__port_holder(int port, char *out, size_t size) {
         ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
         line[n > 0 ? n : 0] = 0;
         if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
-        snprintf(line, sizeof line, "/proc/%d/comm", pid);
-        FILE *name = fopen(line, "re");
-        if (!name || !fgets(line, sizeof line, name)) line[0] = 0;
-        if (name) fclose(name);
-        snprintf(out, size, "pid %d (%.*s)", pid, (int)strcspn(line, "\n"), line);
+        snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
+        n = readlink(exe, line, sizeof line);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
         break;
     }
     globfree(&files);
-}
-
-/* "port address address ...": how others reach a listener of this machine, on whatever network they share. */
-static void ddp__announce_text(int listener, char *out, size_t size) {
-    struct sockaddr_storage at;
-    socklen_t length = sizeof at;
-    struct ifaddrs *list = NULL;
-    char host[80], port[8] = "0";
-    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
-        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
-    snprintf(out, size, "%s", port);
-    getifaddrs(&list);
-    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        int family = a->ifa_addr && a->ifa_flags & IFF_UP ? a->ifa_addr->sa_family : AF_UNSPEC;
-        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
-        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
-        if (!strchr(host, '%') && strlen(out) + strlen(host) + 2 <= size) snprintf(out + strlen(out), size - strlen(out), " %s", host); /* %: of one link */
-    }
-    if (list) freeifaddrs(list);
 }
 
 /* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
@@ -4553,13 +4588,32 @@ static uint64_t ddp__nonce(void) {
     return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
 }
 
-/* The file of file://: "number port address ... ."; the number belongs to the token. Whoever finds one of an earlier job finds nobody there. */
+/* "number port address address ...", in one line: how others reach a listener of this machine, on whatever network they share. The number belongs to the
+   token. */
+static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80], port[8] = "0";
+    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
+        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
+    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %s", (unsigned long long)ddp__nonce(), port);
+    getifaddrs(&list);
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
+        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host); /* %: of one link */
+    }
+    if (list) freeifaddrs(list);
+    snprintf(out + n, DDP__ANNOUNCED - n, "\n");
+}
+
 static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
-    char hosts[256], text[512], *number = venue->id.token + strlen(venue->id.token);
-    snprintf(number, 18, ":%016llx", (unsigned long long)ddp__nonce());
-    ddp__announce_text(listener, hosts, sizeof hosts);
-    int size = snprintf(text, sizeof text, "%s %s .", number, hosts), fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    int ok = fd >= 0 && write(fd, text, (size_t)size) == size;
+    char text[DDP__ANNOUNCED];
+    ddp__announce_text(listener, text);
+    ddp__venue_hear(venue, strlen(venue->id.token), text);
+    int fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (fd >= 0 && close(fd) != 0) ok = 0;
     return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
 }
@@ -4567,15 +4621,15 @@ static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
 /* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
 static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
     double give_up = ddp_now() + 1.0;
-    char holder[80];
+    char holder[160];
     do {
         for (int i = 0; i < venue->ports; i++)
-            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port ? venue->port + i : 0)) >= 0) return DDP_OK;
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
     ddp__port_holder(venue->port, holder, sizeof holder);
-    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", venue->port,
-                          holder);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+                          venue->port, holder);
 }
 
 /* --- frames --- */
@@ -4583,24 +4637,6 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
 /* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
    rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
    everybody. */
-
-#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call; the counts of _v calls come on top */
-enum { DDP__FRAME_DATA = 1, DDP__FRAME_NEWS };
-typedef struct ddp__frame {
-    uint32_t kind;
-    int32_t result;              /* DATA: not 0 = more than fits, and nothing follows. NEWS: why the group failed; 0 = the sender leaves it */
-    uint64_t size;               /* bytes that follow; NEWS: a text */
-    uint64_t call[2];            /* DATA: signature and count */
-} ddp__frame;
-
-typedef struct ddp__peer {
-    int fd;                      /* -1 = none, or it has left */
-    int arrived;                 /* its data of this call is whole: */
-    ddp__frame data, in;         /* in: what is coming, of which we have */
-    size_t got, room;            /* room: of bytes */
-    unsigned char *bytes;
-    char who[96], news[DDP__TEXT_MAX];
-} ddp__peer;
 
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
@@ -4615,45 +4651,9 @@ typedef struct ddp__tcp {
     size_t room;
 } ddp__tcp;
 
-static int ddp__tcp_room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
-    if (size <= *room) return 1;
-    ddp_group_mfree(group, *bytes);
-    *bytes = (unsigned char *)ddp_group_malloc(group, size);
-    *room = *bytes ? size : 0;
-    return *bytes != NULL;
-}
-
-/* What may follow a frame. */
-static size_t ddp__tcp_most(const ddp_group *group) {
-    size_t w = (size_t)group->world_size;
-    return (DDP__TCP_PAYLOAD + 16 * w + 16) * (group->rank ? w : 1);
-}
-
-/* Reads on: 1 = a frame is whole; 0 = later; -1 = the connection has ended, and errno is why. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
-    for (size_t head = sizeof p->in;;) {
-        int news = p->got >= head && p->in.kind == DDP__FRAME_NEWS;
-        if (p->got == head) {
-            errno = EPROTO;
-            if (news ? p->in.size != sizeof p->news : p->in.kind != DDP__FRAME_DATA || p->arrived || p->in.size > ddp__tcp_most(group)) return -1;
-            errno = ENOMEM;
-            if (!news && !ddp__tcp_room(group, &p->bytes, &p->room, p->in.size)) return -1;
-        }
-        size_t end = p->got < head ? head : head + p->in.size;
-        if (p->got == end) return 1;
-        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (news ? (unsigned char *)p->news : p->bytes) + (p->got - head);
-        ssize_t n = recv(p->fd, to, end - p->got, MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return 0;
-        if (n == 0) errno = ECONNRESET;
-        if (n <= 0) return -1;
-        p->got += (size_t)n;
-    }
-}
-
 static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
     for (size_t done = 0; done < size;) {
-        ssize_t n = send(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
         if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
         if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
         if (n > 0) done += (size_t)n;
@@ -4661,19 +4661,12 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
     return 1;
 }
 
-/* To all peers, of whom some may not be there any more. */
-static void ddp__tcp_send_news(ddp__tcp *t, ddp_result result, const char *text) {
-    struct { ddp__frame frame; char text[DDP__TEXT_MAX]; } out = {{DDP__FRAME_NEWS, (int32_t)result, DDP__TEXT_MAX, {0, 0}}, ""};
-    snprintf(out.text, sizeof out.text, "%s", text);
-    for (int r = 0; r < t->peer_count; r++)
-        if (t->peer[r].fd >= 0) ddp__send_all(t->peer[r].fd, &out, sizeof out, ddp_now() + 0.2);
-}
-
 /* With the lock held, by whoever may use the connections. */
 static void ddp__tcp_tell(ddp__tcp *t) {
     if (t->self.cause == DDP_OK || t->told) return;
     t->told = 1;
-    ddp__tcp_send_news(t, t->self.cause, t->self.text);
+    for (int r = 0; r < t->peer_count; r++)
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, t->self.cause, t->self.text, -1);
 }
 
 /* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
@@ -4682,29 +4675,18 @@ static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, cha
     for (int r = 0; r < t->peer_count; r++)
         ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
     if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
-    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing);
-}
-
-static void ddp__peer_close(ddp__peer *p) { if (p->fd >= 0) close(p->fd); p->fd = -1; }
-
-static void ddp__tcp_lost(ddp_group *group, ddp__tcp *t, int rank, int error) {
-    ddp__peer *p = &t->peer[rank];
-    char text[DDP__TEXT_MAX];
-    if (error == ECONNRESET || error == EPIPE) snprintf(text, sizeof text, "rank %d: %s is gone", rank, p->who);
-    else snprintf(text, sizeof text, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
-    ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-    ddp__peer_close(p);
+    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
 }
 
 /* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
-    p->news[sizeof p->news - 1] = 0;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
     if (p->in.result == 0) { ddp__peer_close(p); return; }
-    if (waited) ddp__tcp_missing_text(group, t, p->news);
+    if (waited) ddp__tcp_missing_text(group, t, p->record.text);
     if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
-    ddp__self_abort(group, t, (ddp_result)p->in.result, p->news);
+    ddp__self_abort(group, t, (ddp_result)p->in.result, p->record.text);
 }
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
@@ -4712,13 +4694,17 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     int missing = 0;
     for (int r = 0; r < t->peer_count; r++) {
         ddp__peer *p = &t->peer[r];
+        char text[DDP__TEXT_MAX];
         int whole;
-        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) != 0) {
-            p->got = 0;
-            if (whole < 0) { ddp__tcp_lost(group, t, r, errno); continue; }
-            if (p->in.kind == DDP__FRAME_NEWS) { ddp__tcp_hear(group, t, p); continue; }
-            p->data = p->in;
-            p->arrived = 1;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) > 0) {
+            p->arrived |= p->in.kind == DDP__FRAME_DATA;
+            if (p->in.kind == DDP__FRAME_DATA) p->data = p->in;
+            else ddp__tcp_hear(group, t, p);
+        }
+        if (p->fd >= 0 && whole < 0) {
+            snprintf(text, sizeof text, errno == ECONNRESET ? "rank %d: %s is gone" : "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno));
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+            ddp__peer_close(p);
         }
         missing += !p->arrived;
     }
@@ -4732,8 +4718,6 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         pthread_mutex_lock(&t->lock);
         int missing = ddp__tcp_pump(group, t), failed;
         for (int r = 0; r < t->peer_count; r++) {
-            t->poll[r].fd = t->peer[r].fd;
-            t->poll[r].events = POLLIN;
             if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
             snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
             ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
@@ -4748,38 +4732,21 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
-        poll(t->poll, (nfds_t)t->peer_count, 20);
+        ddp__peers_poll(t->peer, t->peer_count, t->poll);
     }
 }
 
-/* --- calls --- */
-
-/* What this rank sends: the counts of a _v call, then its pieces by who takes them. The size, or SIZE_MAX when it is too much. */
+/* Writes what this rank sends, its pieces by who takes them. Returns the size, or SIZE_MAX when it is too much. */
 static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
-    const size_t *counts[2] = {m->call->send_counts, m->call->recv_counts};
     int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
-    size_t n = 0, sum = 0, row = (size_t)group->world_size * sizeof(size_t);
-    for (int i = 0; i < 2; i++)
-        if (counts[i]) { memcpy(out + n, counts[i], row); n += row; }
+    size_t size = 0;
     for (int to = first; to < end; to++) {
         ddp__part give = ddp__gives(group->rank, m, to);
-        if (give.size > DDP__TCP_PAYLOAD - sum) return SIZE_MAX;
-        if (give.size) memcpy(out + n + sum, m->send + give.begin, give.size);
-        sum += give.size;
+        if (m->call->recv_counts || give.size > DDP__TCP_PAYLOAD - size) return SIZE_MAX;
+        if (give.size) memcpy(out + size, m->send + give.begin, give.size);
+        size += give.size;
     }
-    return n + sum;
-}
-
-/* Whether what ranks expect is what they are given. The counts of a _v call precede each rank's data. */
-static int ddp__tcp_counts_agree(const ddp_group *group, const ddp__tcp *t, const ddp__move *m, char text[DDP__TEXT_MAX]) {
-    int w = group->world_size;
-    for (int from = 0; from < w; from++)
-        for (int to = 0; to < w; to++) {
-            size_t given = ((const size_t *)(const void *)t->peer[from].bytes)[m->common ? from : to];
-            size_t wanted = ((const size_t *)(const void *)t->peer[to].bytes)[m->common ? from : w + from];
-            if (given != wanted) { ddp__counts_text(text, m, from, given, to, wanted); return 0; }
-        }
-    return 1;
+    return size;
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
@@ -4792,21 +4759,21 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
         const ddp__frame *theirs = &t->peer[r].data;
         if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
         if (theirs->result) frame.result = theirs->result;
-        if (r < parts) total += sizeof total + ddp__round_up(theirs->size, 8);
+        if (r < parts) total += sizeof total + theirs->size;
     }
-    if (*text || (!frame.result && m->call->recv_counts && !ddp__tcp_counts_agree(group, t, m, text))) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
     for (int r = 0; r < w; r++) t->source[r] = t->peer[r].bytes;
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
                          m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
     frame.size = frame.result ? 0 : total;
-    if (!ddp__tcp_room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    if (!ddp__room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
     memcpy(t->out, &frame, sizeof frame);
     for (int r = 0; r < parts && !frame.result; r++) {
         size_t size = t->peer[r].data.size;
         memcpy(t->out + at, &size, sizeof size);
         if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
-        at += sizeof size + ddp__round_up(size, 8);
+        at += sizeof size + size;
     }
     for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
     return DDP_OK;
@@ -4814,27 +4781,22 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
 
 /* Takes what is this rank's from the data of all, or their sum. */
 static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
-    const ddp_call *call = m->call;
-    size_t w = (size_t)group->world_size, me = (size_t)group->rank, size;
-    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += ddp__round_up(size, 8)) {
+    size_t size, begin = m->common ? 0 : (size_t)group->rank * m->block;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += sizeof size + size) {
         ddp__part take = ddp__takes(group->rank, m, r);
         memcpy(&size, answer, sizeof size);
-        answer += sizeof size;
-        const size_t *counts = (const size_t *)(const void *)answer;
-        const unsigned char *from = answer + (call->recv_counts ? w * sizeof *counts * (m->common ? 1 : 2) : m->common ? 0 : me * m->block);
-        for (size_t i = 0; i < me && call->send_counts; i++) from += counts[i] * m->element;
-        if (take.size) memcpy(m->recv + take.begin, from, take.size);
+        if (take.size) memcpy(m->recv + take.begin, answer + sizeof size + begin, take.size);
     }
 }
 
-/* Sends the call and waits for the answer, of which *answer is the frame; what follows it is at *bytes. */
-static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m, ddp__frame *answer, const unsigned char **bytes) {
+/* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__frame frame = {DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
     ddp__peer *p = t->peer;
-    size_t most = ddp__tcp_most(group), size;
+    size_t most = sizeof frame + DDP__TCP_PAYLOAD, size;
     int hub = group->rank == 0;
-    if (!(hub ? ddp__tcp_room(group, &p->bytes, &p->room, most) : ddp__tcp_room(group, &t->out, &t->room, sizeof frame + most))) return DDP_ERR_NO_MEMORY;
+    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most))) return DDP_ERR_NO_MEMORY;
     size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
     frame.result = size == SIZE_MAX;
     frame.size = frame.result ? 0 : size;
@@ -4843,11 +4805,12 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__mo
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP__TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
-    if (hub) memcpy(answer, t->out, sizeof *answer);
-    else *answer = p->data;
-    *bytes = hub ? t->out + sizeof frame : p->bytes;
+    memcpy(&frame, hub ? t->out : (unsigned char *)&p->data, sizeof frame);
     for (int r = 1; r < t->peer_count; r++)
-        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + answer->size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
+                                      "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+    ddp__tcp_take(group, m, hub ? t->out + sizeof frame : p->bytes);
     return DDP_OK;
 }
 
@@ -4859,40 +4822,32 @@ static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, con
     pthread_mutex_unlock(&t->lock);
 }
 
-static ddp_result ddp__tcp_status(const ddp_group *group, void *state) {
-    ddp__tcp *t = (ddp__tcp *)state;
+/* Takes and tells the news, unless a call does. running: 1 or 0, a call begins or ends here; -1 = neither. */
+static ddp_result ddp__tcp_look(const ddp_group *group, ddp__tcp *t, int running) {
     pthread_mutex_lock(&t->lock);
+    if (running == 0) t->running = 0;
     if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
     if (!t->running) ddp__tcp_tell(t);
+    if (running == 1) t->running = 1;
     ddp_result result = ddp__self_status(group, t);
     pthread_mutex_unlock(&t->lock);
     return result;
 }
 
-static void ddp__tcp_set_running(ddp__tcp *t, int running) {
-    pthread_mutex_lock(&t->lock);
-    t->running = running;
-    pthread_mutex_unlock(&t->lock);
-}
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return ddp__tcp_look(group, (ddp__tcp *)state, -1); }
 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__move m = ddp__move_of(call);
-    const unsigned char *bytes;
-    ddp__frame answer;
-    if (ddp__tcp_status(group, t) != DDP_OK) return DDP_ERR_POISONED;
+    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
-    ddp__tcp_set_running(t, 1);
-    ddp_result result = ddp__tcp_exchange(group, t, &m, &answer, &bytes);
-    ddp__tcp_set_running(t, 0);
-    if (result != DDP_OK) {
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m);
+    if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
-        return DDP_ERR_POISONED;
+        result = DDP_ERR_POISONED;
     }
-    if (answer.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank; for more build with DDP_USE_MPI, or for GPU "
-                                       "memory use ddp_cuda.cuh");
-    ddp__tcp_take(group, &m, bytes);
-    return DDP_OK;
+    ddp__tcp_look(group, t, 0);
+    return result;
 }
 
 /* Memory that other machines cannot see is this rank's own. */
@@ -4903,8 +4858,8 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    ddp__tcp_send_news(t, DDP_OK, "");
     for (int r = 0; r < t->peer_count; r++) {
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, DDP_OK, "", -1);
         ddp__peer_close(&t->peer[r]);
         ddp_group_mfree(group, t->peer[r].bytes);
     }
@@ -4913,40 +4868,30 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__self_close(group, state);
 }
 
-/* --- meeting --- */
-
 /* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
 static void ddp__tcp_tune(int fd, int timeout_ms) {
     int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
-    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds}, {IPPROTO_TCP, TCP_KEEPINTVL, seconds},
-                        {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
+                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds}, {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
 /* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
 static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
-    const ddp_group_desc *desc = &group->desc;
     ddp__lobby lobby;
-    ddp__welcome welcome;
     ddp_result result = DDP_OK;
-    int none = -1;
     if (group->rank) {
-        DDP__TRY(ddp__visit(venue, desc, &welcome, &t->peer->fd, &none));
-        snprintf(t->peer->who, sizeof t->peer->who, "%.90s", welcome.text);
+        DDP__TRY(ddp__visit(venue, &group->desc, t->peer));
+        snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
     } else {
         if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
         if (venue->path) result = ddp__venue_write(venue, listener);
         if (result != DDP_OK) { close(listener); return result; }
-        result = ddp__lobby_hold(&lobby, venue, desc, listener);
+        result = ddp__lobby_hold(&lobby, venue, &group->desc, listener);
         if (venue->path) unlink(venue->path);
-        for (int r = 0; r < t->peer_count && result == DDP_OK; r++) {
-            t->peer[r].fd = lobby.seat[r].fd;
-            ddp__who(&lobby, &lobby.visitor[r].hello, t->peer[r].who);
-        }
-        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1);
+        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1, t->peer);
     }
-    for (int r = 0; r < t->peer_count && result == DDP_OK; r++)
-        if (t->peer[r].fd >= 0) ddp__tcp_tune(t->peer[r].fd, desc->timeout_ms);
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
     return result;
 }
 
@@ -4985,24 +4930,23 @@ static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
-    enum { TEXT = 256 };
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
-    char mine[TEXT] = "", *all = (char *)ddp_group_malloc(parent, TEXT * (size_t)parent->world_size);
+    char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
     ddp__venue venue = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
     *child_state = NULL;
-    if (child && !local && child->rank == 0 && (listener = ddp__tcp_listen("", 0)) >= 0) ddp__announce_text(listener, mine, sizeof mine);
-    result = all ? ddp_all_gather(parent, mine, all, TEXT, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK && child && !local && !ddp__venue_hear(&venue, all + TEXT * members[0]))
+    if (child && !local && child->rank == 0) listener = ddp__tcp_listen("", 0);
+    if (child && child->rank == 0) ddp__announce_text(listener, mine);
+    result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + sizeof mine * (size_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
     venue.id.rank = child->rank;
     venue.id.world_size = member_count;
     venue.ports = 1;
-    snprintf(venue.id.token, sizeof venue.id.token, "split:%016llx:%llu:%d", (unsigned long long)t->card[0][1], (unsigned long long)parent->seq, members[0]);
     if (!local) {
         DDP__TRY(ddp__tcp_open(child, &venue, listener));
         *child_state = child->state;
@@ -5150,11 +5094,9 @@ static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, d
     ddp_result result = ddp__tcp_open(group, venue, -1);
     if (result != DDP_OK) { ddp__group_delete(group); return result; }
     const ddp__tcp *t = (const ddp__tcp *)group->state;
-    *out = group;
-    if (!ddp__tcp_is_local(t, NULL, id->world_size)) return DDP_OK;
+    if (!ddp__tcp_is_local(t, NULL, id->world_size)) { *out = group; return DDP_OK; }
     memset(id->token, 0, sizeof id->token);
     snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
-    *out = NULL;
     ddp_group_destroy(group);
     return ddp__create_local(out, desc, id);
 }
@@ -5653,8 +5595,6 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    ddp__move m = ddp__move_of(call);
-    char text[DDP__TEXT_MAX];
     size_t *given;
     int r = 0;
     DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *given));
@@ -5662,8 +5602,8 @@ static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp
     DDP__MPI_RUN(group, s, MPI_Ialltoall, call->send_counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
     while (r < s->world_size && given[r] == call->recv_counts[r]) r++;
     if (r == s->world_size) return DDP_OK;
-    ddp__counts_text(text, &m, r, given[r], s->rank, call->recv_counts[r]);
-    return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, (unsigned long long)given[r],
+                     s->rank, (unsigned long long)call->recv_counts[r]);
 }
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {

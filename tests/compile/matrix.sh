@@ -138,7 +138,7 @@ case_nvcc() {
 }
 
 # ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
-# is always optimised; where only the host's side matters, $unoptimised saves the time. cuda_example optimises both, as a user does.
+# is always optimised; where only the host's side matters, $unoptimised saves the time.
 unoptimised='-arch=compute_80 -Xcicc -O0'
 cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
@@ -205,11 +205,11 @@ case_cuda_nccl_versions() {
 # The other two are built by the C++ compiler, as cuda_tests.
 case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS='test_kernels test_conformance' sh "$root/tests/gpu/run.sh" build "$work"; }
 case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
-case_cuda_example() { # as its comment builds it; it runs where there is a GPU, and says what is missing where there is none
+case_cuda_example() { # it runs where there is a GPU, and says what is missing where there is none
     need_cuda
     nccl=-lnccl
     echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
-    build "$NVCC" -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
+    build "$NVCC" -std=c++17 -arch=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
     if ./program 2 >out.log 2>&1; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
     else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi

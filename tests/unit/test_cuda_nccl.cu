@@ -574,6 +574,7 @@ static ddp_result error_from_behind(rank_state *s) {
 static ddp_result one_aborts(rank_state *s) {
     char line[512];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu)); /* all have issued their call */
     if (s->rank == 0) RANKS_OK(s->cpu, ddp_group_abort(s->group));
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
     RANKS_CHECK(s->cpu, strstr(line, "rank 0"), "the line is: %s", line);
@@ -681,7 +682,7 @@ static int error_at(const char *function, int n, int sticky) {
     static std::vector<std::string> seen; /* each call is complained about once */
     std::string name;
     const char *call, *line = job.line[1];
-    job.timeout_ms = 400 * DDP_TEST_SLOWDOWN;
+    job.timeout_ms = (sticky ? 400 : 2000) * DDP_TEST_SLOWDOWN; /* what fails for good may have to be waited for */
     job.patient = job.may_fail = 1;
     job.fault = n;
     job.function = function;
@@ -712,7 +713,7 @@ static void errors_everywhere(void) {
             for (int n = 1; n < 40 && failures < 40 && error_at(polls[k], n, sticky); n += stride) {}
     }
     printf("errors_everywhere: %d errors told, %d without consequence\n", told, silent);
-    check(told > (stride > 1 ? 20 : 100), "%d errors were told", told);
+    check(told > silent && told * stride > 300, "%d errors were told, %d were not", told, silent);
 }
 
 /* ---- the exact calls ---- */
