@@ -3655,8 +3655,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->call.tag = DDP__FOR_TASK;
     if (!call) return op;
     op->call = *call;
-    if (!call->recv_counts) return op;
-    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets}; /* they may go before the call ends */
+    if (!call->recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
     if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
     if (!op->arrays) { ddp__op_free(group, op); return NULL; }
     for (size_t i = 0; i < 4; i++)
