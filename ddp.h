@@ -4467,8 +4467,6 @@ static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc 
 
 //== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
 
-/* --- where rank 0 is --- */
-
 static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
 
 /* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
@@ -4594,10 +4592,9 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
     struct ifaddrs *list = NULL;
-    char host[80], port[8] = "0";
-    if (getsockname(listener, (struct sockaddr *)&at, &length) == 0)
-        getnameinfo((struct sockaddr *)&at, length, NULL, 0, port, sizeof port, NI_NUMERICSERV);
-    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %s", (unsigned long long)ddp__nonce(), port);
+    char host[80];
+    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0; /* as in IPv6 */
+    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp__nonce(), port);
     getifaddrs(&list);
     for (struct ifaddrs *a = list; a; a = a->ifa_next) {
         int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
@@ -4631,8 +4628,6 @@ static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
     return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
                           venue->port, holder);
 }
-
-/* --- frames --- */
 
 /* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
    rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
@@ -4760,9 +4755,9 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
         if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
         if (theirs->result) frame.result = theirs->result;
         if (r < parts) total += sizeof total + theirs->size;
+        t->source[r] = t->peer[r].bytes;
     }
     if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
-    for (int r = 0; r < w; r++) t->source[r] = t->peer[r].bytes;
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
                          m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
@@ -4921,22 +4916,16 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listene
     return DDP_OK;
 }
 
-/* 1 when ranks can share memory: all ranks, or those listed. */
-static int ddp__tcp_is_local(const ddp__tcp *t, const int *members, int count) {
-    for (int i = 1; i < count; i++)
-        if (t->card[members ? members[i] : i][0] != t->card[members ? members[0] : 0][0]) return 0;
-    return count <= DDP_MAX_LOCAL_RANKS;
-}
-
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = child && ddp__tcp_is_local(t, members, member_count), listener = -1;
+    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, listener = -1;
     char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
     ddp__venue venue = DDP_ZERO;
     ddp__heap *heap;
     ddp_result result;
     *child_state = NULL;
+    for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
     if (child && !local && child->rank == 0) listener = ddp__tcp_listen("", 0);
     if (child && child->rank == 0) ddp__announce_text(listener, mine);
     result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
@@ -5093,10 +5082,9 @@ static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, d
     DDP__TRY(ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL));
     ddp_result result = ddp__tcp_open(group, venue, -1);
     if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    const ddp__tcp *t = (const ddp__tcp *)group->state;
-    if (!ddp__tcp_is_local(t, NULL, id->world_size)) { *out = group; return DDP_OK; }
+    if (group->local_world_size < id->world_size || id->world_size > DDP_MAX_LOCAL_RANKS) { *out = group; return DDP_OK; }
     memset(id->token, 0, sizeof id->token);
-    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
+    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)((ddp__tcp *)group->state)->card[0][1]);
     ddp_group_destroy(group);
     return ddp__create_local(out, desc, id);
 }
