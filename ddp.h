@@ -3611,7 +3611,7 @@ static void *ddp__thread_main(void *argument) {
 static ddp_result ddp__thread_start(ddp_group *group) {
     sigset_t all, old;
     int error;
-    group->queued |= group->no_thread;
+    if (group->no_thread) group->queued = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
