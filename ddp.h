@@ -1960,7 +1960,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Large calls of one kind and about one size on private memory, and how long they lately took by each way: slots and caches, slots past the caches,
+/* Calls of one kind and about one size, and how long they lately took by each way. Large ones on private memory: slots and caches, slots past the caches,
    reading the peers' buffers with process_vm_readv. */
 enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS };
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
@@ -2810,19 +2810,31 @@ static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_
     return (ddp__proposal *)(void *)ddp__post_of(l, rank, call->seq)->data;
 }
 
+/* The fastest way, or now and then another one. */
+static int ddp__route_pick(ddp__route *route, int ways) {
+    int best = 0;
+    for (int way = 1; way < ways; way++)
+        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
+    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (uint64_t)(ways - 1))) % ways;
+    return best;
+}
+
+/* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
+static void ddp__route_learn(ddp__route *route, int way, double seconds) {
+    double *known = &route->seconds[way];
+    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+}
+
 /* NULL where the ways are not worth comparing. given: bytes of send that peers read. */
 static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
-    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, best = 0, power = 0;
+    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
     ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
     ddp__route *route;
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
     route = &l->route[kind][power];
-    for (int way = 1; way < DDP__WAYS; way++)
-        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
-    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (DDP__WAYS - 1))) % DDP__WAYS;
-    mine->way = (uint8_t)best;
+    mine->way = (uint8_t)ddp__route_pick(route, DDP__WAYS);
     mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
     return route;
 }
@@ -2830,14 +2842,12 @@ static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t 
 /* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
 static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
     int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
-    double start = route ? ddp_now() : 0, *known = route ? &route->seconds[proposed] : NULL, seconds;
+    double start = route ? ddp_now() : 0;
     ddp_result result;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
     result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
-    if (!route) return result;
-    seconds = ddp_now() - start; /* a faster time counts at once, a slower one little by little: it may be somebody else's fault */
-    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+    if (route) ddp__route_learn(route, proposed, ddp_now() - start);
     return result;
 }
 
@@ -5252,7 +5262,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
    Elsewhere it compares fingerprints before MPI sees a call, notices the dead, keeps the cause of a failure and holds group memory. Data travels by
 
      any order   all_reduce and reduce of types that MPI has go to MPI as they are
-     machines    all_reduce where every machine holds 2^k ranks in a row: their sum is a subtree
+     machines    all_reduce where every machine holds 2^k ranks in a row, their sum is a subtree, and it lately was faster than the flat way
                      ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and to 4; 0 and 4 by the flat way; broadcast from 0 and from 4
      flat        chunk by chunk: each rank gets its share of every rank's chunk, adds it up in tree order and sends the sum to all
 
@@ -5290,7 +5300,10 @@ typedef struct ddp__mpi {
     unsigned char *scratch;
     size_t scratch_bytes;
     float *wide;                      /* a chunk of 16-bit floats, converted */
+    int way;                          /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
+    ddp__route route[16];             /* by size */
 } ddp__mpi;
+enum { DDP__WAY_MACHINES, DDP__WAY_FLAT, DDP__MPI_WAYS };
 
 static ddp_result ddp__mpi_result(int error, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
@@ -5558,11 +5571,18 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
 
 /* --- calls --- */
 
+static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
+    int size = 0;
+    while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
+    return &s->route[size];
+}
+
 /* Every rank has made this call, and the same one, when this returns DDP_OK. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[2], hash[2], *all;
+    uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[3], hash[3], *all;
     char text[DDP__TEXT_MAX];
     int other = 1;
+    s->way = s->block > 1 ? DDP__WAY_MACHINES : DDP__WAY_FLAT;
     if (s->machine_count == 1) {
         ddp_call here = *call;
         here.seq = ++s->local->seq;
@@ -5571,7 +5591,9 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
     hash[0] = ddp__hash_bytes(DDP__HASH, mine, sizeof mine);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 2, MPI_UINT64_T, MPI_MAX);
+    hash[2] = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
+    if (s->block > 1) s->way = (int)most[2];
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
     DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof mine));
     all = (uint64_t *)(void *)s->scratch;
@@ -5596,6 +5618,7 @@ static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     MPI_Datatype type;
+    double start;
     DDP__TRY(ddp__mpi_status(group, s));
     DDP__TRY(ddp__mpi_enter(group, s, call));
     if (call->send_counts) DDP__TRY(ddp__mpi_counts_agree(group, s, call));
@@ -5603,8 +5626,12 @@ static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *
     if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
     type = ddp__mpi_adds(group, call);
     if (type != MPI_DATATYPE_NULL) return ddp__mpi_any(group, s, call, type);
-    if (call->kind == DDP_CALL_ALL_REDUCE && s->block > 1) return ddp__mpi_by_machine(group, s, call);
-    return ddp__mpi_flat(group, s, call, 1);
+    if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
+    start = ddp_now();
+    if (s->way == DDP__WAY_FLAT) DDP__TRY(ddp__mpi_flat(group, s, call, 1));
+    else DDP__TRY(ddp__mpi_by_machine(group, s, call));
+    ddp__route_learn(ddp__mpi_route(s, call), s->way, ddp_now() - start);
+    return DDP_OK;
 }
 
 static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
