@@ -224,6 +224,7 @@ ddp_result meet(ddp_group *group, ddp_group *over, const int *members, std::shar
     std::vector<char> mine(card), all(card * (size_t)ddp_world_size(over));
     std::unique_ptr<Engine> engine(new Engine());
     Engine *e = engine.get();
+    ddp_call barrier = {};
     ddp_result result = guarded(e, [&] {
         gloo::transport::tcp::attr attr;
         attr.iface = "lo";
@@ -246,6 +247,7 @@ ddp_result meet(ddp_group *group, ddp_group *over, const int *members, std::shar
             e->bells.push_back(buffer(e, peer == e->rank ? &e->alarm : &e->alarms[r], sizeof(Alarm)));
             if (peer != e->rank) e->bells[r]->recv(peer, alarm_slot);
         }
+        if (gathered == DDP_OK) exchange(e, &barrier, 0, std::vector<Piece>(w), std::vector<Piece>(w)); // nobody leaves before all are connected
     });
     if (result != DDP_OK || status(NULL, e) != DDP_OK) return status(NULL, e);
     *state = group ? engine.release() : NULL;
