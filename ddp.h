@@ -194,7 +194,7 @@ typedef struct ddp_launch_desc {
     const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
     int device_count;
     int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS alone */
-    ddp_group_desc group; /* timeout_ms, order, name, allocators, ... of the world; init_method, rank and world_size are not read */
+    ddp_group_desc group; /* timeout_ms, order, name, backend, allocators, ... of the world; init_method, rank and world_size are not read */
 } ddp_launch_desc;
 
 /* A grid of ranks, row-major: the last dimension runs fastest. shape {2, 2, 2}, names {"pp", "dp", "tp"}:

@@ -16,6 +16,8 @@
 #include <list>
 #include <map>
 #include <set>
+
+#include <signal.h>
 #include <unistd.h>
 
 namespace {
@@ -226,6 +228,7 @@ ddp_result meet(ddp_group *group, ddp_group *over, const int *members, std::shar
     Engine *e = engine.get();
     ddp_call barrier = {};
     ddp_result result = guarded(e, [&] {
+        signal(SIGPIPE, SIG_IGN); // Gloo writes to connections that a peer may have closed
         gloo::transport::tcp::attr attr;
         attr.iface = "lo";
         e->device = device ? device : gloo::transport::tcp::CreateDevice(attr);
