@@ -16,7 +16,7 @@ static const struct { const char *what; int processes; ddp_result want; const ch
     {"another call", 0, DDP_ERR_MISMATCH, {"rank 1", "ddp_broadcast", "ddp_all_reduce"}},
 };
 
-typedef struct report { ddp_result first, second; char text[600], again[600]; } report;
+typedef struct report { int entered; ddp_result first, second; char text[600], again[600]; } report;
 typedef struct plan { int scenario; report *reports; } plan;
 
 /* Calls until one fails. */
@@ -31,7 +31,9 @@ static ddp_result rank_main(ddp_group *g, void *user) {
     const plan *p = (const plan *)user;
     report *mine = &p->reports[ddp_rank(g)];
     float data[8] = {1};
+    __atomic_store_n(&mine->entered, 1, __ATOMIC_RELEASE);
     if (ddp_rank(g) == 1) {
+        for (int r = 0; r < 3; r++) while (!__atomic_load_n(&p->reports[r].entered, __ATOMIC_ACQUIRE)) ranks_sleep_us(100);
         for (int i = 0; i < 10 && p->scenario != KILLED_BEFORE_MESSAGE; i++) RANKS_OK(g, ddp_all_reduce(g, data, data, 4, DDP_F32, DDP_OP_MAX, NULL));
         if (table[p->scenario].processes) raise(SIGKILL);
         if (p->scenario == LEFT) return DDP_OK;
@@ -64,9 +66,10 @@ int main(int argc, char **argv) {
         if (table[s].processes && mode != RANKS_PROCESSES) continue;
         p.scenario = s;
         p.reports = (report *)ranks_shared(3 * sizeof(report));
-        (void)!ranks_run(mode, 3, s == ABSENT ? 1000 : 20000, rank_main, &p);
+        ddp_result result = ranks_run(mode, 3, s == ABSENT ? 1000 : 20000, rank_main, &p);
         for (int r = 0; r < 3; r++)
             if (r != 1 || s >= ABSENT) failures += check(table[s].what, r, &p.reports[r], table[s].want, table[s].texts);
+        if (failures) fprintf(stderr, "FAIL %s: the launch gave %s '%s'\n", table[s].what, ddp_result_name(result), result == DDP_OK ? "" : ddp_last_error());
     }
     if (!failures) printf("ok: %s\n", ranks_mode_name(mode));
     return failures != 0;
