@@ -34,8 +34,8 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
-    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-group
-    >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
+    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group
+    >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
     >>impl-public
 
 CONCEPTS
@@ -62,10 +62,11 @@ ERRORS
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the bodies, here
     DDP_STATIC              make every function static: a private copy for one source file
+    DDP_USE_MPI             also the MPI backend, for large data between machines: build with mpicc, or CMake's MPI::MPI_C
     DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
 
 NOT DONE HERE
-    Traffic between machines (Open MPI, NCCL) is a backend, not this file. No matrix products, no autograd, no file formats.
+    Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
 */
 #ifndef DDP_H
 #define DDP_H
@@ -77,6 +78,9 @@ NOT DONE HERE
 //== config ============================================================================================== >>config
 #include <stddef.h>
 #include <stdint.h>
+#if defined(DDP_USE_MPI)
+#include <mpi.h>
+#endif
 
 #if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
 #error "ddp.h promises the same bits everywhere, which -ffast-math breaks: compile without it, or define DDP_ALLOW_FAST_MATH"
@@ -171,12 +175,14 @@ typedef struct ddp_work {
 //== descs ================================================================================================ >>descs
 
 typedef struct ddp_group_desc {
-    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank */
-    int rank, world_size;    /* world_size 0 = from init_method; otherwise this rank's number and how many there are */
+    const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
+                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there.
+                                "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
+    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
-    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine */
+    const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
     const ddp_device *device;   /* NULL = the CPU */
     void *backend_user;         /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
@@ -312,9 +318,24 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
    there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks), DDP_ERR_MISMATCH
-   (two ranks with one number, other world size, other version), DDP_ERR_UNSUPPORTED (world spans machines and no backend for it is built in). */
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
+   first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
+   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own;
+   a split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
+   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have. MPI is initialised
+   unless the program has done so, and then finalised at exit, not while a group is open or has failed. In tree order the bits are those of one machine;
+   DDP_ORDER_ANY leaves all_reduce and reduce to MPI. The ranks of one machine use shared memory.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
+   answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
+   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
+
+#if defined(DDP_USE_MPI)
+/* A group of the ranks of the program's own communicator, which is copied and stays the caller's. Collective over it. desc may be NULL; its init_method,
+   rank and world_size are not read. MPI must be initialised, at any thread level, and finalised after the group has been destroyed. Below
+   MPI_THREAD_MULTIPLE a group that MPI carries has no communication thread: asynchronous work moves on inside ddp_wait and ddp_test, which then waits. */
+DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
+#endif
 
 /* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
    *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
@@ -687,8 +708,8 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
 
-/* For backends that only move bytes: what a reduction of source_count (1 to 64) arrays of count elements comes to, in tree order. dst may be one of them.
-   AVG divides by divisor, 0 = source_count. */
+/* For backends that only move bytes: what a reduction of source_count (1 to 65536) arrays of count elements comes to, in tree order. dst may be one of
+   them. AVG divides by divisor, 0 = source_count. */
 DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor);
 
 /* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
@@ -727,7 +748,13 @@ DDPDEF double ddp_now(void);
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
+#include <ifaddrs.h>
 #include <math.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -891,7 +918,7 @@ typedef struct ddp__op {
     struct ddp__op *older;       /* of all handles of the group */
     void *event;                 /* the device's, where it has lanes */
     ddp__outcome outcome;
-    size_t arrays[4][DDP_MAX_LOCAL_RANKS]; /* copies of the counts and offsets of _v calls */
+    size_t *arrays;              /* 4 times world_size: copies of the counts and offsets of _v calls */
 } ddp__op;
 
 struct ddp_group {
@@ -910,6 +937,8 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, stopping, running;
+    int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
+    int on_mpi;                  /* 1 = a world of MPI */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
     ddp__op *head, *tail, *free_ops, *all_ops;
@@ -1466,8 +1495,8 @@ static void ddp__merge_two(const ddp__reduction *r, void *left, const void *righ
 
 /* One block of the tree: a binary counter. After t sources there is a level per set bit of t, each a subtree of that many sources, the largest in
    level[0]; equal ones are added as they appear, and at the end all from the smallest up:   W=11: [0..7] [8 9] 10   W=28: [0..15] [16..23] [24..27]
-   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels. */
-static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size_t first, size_t count) {
+   Four sources at a time make a subtree. level[0] receives the result. 64 sources need five levels, 65536 all 15. */
+static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[15], size_t first, size_t count) {
     ddp__block room[4];
     const void *in[4];
     int depth = 0, t = 0, n;
@@ -1489,7 +1518,7 @@ static void ddp__reduce_block(const ddp__reduction *r, ddp__block level[5], size
 
 /* Elements first to first + count - 1. Past the caches the first block is short, so that later ones begin on a cache line. */
 static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count) {
-    ddp__block level[5];
+    ddp__block level[15];
     size_t step = (r->past ? DDP__STREAM_BLOCK_BYTES : DDP__BLOCK_BYTES) / (r->half ? sizeof(float) : r->size), n;
     if (ddp__reduce_fused(r, first, count, 1)) return;
     for (; count; first += n, count -= n) {
@@ -1505,7 +1534,7 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
     }
 }
 
-/* Reduces src_count (1 to 64) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
+/* Reduces src_count (1 to 65536) arrays of count elements and writes the result to dst_count (1 to 64) arrays. A destination may be one of
    the sources; otherwise they do not overlap. AVG divides the sum by divisor (0 counts as 1), other operations ignore it.
    DDP__LARGE: part of more than the caches hold, or new in another core's cache. It is walked in several runs at once: hardware prefetchers stop at the
    end of a page, and while one run starts a page the others stream; 5% to 20% faster than one. DDP__PAST: moreover the outputs are not read soon, and
@@ -1939,7 +1968,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Large calls of one kind and about one size on private memory, and how long they lately took by each way: slots and caches, slots past the caches,
+/* Calls of one kind and about one size, and how long they lately took by each way. Large ones on private memory: slots and caches, slots past the caches,
    reading the peers' buffers with process_vm_readv. */
 enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS };
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
@@ -1950,6 +1979,7 @@ typedef struct ddp__local {
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
+    int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
     uint64_t offset;                 /* of the control memory in the heap */
     size_t size;
     ddp__control *control;
@@ -2055,22 +2085,22 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
-    if (ddp__rank_gone(l->heap, l->member[rank], rank, text, size)) return 1;
+    if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return 1;
     if (!ddp__load(&l->line[rank].left)) return 0;
-    snprintf(text, size, "rank %d (pid %d) has destroyed this group", rank, l->heap->job->rank[l->member[rank]].pid);
+    snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], l->heap->job->rank[l->member[rank]].pid);
     return 1;
 }
 
-/* A call from its announcement, for messages. */
-static void ddp__describe_post(char *out, size_t size, const ddp__post *post) {
+/* A call from what was announced of it, for messages. */
+static void ddp__describe_post(char *out, size_t size, uint64_t signature, uint64_t count) {
     ddp_call call;
     memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(post->signature & 255);
-    call.dtype = (ddp_dtype)(post->signature >> 8 & 255);
-    call.op = (ddp_op)(post->signature >> 16 & 255);
-    call.tag = (int)(post->signature >> 24 & 255);
-    call.root = (int)(uint32_t)(post->signature >> 32) - 1;
-    call.count = (size_t)post->count;
+    call.kind = (ddp_call_kind)(signature & 255);
+    call.dtype = (ddp_dtype)(signature >> 8 & 255);
+    call.op = (ddp_op)(signature >> 16 & 255);
+    call.tag = (int)(signature >> 24 & 255);
+    call.root = (int)(uint32_t)(signature >> 32) - 1;
+    call.count = (size_t)count;
     if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
     else ddp__describe(out, size, &call);
 }
@@ -2087,15 +2117,20 @@ static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) 
 static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
     uint64_t word[DDP__INSIDE];
     char call[72], name[32];
-    ddp__post post;
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
     if (!word[0]) return;
-    post.signature = word[0] - 1;
-    post.count = word[1];
-    ddp__describe_post(call, sizeof call, &post);
+    ddp__describe_post(call, sizeof call, word[0] - 1, word[1]);
     memcpy(name, word + 3, sizeof name);
-    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", rank, call, name, (unsigned long long)word[2]);
+    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
 }
+
+/* Appends a rank to "0,1,5"; what does not fit is left out. */
+static void ddp__list_rank(char *list, size_t room, int rank) {
+    size_t used = strlen(list);
+    if (used + 11 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", rank);
+}
+
+#define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
@@ -2103,12 +2138,10 @@ static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t
     for (int r = 0; r < l->world_size; r++) {
         uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
         int arrived = r == l->rank || value >= target;
-        char *list = arrived ? here : missing;
-        size_t used = strlen(list), room = arrived ? sizeof here : sizeof missing;
-        if (used + 4 < room) snprintf(list + used, room - used, "%s%d", used ? "," : "", r);
+        ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
-    snprintf(out, size, "timed out after %d ms: arrived: rank %s; missing: rank %s%s", timeout_ms, here[0] ? here : "none", missing, inside);
+    snprintf(out, size, DDP__MISSING_TEXT "%s", timeout_ms, here[0] ? here : "none", missing, inside);
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l);
@@ -2327,12 +2360,20 @@ static uint64_t ddp__signature(const ddp_call *call) {
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
+/* a and b: what two ranks, a the lower one, have announced, of each its signature and count. */
+static void ddp__mismatch_text(char out[DDP__TEXT_MAX], int low, const uint64_t a[2], int high, const uint64_t b[2]) {
+    char text[2][160];
+    ddp__describe_post(text[0], sizeof text[0], a[0], a[1]);
+    ddp__describe_post(text[1], sizeof text[1], b[0], b[1]);
+    snprintf(out, DDP__TEXT_MAX, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
+}
+
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
-    char mine[160], theirs[160], text[DDP__TEXT_MAX];
+    char text[DDP__TEXT_MAX];
     int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    ddp__describe_post(mine, sizeof mine, ddp__post_of(l, low, seq));
-    ddp__describe_post(theirs, sizeof theirs, ddp__post_of(l, high, seq));
-    snprintf(text, sizeof text, "ranks made different calls: rank %d %s, rank %d %s", low, mine, high, theirs);
+    const ddp__post *a = ddp__post_of(l, low, seq), *b = ddp__post_of(l, high, seq);
+    const uint64_t of_low[2] = {a->signature, a->count}, of_high[2] = {b->signature, b->count};
+    ddp__mismatch_text(text, low, of_low, high, of_high);
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
     return DDP_ERR_POISONED;
 }
@@ -2425,7 +2466,7 @@ static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round
 enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */, DDP__ADDS = 16 };
 static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
     DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
-    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS};
+    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS, 0};
 
 /* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
@@ -2478,22 +2519,22 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Where in send lies what this rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(const ddp__local *l, const ddp__move *m, int to) {
+/* Where in send lies what a rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__gives(int rank, const ddp__move *m, int to) {
     const ddp_call *call = m->call;
     ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
-    if ((m->shape & DDP__FROM_ROOT && l->rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-        part.size = (m->common ? call->recv_counts[l->rank] : call->send_counts[to]) * m->element;
+        part.size = (m->common ? call->recv_counts[rank] : call->send_counts[to]) * m->element;
     }
     return part;
 }
 
-DDP__FORCED_INLINE ddp__part ddp__takes(const ddp__local *l, const ddp__move *m, int from) {
+DDP__FORCED_INLINE ddp__part ddp__takes(int rank, const ddp__move *m, int from) {
     const ddp_call *call = m->call;
     ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && l->rank != call->root)) part.size = 0;
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && rank != call->root)) part.size = 0;
     if (call->recv_counts) {
         part.begin = call->recv_offsets[from] * m->element;
         part.size = call->recv_counts[from] * m->element;
@@ -2516,11 +2557,11 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
 }
 
 /* What a rank gives to itself; sums take it as a source. */
-DDP__FORCED_INLINE void ddp__move_own(const ddp__local *l, const ddp__move *m) {
+DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
     ddp__part give, take;
     if (m->shape & DDP__ADDS) return;
-    give = ddp__gives(l, m, l->rank);
-    take = ddp__takes(l, m, l->rank);
+    give = ddp__gives(rank, m, rank);
+    take = ddp__takes(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
@@ -2531,7 +2572,7 @@ DDP__FORCED_INLINE size_t ddp__move_at(const ddp__move *m, int to) { return m->c
 DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, unsigned char *out, size_t k, int past) {
     for (int p = 0; p < l->world_size; p++) {
         ddp__part give;
-        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l, m, p), k, p)).size) continue;
+        if (p == l->rank || !(give = ddp__piece(m, ddp__gives(l->rank, m, p), k, p)).size) continue;
         (past ? ddp__copy_stream : ddp__copy_across)(out + ddp__move_at(m, p), m->send + give.begin, give.size);
         if (m->common) break;
     }
@@ -2541,14 +2582,14 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
 /* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
 DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     const ddp_call *call = m->call;
-    ddp__part take = ddp__piece(m, ddp__takes(l, m, l->rank), k, l->rank);
+    ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     void *outs[DDP_MAX_LOCAL_RANKS];
     int out_count = 0;
     if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
         if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
-    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l, m, l->rank), k, l->rank).begin); /* only read */
+    in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
     ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
                      call->dtype, call->op, call->divisor, how);
 }
@@ -2558,7 +2599,7 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
     if (adds) ddp__move_add(l, m, in, k, how);
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
-        ddp__part take = ddp__piece(m, ddp__takes(l, m, p), k, p);
+        ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
         if (!adds) (how == DDP__PAST ? ddp__copy_stream : ddp__copy_across)(m->recv + take.begin, in[p], take.size);
         if (hand_back) ddp__hand_back((unsigned char *)in[p], take.size);
@@ -2574,7 +2615,7 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     result = ddp__enter(group, l, m->call, 0, 0);
     if (result != DDP_OK) return result;
     ddp__fetch_next_payload(l, m->call, size);
-    ddp__move_own(l, m);
+    ddp__move_own(l->rank, m);
     for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
     ddp__move_take(l, m, in, 0, DDP__CACHED);
     return DDP_OK;
@@ -2629,11 +2670,11 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
     if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
     if (!adds || !read) { m.rounds = 1; m.room = m.largest; }
-    ddp__move_own(l, &m);
+    ddp__move_own(l->rank, &m);
     for (size_t k = 0; k < m.rounds; k++) {
         for (int i = 1; i < l->world_size; i++) {
             int p = (l->rank + i) % l->world_size;
-            ddp__part take = ddp__piece(&m, ddp__takes(l, &m, p), k, p);
+            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, p);
             uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
             if (take.size == 0) continue;
             if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
@@ -2669,7 +2710,7 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
    cache is what costs time there, and nobody does. */
 static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l, m);
+    ddp__move_own(l->rank, m);
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
         ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
@@ -2683,7 +2724,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
     void *in[DDP_MAX_LOCAL_RANKS];
     for (int i = 1; i < l->world_size; i++) {
         int p = (l->rank + i) % l->world_size;
-        int takes = m->shared || ddp__piece(m, ddp__takes(l, m, p), k, p).size;
+        int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
         if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
     }
@@ -2696,7 +2737,7 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
 static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
     ddp_result result = ddp__await_passed(group, l, round);
     for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
-        ddp__part part = ddp__piece(m, ddp__gives(l, m, p), k, p);
+        ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k, p);
         if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
     }
     return result;
@@ -2727,8 +2768,8 @@ DDP__WIDE static void ddp__round_lines_wide(const ddp__fused_round *f, size_t co
 
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
-    ddp__part in = ddp__piece(m, ddp__gives(l, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l, m, me), k - 1, me);
-    ddp__part out = ddp__piece(m, ddp__gives(l, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
+    ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
+    ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
     ddp__fused_round f;
     const ddp__any_f32 *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
     f.fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
@@ -2761,7 +2802,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick_filled(l, first + k);
         }
-        if (k == filled) ddp__move_own(l, m);
+        if (k == filled) ddp__move_own(l->rank, m);
         if (k > 0 && k <= m->rounds) result = ddp__round_take(group, l, m, first + k - 1, k - 1, past);
         if (k > 1 && m->shared && result == DDP_OK) result = ddp__round_drain(group, l, m, first + k - 2, k - 2);
     }
@@ -2777,19 +2818,31 @@ static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_
     return (ddp__proposal *)(void *)ddp__post_of(l, rank, call->seq)->data;
 }
 
+/* The fastest way, or now and then another one. */
+static int ddp__route_pick(ddp__route *route, int ways) {
+    int best = 0;
+    for (int way = 1; way < ways; way++)
+        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
+    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (uint64_t)(ways - 1))) % ways;
+    return best;
+}
+
+/* A faster time counts at once, a slower one little by little: it may be somebody else's fault. */
+static void ddp__route_learn(ddp__route *route, int way, double seconds) {
+    double *known = &route->seconds[way];
+    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+}
+
 /* NULL where the ways are not worth comparing. given: bytes of send that peers read. */
 static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
-    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, best = 0, power = 0;
+    int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
     ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
     ddp__route *route;
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
     route = &l->route[kind][power];
-    for (int way = 1; way < DDP__WAYS; way++)
-        if (route->seconds[way] < route->seconds[best]) best = way; /* 0: never tried */
-    if (++route->calls % 64 == 0 || (route->calls & (route->calls - 1)) == 0) best = (best + 1 + (int)(route->tries++ % (DDP__WAYS - 1))) % DDP__WAYS;
-    mine->way = (uint8_t)best;
+    mine->way = (uint8_t)ddp__route_pick(route, DDP__WAYS);
     mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
     return route;
 }
@@ -2797,14 +2850,12 @@ static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t 
 /* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
 static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
     int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
-    double start = route ? ddp_now() : 0, *known = route ? &route->seconds[proposed] : NULL, seconds;
+    double start = route ? ddp_now() : 0;
     ddp_result result;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
     result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
-    if (!route) return result;
-    seconds = ddp_now() - start; /* a faster time counts at once, a slower one little by little: it may be somebody else's fault */
-    *known = *known > 0 && seconds > *known * 1.05 ? *known * 1.05 : seconds;
+    if (route) ddp__route_learn(route, proposed, ddp_now() - start);
     return result;
 }
 
@@ -2812,7 +2863,7 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
 static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
     size_t span = 0;
     for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l, m, p);
+        ddp__part give = ddp__gives(l->rank, m, p);
         if (give.size && give.begin + give.size > span) span = give.begin + give.size;
     }
     return span;
@@ -3183,7 +3234,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->world_size = group->world_size;
     l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
     l->yields = enough_cores ? 20 : 200;
-    for (int i = 0; i < group->world_size; i++) l->member[i] = members ? members[i] : i;
+    for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = members ? members[i] : i;
     l->amd = (int)heap->job->amd;
     l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
     l->line[l->rank].probe_word = l->probe_word;
@@ -3578,7 +3629,8 @@ static void *ddp__thread_main(void *argument) {
 static ddp_result ddp__thread_start(ddp_group *group) {
     sigset_t all, old;
     int error;
-    if (group->thread_started) return DDP_OK;
+    group->queued |= group->no_thread;
+    if (group->thread_started || group->no_thread) return DDP_OK;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
     error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
@@ -3588,13 +3640,18 @@ static ddp_result ddp__thread_start(ddp_group *group) {
     return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
 }
 
-/* The caller's arrays may go before the call ends. */
-static const size_t *ddp__keep(size_t *copy, const size_t *from, int count) {
-    return from ? (const size_t *)memcpy(copy, from, (size_t)count * sizeof *copy) : NULL;
+static void ddp__op_free(ddp_group *group, ddp__op *op) {
+    if (!op) return;
+    pthread_mutex_lock(&group->lock);
+    op->ticket = 0;
+    op->next = group->free_ops;
+    group->free_ops = op;
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* A handle for a call, or for a task. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
+    size_t w = (size_t)group->world_size;
     ddp__op *op;
     pthread_mutex_lock(&group->lock);
     op = group->free_ops;
@@ -3602,6 +3659,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
         group->free_ops = op->next;
     } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
         op->event = NULL;
+        op->arrays = NULL;
         op->older = group->all_ops;
         group->all_ops = op;
     }
@@ -3615,20 +3673,13 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->call.tag = DDP__FOR_TASK;
     if (!call) return op;
     op->call = *call;
-    op->call.send_counts = ddp__keep(op->arrays[0], call->send_counts, group->world_size);
-    op->call.send_offsets = ddp__keep(op->arrays[1], call->send_offsets, group->world_size);
-    op->call.recv_counts = ddp__keep(op->arrays[2], call->recv_counts, group->world_size);
-    op->call.recv_offsets = ddp__keep(op->arrays[3], call->recv_offsets, group->world_size);
+    if (!call->recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
+    const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
+    if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
+    if (!op->arrays) { ddp__op_free(group, op); return NULL; }
+    for (size_t i = 0; i < 4; i++)
+        if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
     return op;
-}
-
-static void ddp__op_free(ddp_group *group, ddp__op *op) {
-    if (!op) return;
-    pthread_mutex_lock(&group->lock);
-    op->ticket = 0;
-    op->next = group->free_ops;
-    group->free_ops = op;
-    pthread_mutex_unlock(&group->lock);
 }
 
 /* Whether this thread carries out the group's calls: it is inside a task, or takes the queue, where `take` is set and nothing is queued or
@@ -3816,6 +3867,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     if (!op) return DDP_ERR_INVALID;
     pthread_mutex_lock(&group->lock);
     if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+    while (group->no_thread && !op->done && group->head && !group->running) ddp__queue_step(group, 0);
     *done = op->done;
     pthread_mutex_unlock(&group->lock);
     if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
@@ -3873,7 +3925,7 @@ typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__pla
 static DDP__THREAD_LOCAL ddp__place ddp__here;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
-   this machine. */
+   this machine, unless MASTER_ADDR names another one. */
 typedef struct ddp__launcher { const char *name, *rank, *size, *local_rank, *local_size, *job[4]; } ddp__launcher;
 
 #define DDP__JOIN_NEED(condition, ...) DDP__CHECK("ddp_group_create", NULL, condition, __VA_ARGS__)
@@ -3914,12 +3966,11 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
 /* First match wins: torchrun, Open MPI, Hydra (MPICH), SLURM under srun. A world of one rank when there is none. */
 static ddp_result ddp__identity_resolve(ddp__identity *id) {
     static const ddp__launcher launchers[] = {
-        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-         {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+        {"torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
         {"ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
          {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {"PMI_PORT"}},
-        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID"}}};
+        {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
     for (int i = 0; i < LAUNCHERS; i++) {
@@ -3936,7 +3987,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From desc, which is resolved, what follows its scheme, and the environment. alone: this rank is all of its world. */
+/* From desc, which is resolved, what follows its scheme, and the environment, which is read here, above, and in
+   ddp__venue_from_env. alone: this rank is all of its world. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, const char *place, int alone) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
@@ -3961,30 +4013,82 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
 
 #define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
 
-/* Ranks that were not forked from one ddp_launch meet on an abstract socket: rank 0 listens, checks each visitor's user and hello, and, when all
-   are there, sends everybody the heap's descriptor, or the reason why not. One packet each way. */
+/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
+   visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
+   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor. */
 
-typedef struct ddp__hello {
+typedef struct ddp__venue {
+    ddp__identity id;
+    struct sockaddr_un address; /* of this machine, when */
+    socklen_t local;     /* its length, is not 0. Otherwise: */
+    char hosts[256];     /* names or addresses with blanks between, asked in turn */
+    int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
+    const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
+} ddp__venue;
+
+enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
+
+/* All that travels is a frame and what follows it: DATA, or a record. */
+enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of a lobby's news: the outcome is still to come; ask elsewhere */
+typedef struct ddp__frame {
     uint64_t magic;
-    uint32_t version;
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    uint32_t kind;
+    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
+    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
+} ddp__frame;
+typedef struct ddp__hello {
     char token[416];
+    uint32_t version;            /* up to here the same in every version */
+    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
+    char who[72];                /* "pid 77 on hostb"; on one machine the host goes without saying */
 } ddp__hello;
-typedef struct ddp__welcome { uint64_t magic; int32_t result; char text[DDP__TEXT_MAX]; } ddp__welcome;
+typedef union ddp__record { char text[DDP__TEXT_MAX]; ddp__hello hello; } ddp__record; /* of NEWS, of HELLO */
+typedef struct ddp__letter { ddp__frame frame; ddp__record record; } ddp__letter;
+
+#define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
+
+/* A connection. */
+typedef struct ddp__peer {
+    int fd;                      /* -1 = none, or it has left */
+    int arrived;                 /* its hello has come; of a call, its data is whole: */
+    ddp__frame data, in;         /* in: what is coming, of which we have */
+    size_t got, room;            /* room: of bytes */
+    unsigned char *bytes;
+    ddp__record record;
+    int heap_fd;                 /* that has come along, or -1 */
+    double since;
+    char who[96];
+} ddp__peer;
+
 typedef struct ddp__ucred { pid_t pid; uid_t uid; gid_t gid; } ddp__ucred; /* struct ucred needs _GNU_SOURCE */
 
 /* Goes on with a hash that began as any number (FNV-1a). */
+#define DDP__HASH UINT64_C(14695981039346656037)
 static uint64_t ddp__hash_bytes(uint64_t hash, const void *data, size_t size_bytes) {
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
 }
+static uint64_t ddp__hash_text(const char *text) { return ddp__hash_bytes(DDP__HASH, text, strlen(text)); }
 
 static socklen_t ddp__job_address(struct sockaddr_un *address, const char *token) {
-    uint64_t hash = ddp__hash_bytes(UINT64_C(14695981039346656037), token, strlen(token));
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)hash);
+    snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "ddp-%ld-%016llx", (long)geteuid(), (unsigned long long)ddp__hash_text(token));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->sun_path + 1));
+}
+
+/* connect waits for a full backlog unless the socket is non-blocking. */
+static int ddp__socket(int family) { return socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+
+/* Waits until a socket can be read, or written; 0 = not by the deadline. */
+static int ddp__fd_ready(int fd, short events, double deadline) {
+    struct pollfd wait = {fd, events, 0};
+    for (double left = 1; left > 0;) {
+        left = deadline - ddp_now();
+        if (poll(&wait, 1, left < 0 ? 0 : left < 1 ? (int)(left * 1e3) + 1 : 1000) > 0) return 1;
+    }
+    return 0;
 }
 
 static ddp__ucred ddp__peer_of(int fd) {
@@ -3994,221 +4098,880 @@ static ddp__ucred ddp__peer_of(int fd) {
     return peer;
 }
 
-/* A welcome under way, with room for one file descriptor beside it. */
-typedef struct ddp__parcel {
-    ddp__welcome welcome;
-    struct iovec data;
-    struct msghdr message;
-    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8];
-} ddp__parcel;
-
-static void ddp__parcel_init(ddp__parcel *parcel, int fd) {
-    memset(parcel, 0, sizeof *parcel);
-    parcel->data.iov_base = &parcel->welcome;
-    parcel->data.iov_len = sizeof parcel->welcome;
-    parcel->message.msg_iov = &parcel->data;
-    parcel->message.msg_iovlen = 1;
-    parcel->message.msg_control = parcel->control;
-    parcel->message.msg_controllen = CMSG_LEN(sizeof(int)); /* the padding of CMSG_SPACE would hold a second descriptor */
-    struct cmsghdr *header = CMSG_FIRSTHDR(&parcel->message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+/* A fresh connection, and who is at the other end, for messages. */
+static void ddp__peer_init(ddp__peer *p, int fd) {
+    struct sockaddr_storage address;
+    socklen_t length = sizeof address;
+    char host[72] = "an unknown address", port[8] = "?";
+    int known = getpeername(fd, (struct sockaddr *)&address, &length) == 0;
+    memset(p, 0, sizeof *p);
+    p->fd = fd;
+    p->heap_fd = -1;
+    p->since = ddp_now();
+    if (known && address.ss_family == AF_UNIX) { snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(p->who, sizeof p->who, "%s port %s", host, port);
 }
 
-/* connect waits for a full backlog unless the socket is non-blocking. */
-static int ddp__socket(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
+static void ddp__peer_close(ddp__peer *p) {
+    if (p->fd >= 0) close(p->fd);
+    if (p->heap_fd >= 0) close(p->heap_fd);
+    p->fd = p->heap_fd = -1;
+}
 
-/* Who has come to rank 0, and how the meeting goes. */
-enum { DDP__STRANGERS = 128 }; /* sockets that may be open before their hello has come */
+/* Sends or receives bytes and, where *fd is not -1, a descriptor beside them. Returns what sendmsg or recvmsg do. */
+static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int *fd) {
+    uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
+    struct cmsghdr *header = (struct cmsghdr *)(void *)control;
+    struct iovec data = {bytes, size};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = receive || *fd >= 0 ? CMSG_LEN(sizeof(int)) : 0; /* CMSG_SPACE has padding, which would hold a second descriptor */
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    memcpy(CMSG_DATA(header), fd, sizeof *fd);
+    if (!receive) return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0 || message.msg_controllen < CMSG_LEN(sizeof(int))) return n;
+    if (*fd >= 0) close(*fd);
+    memcpy(fd, CMSG_DATA(header), sizeof *fd);
+    return n;
+}
+
+/* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
+static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.record, {0, 0}}, {""}};
+    snprintf(letter.record.text, sizeof letter.record.text, "%s", text);
+    ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
+}
+
+static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return 1;
+    ddp_group_mfree(group, *bytes);
+    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    *room = *bytes ? size : 0;
+    return *bytes != NULL;
+}
+
+/* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
+   ours. group: whose data may come; or NULL. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
+    size_t head = sizeof p->in, most = group ? (DDP__TCP_PAYLOAD + sizeof(size_t)) * (size_t)group->world_size : 0;
+    for (;;) {
+        int data = p->in.kind == DDP__FRAME_DATA;
+        if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
+        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
+        if (p->got == head && data && !ddp__room(group, &p->bytes, &p->room, p->in.size)) { errno = ENOMEM; return -1; }
+        size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
+        if (p->got == end) { p->got = 0; return 1; }
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)&p->record) + (p->got - head);
+        ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) return 0;
+        if (n == 0) errno = ECONNRESET;
+        if (n <= 0) return -1;
+        p->got += (size_t)n;
+    }
+}
+
+/* Sleeps a moment, or until something comes. */
+static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *poll_fds) {
+    for (int i = 0; i < count; i++) {
+        poll_fds[i].fd = peer[i].fd;
+        poll_fds[i].events = POLLIN;
+    }
+    poll(poll_fds, (nfds_t)count, 20);
+}
+
+#define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
+#define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 typedef struct ddp__lobby {
-    const ddp__identity *id;
-    int listener, heap_fd;
-    double deadline;                   /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    int pid[DDP_MAX_LOCAL_RANKS];      /* 0 = has not come yet */
-    int fd[DDP_MAX_LOCAL_RANKS + DDP__STRANGERS]; /* of each rank, then of whoever has not said who it is; -1 = nobody, or has left again */
-    ddp_result result;                 /* why, when it is not DDP_OK, is this thread's error line */
+    const ddp__venue *venue;
+    const ddp_group_desc *desc;
+    int world_size, next, count;  /* next: stranger. count: of peers: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener */
+    ddp__peer *peer;
+    struct pollfd *poll;
+    double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
+    ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
 } ddp__lobby;
 
-/* Tells a visitor how the meeting went, and hangs up. */
-static void ddp__send_welcome(const ddp__lobby *lobby, int fd) {
-    ddp__parcel parcel;
-    ddp__parcel_init(&parcel, lobby->heap_fd);
-    parcel.welcome.magic = DDP__MAGIC;
-    parcel.welcome.result = (int32_t)lobby->result;
-    if (lobby->result != DDP_OK) {
-        snprintf(parcel.welcome.text, sizeof parcel.welcome.text, "%s", ddp_last_error());
-        parcel.message.msg_controllen = 0;
-    }
-    sendmsg(fd, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    close(fd);
+static void ddp__hello_init(ddp__hello *hello, const ddp__venue *venue, double patience) {
+    const ddp__identity *id = &venue->id;
+    char host[64] = "";
+    memset(hello, 0, sizeof *hello);
+    memcpy(hello->token, id->token, sizeof hello->token);
+    hello->version = DDP__VERSION;
+    hello->world_size = id->world_size;
+    hello->rank = id->rank;
+    hello->pid = (int32_t)getpid();
+    hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
+    gethostname(host, sizeof host - 1);
+    snprintf(hello->who, sizeof hello->who, venue->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
+}
+
+/* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
+static void ddp__turn_away(const ddp__lobby *lobby, ddp__peer *p, const char *why, int tell) {
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, p->who, why);
+    if (tell) ddp__send_news(p->fd, tell, why, -1);
+    if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
+    ddp__peer_close(p);
 }
 
 /* Visitors may go away again, such as a rank that its launcher starts anew. */
-static int ddp__is_there(ddp__lobby *lobby, int rank) {
+static int ddp__is_there(ddp__peer *p) {
     char byte;
-    if (lobby->fd[rank] >= 0 && recv(lobby->fd[rank], &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 0) {
-        close(lobby->fd[rank]);
-        lobby->fd[rank] = -1;
-    }
-    return lobby->fd[rank] >= 0;
+    ssize_t n = p->fd < 0 ? -1 : recv(p->fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK); /* it has nothing to say */
+    if (p->fd >= 0 && (n >= 0 || (errno != EAGAIN && errno != EINTR))) ddp__peer_close(p);
+    return p->fd >= 0;
 }
 
-/* Judges one hello from a process that is `pid` here. DDP_OK admits it; DDP_ERR_INVALID is a stranger, to be ignored; anything else ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, const ddp__hello *hello, ssize_t size, int pid) {
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->id->world_size;
-    if (size != (ssize_t)sizeof *hello || hello->magic != DDP__MAGIC || memcmp(hello->token, lobby->id->token, sizeof hello->token) != 0)
-        return DDP_ERR_INVALID;
-    if (hello->version != DDP__VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", rank,
-                        hello->pid, hello->version / 10000, hello->version / 100 % 100, hello->version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR,
-                        DDP_VERSION_PATCH);
-    if (hello->world_size != lobby->id->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (pid %d) says the world has %d ranks, rank 0 says %d", rank, hello->pid, hello->world_size,
-                        lobby->id->world_size);
-    if (!in_range || ddp__is_there(lobby, rank))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: pid %d and pid %d", rank, lobby->pid[in_range ? rank : 0], hello->pid);
-    if (hello->pid == pid) return DDP_OK;
-    return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
-                    "(such as --pid=host)", rank, hello->pid);
+/* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
+    const ddp__hello *hello = &p->record.hello;
+    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size, pid = (int)ddp__peer_of(p->fd).pid;
+    double patience = ddp_now() + hello->patience_ms * 1e-3;
+    ddp__peer *place = &lobby->peer[in_range ? rank : 0];
+    unsigned v = hello->version;
+    if (v != DDP__VERSION)
+        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who, v / 10000,
+                        v / 100 % 100, v % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    snprintf(p->who, sizeof p->who, "%.71s", hello->who);
+    if (hello->world_size != lobby->world_size)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, lobby->world_size);
+    if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
+    if (lobby->venue->local && hello->pid != pid)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
+                        "(such as --pid=host)", rank, hello->pid);
+    *place = *p;
+    place->arrived = 1;
+    p->fd = -1;
+    if (patience < lobby->deadline) lobby->deadline = patience;
+    ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
+    return DDP_OK;
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. */
+static void ddp__lobby_read(ddp__lobby *lobby, ddp__peer *p) {
+    int whole = ddp__peer_read(NULL, p);
+    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(lobby, p, "it did not say who it is", 0);
+    if (whole == 0) return;
+    if (whole < 0 && errno != EPROTO) ddp__turn_away(lobby, p, "it left without saying who it is", 0);
+    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(lobby, p, "it is no rank of ddp", 0);
+    else if (memcmp(p->record.hello.token, lobby->venue->id.token, sizeof lobby->venue->id.token) != 0)
+        ddp__turn_away(lobby, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    else lobby->result = ddp__judge_hello(lobby, p);
+}
+
+/* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
+   no rank out, and nobody goes unread. */
 static void ddp__lobby_admit(ddp__lobby *lobby) {
-    int *strangers = lobby->fd + DDP_MAX_LOCAL_RANKS, place = 0;
-    for (int fd; (fd = accept(lobby->listener, NULL, NULL)) >= 0;) {
-        while (place < DDP__STRANGERS && strangers[place] >= 0) place++;
-        if (ddp__peer_of(fd).uid == geteuid() && place < DDP__STRANGERS) strangers[place] = fd;
-        else close(fd); /* another user, or a flood */
+    ddp__peer *stranger = lobby->peer + lobby->world_size, *end = lobby->peer + lobby->count - 1;
+    for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
+        ddp__peer *p = stranger + lobby->next % DDP__STRANGERS;
+        int fd = p->fd >= 0 && accepted ? -1 : accept(end->fd, NULL, NULL);
+        if (fd < 0) break;
+        if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        if (p->fd >= 0) ddp__turn_away(lobby, p, "it did not say who it is, and others are waiting", 0);
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+        fcntl(fd, F_SETFL, O_NONBLOCK);
+        ddp__peer_init(p, fd);
+        lobby->next++;
     }
-    for (int i = 0; i < DDP__STRANGERS && lobby->result == DDP_OK; i++) {
-        ddp__hello hello;
-        int fd = strangers[i];
-        ssize_t size = fd < 0 ? 0 : recv(fd, &hello, sizeof hello, MSG_DONTWAIT);
-        if (fd < 0 || (size < 0 && (errno == EAGAIN || errno == EINTR))) continue;
-        strangers[i] = -1;
-        ddp_result verdict = ddp__judge_hello(lobby, &hello, size, (int)ddp__peer_of(fd).pid);
-        if (verdict == DDP_OK) {
-            double patience = ddp_now() + hello.patience_ms * 1e-3;
-            lobby->fd[hello.rank] = fd;
-            lobby->pid[hello.rank] = (int)ddp__peer_of(fd).pid;
-            if (patience < lobby->deadline) lobby->deadline = patience;
-        } else if (verdict == DDP_ERR_INVALID) {
-            close(fd);
-        } else {
-            lobby->result = verdict;
-            ddp__send_welcome(lobby, fd);
-        }
-    }
+    for (; stranger < end && lobby->result == DDP_OK; stranger++)
+        if (stranger->fd >= 0) ddp__lobby_read(lobby, stranger);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
-static int ddp__lobby_waits(ddp__lobby *lobby, int timeout_ms) {
+static int ddp__lobby_waits(ddp__lobby *lobby) {
     int missing = 0, to_come = 0, departed = 0;
-    char list[4 * DDP_MAX_LOCAL_RANKS] = "";
-    for (int r = 1; r < lobby->id->world_size; r++) {
-        if (ddp__is_there(lobby, r)) continue;
-        snprintf(list + strlen(list), sizeof list - strlen(list), " %d", r);
+    char list[300] = "";
+    for (int r = 1; r < lobby->world_size; r++) {
+        if (ddp__is_there(&lobby->peer[r])) continue;
+        ddp__list_rank(list, sizeof list, r);
         missing++;
-        if (lobby->pid[r]) departed = r;
+        if (lobby->peer[r].arrived) departed = r;
         else to_come++;
     }
     if (lobby->result != DDP_OK || missing == 0) return 0;
     if (to_come && ddp_now() <= lobby->deadline) return 1;
-    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank%s", timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) went away before the world was complete", departed, lobby->pid[departed]);
+    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
+    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, lobby->peer[departed].who);
     return 0;
 }
 
-/* Rank 0: admits all others, and notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous_host(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    ddp__lobby lobby = DDP_ZERO;
-    lobby.listener = ddp__socket();
-    if (lobby.listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (bind(lobby.listener, (struct sockaddr *)&address, length) != 0 || listen(lobby.listener, 128) != 0) {
-        if (errno != EADDRINUSE) lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "bind: %s", strerror(errno));
-        else lobby.result = DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own "
-                                           "MASTER_PORT", id->token);
-    } else {
-        lobby.result = ddp__heap_create(out, id->world_size, 0, 0);
+/* Tells everybody how the meeting went, and frees the lobby. kept: where the ranks' connections go; NULL = they are closed. */
+static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd, ddp__peer *kept) {
+    for (int i = 0; i < lobby->count; i++) {
+        ddp__peer *p = &lobby->peer[i];
+        int rank = i < lobby->world_size, keep = rank && kept && result == DDP_OK;
+        if (p->fd >= 0 && (rank || result != DDP_OK)) ddp__send_news(p->fd, result, result == DDP_OK ? lobby->peer[0].who : ddp_last_error(), heap_fd);
+        p->arrived = 0;
+        if (keep) kept[i] = *p;
+        else ddp__peer_close(p);
     }
-    if (lobby.result != DDP_OK) { close(lobby.listener); return lobby.result; }
-    lobby.id = id;
-    lobby.heap_fd = (*out)->fd;
-    lobby.deadline = ddp_now() + timeout_ms * 1e-3;
-    lobby.pid[0] = (int)getpid();
-    memset(lobby.fd, -1, sizeof lobby.fd);
-    for (ddp__lobby_admit(&lobby); ddp__lobby_waits(&lobby, timeout_ms); ddp__lobby_admit(&lobby)) usleep(500);
-    close(lobby.listener);
-    for (int r = 0; r < id->world_size && lobby.result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.pid[r]);
-    for (int i = 0; i < DDP_MAX_LOCAL_RANKS + DDP__STRANGERS; i++) {
-        if (lobby.fd[i] < 0) continue;
-        if (i < DDP_MAX_LOCAL_RANKS || lobby.result != DDP_OK) ddp__send_welcome(&lobby, lobby.fd[i]);
-        else close(lobby.fd[i]); /* of no rank */
-    }
-    if (lobby.result == DDP_OK) return DDP_OK;
-    ddp__heap_release(*out);
-    return DDP__JOIN_FAIL(id, lobby.result, "%s", ddp_last_error());
+    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->peer);
+    return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
 }
 
-/* Other ranks: the answer of rank 0, with the heap's descriptor in *heap_fd, which comes as -1. */
-static ddp_result ddp__await_welcome(int fd, const ddp__identity *id, double deadline, int *heap_fd) {
-    int host = (int)ddp__peer_of(fd).pid;
-    ddp__parcel parcel;
-    const ddp__welcome *welcome = &parcel.welcome;
-    ssize_t n;
-    ddp_result result = DDP_OK;
-    ddp__parcel_init(&parcel, -1);
-    while ((n = recvmsg(fd, &parcel.message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0 && (errno == EAGAIN || errno == EINTR) && ddp_now() < deadline)
-        usleep(300);
-    if (n < 0 && errno == EAGAIN) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (pid %d) did not answer in time; some rank is missing", host);
-    struct cmsghdr *header = n < 0 ? NULL : CMSG_FIRSTHDR(&parcel.message);
-    if (header && header->cmsg_type == SCM_RIGHTS) memcpy(heap_fd, CMSG_DATA(header), sizeof *heap_fd);
-    if (n != (ssize_t)sizeof *welcome || welcome->magic != DDP__MAGIC)
-        result = DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (pid %d) went away", host);
-    else if (welcome->result != 0) result = DDP__JOIN_FAIL(id, (ddp_result)welcome->result, "%.400s", welcome->text);
-    else if (*heap_fd < 0) result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    if (result != DDP_OK && *heap_fd >= 0) close(*heap_fd); /* a malformed answer may carry one */
+/* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
+static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
+    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->peer + sizeof *lobby->poll);
+    memset(lobby, 0, sizeof *lobby);
+    lobby->peer = (ddp__peer *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
+    if (!lobby->peer) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
+    lobby->poll = (struct pollfd *)(void *)(lobby->peer + count);
+    lobby->venue = venue;
+    lobby->desc = desc;
+    lobby->world_size = venue->id.world_size;
+    lobby->count = (int)count;
+    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    for (size_t i = 0; i < count; i++) ddp__peer_init(&lobby->peer[i], i == count - 1 ? listener : -1);
+    ddp__hello_init(&lobby->peer[0].record.hello, venue, 0);
+    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, "%s", lobby->peer[0].record.hello.who);
+    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) ddp__peers_poll(lobby->peer, lobby->count, lobby->poll);
+    ddp__peer_close(&lobby->peer[count - 1]);
+    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1, NULL);
+}
+
+/* Rank 0's next news, by the deadline. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_news(ddp__peer *p, double deadline) {
+    int whole;
+    while ((whole = ddp__peer_read(NULL, p)) == 0)
+        if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
+    return whole < 0 ? errno : 0;
+}
+
+/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
+   elsewhere. */
+static ddp_result ddp__say_hello(const ddp__venue *venue, ddp__peer *p, double deadline) {
+    const ddp__identity *id = &venue->id;
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
+    int error;
+    ddp__hello_init(&letter.record.hello, venue, deadline - ddp_now());
+    (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
+    error = ddp__await_news(p, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0);
+    if (error || p->in.result == DDP__OTHER_JOB)
+        return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
+                        error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
+    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, deadline + 1.0); /* rank 0 knows our deadline, and its answer says more than silence */
+    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
+    return p->in.result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)p->in.result, "%.400s", p->record.text);
+}
+
+/* One try at an address; result as of ddp__say_hello. */
+static ddp_result ddp__ask(const ddp__venue *venue, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
+    double try_until = ddp_now() + 3.0;
+    socklen_t size = sizeof(int);
+    int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
+    ddp_result result;
+    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    ddp__peer_init(p, fd);
+    if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
+    else if (to->sa_family == AF_UNIX && ddp__peer_of(fd).uid != geteuid())
+        result = DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else result = ddp__say_hello(venue, p, deadline);
+    if (result != DDP_OK) ddp__peer_close(p);
     return result;
 }
 
-static ddp_result ddp__rendezvous_visit(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
-    struct sockaddr_un address;
-    socklen_t length = ddp__job_address(&address, id->token);
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    ddp__hello hello = {DDP__MAGIC, DDP__VERSION, id->world_size, id->rank, (int32_t)getpid(), 0, ""};
-    ddp_result result;
-    int fd, heap_fd = -1;
-    for (fd = ddp__socket(); fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0; fd = ddp__socket()) { /* rank 0 may not be up yet */
-        close(fd);
-        if (ddp_now() > deadline) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive", timeout_ms);
-        usleep(1000);
-    }
-    if (fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "socket: %s", strerror(errno));
-    if (ddp__peer_of(fd).uid != geteuid()) {
-        result = DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-    } else {
-        double left = deadline - ddp_now();
-        hello.patience_ms = left > 0 ? (int32_t)(left * 1e3) : 0;
-        memcpy(hello.token, id->token, sizeof hello.token);
-        send(fd, &hello, sizeof hello, MSG_NOSIGNAL);
-        result = ddp__await_welcome(fd, id, deadline + 1.0, &heap_fd); /* rank 0 knows our deadline, and its answer says more than silence */
-    }
-    close(fd);
-    if (result != DDP_OK) return result;
-    *out = ddp__heap_wrap(heap_fd, 0);
-    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
+/* Asks at every address of every host. */
+static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__peer *p) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    ddp_result result = DDP_ERR_INVALID;
+    char hosts[sizeof venue->hosts], number[16], *rest = NULL;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_NUMERICSERV;
+    memcpy(hosts, venue->hosts, sizeof hosts);
+    for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
+        for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
+            snprintf(number, sizeof number, "%d", port);
+            int error = getaddrinfo(host, number, &hints, &list);
+            if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
+            for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
+                result = ddp__ask(venue, a->ai_addr, a->ai_addrlen, deadline, p);
+                if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
+            }
+            freeaddrinfo(list);
+        }
+    return result;
 }
 
-/* Meets the other ranks of this machine. */
-static ddp_result ddp__rendezvous(const ddp__identity *id, int timeout_ms, ddp__heap **out) {
+/* What rank 0 has announced; 0 if it is not whole. token_size: what all ranks know of the token. */
+static int ddp__venue_hear(ddp__venue *venue, size_t token_size, const char *text) {
+    char number[17];
+    int n = 0;
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &venue->port, &n) != 2) return 0;
+    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, ":%s", number);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    return 1;
+}
+
+/* Whoever finds the file of an earlier job finds nobody there. */
+static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
+    char text[DDP__ANNOUNCED];
+    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    return ddp__venue_hear(venue, token_size, text);
+}
+
+/* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
+static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__peer *p) {
+    const ddp__identity *id = &venue->id;
+    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
+    size_t token_size = strlen(id->token);
+    for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
+        ddp_result result = DDP_ERR_INVALID;
+        memset(p, 0, sizeof *p);
+        if (venue->local) result = ddp__ask(venue, (struct sockaddr *)&venue->address, venue->local, deadline, p);
+        else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
+        else result = ddp__ask_hosts(venue, deadline, p);
+        if (result != DDP_ERR_INVALID) return result;
+        if (p->in.result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp_now() > deadline)
+            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+    }
+}
+
+/* A socket that listens at an address; -1 with errno. */
+static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
+    int fd = ddp__socket(at->sa_family), on = 1, off = 0, error;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
+    error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Meets the other ranks of this machine. Rank 0 notes who they are, so that one that dies from here on is missed. */
+static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
+    ddp__venue venue = DDP_ZERO;
+    ddp__lobby lobby;
+    ddp__peer host;
+    venue.id = *id;
+    venue.local = ddp__job_address(&venue.address, id->token);
     if (id->world_size > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
                          DDP_MAX_LOCAL_RANKS);
-    return id->rank == 0 ? ddp__rendezvous_host(id, timeout_ms, out) : ddp__rendezvous_visit(id, timeout_ms, out);
+    if (id->rank == 0) {
+        int listener = ddp__listen_at((struct sockaddr *)&venue.address, venue.local);
+        if (listener < 0 && errno == EADDRINUSE)
+            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
+        if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
+        DDP__TRY(ddp__lobby_hold(&lobby, &venue, desc, listener));
+        ddp_result result = ddp__heap_create(out, id->world_size, 0, 0);
+        for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.peer[r].record.hello.pid);
+        return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1, NULL);
+    }
+    DDP__TRY(ddp__visit(&venue, desc, &host));
+    close(host.fd);
+    if (host.heap_fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
+    *out = ddp__heap_wrap(host.heap_fd, 0);
+    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
+}
+
+//== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
+
+static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
+
+/* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
+static void ddp__first_host(char *out, size_t size, const char *list) {
+    size_t n = 0;
+    for (int inside = 0; *list && (inside || *list != ',') && n + 1 < size; list++) {
+        if (*list == '[' || *list == ']') inside = *list == '[';
+        else if (inside && (*list == '-' || *list == ',')) list += strcspn(list, "]") - 1;
+        else out[n++] = *list;
+    }
+    out[n] = 0;
+}
+
+/* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
+static ddp_result ddp__venue_from_env(ddp__venue *venue) {
+    const ddp__identity *id = &venue->id;
+    const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
+    int port, own, slurm = strncmp(id->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
+    DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
+    venue->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(id->token) % 10000) : 0; /* Linux gives out higher ones by itself */
+    if (!own && (port ? agent : slurm)) venue->ports = 16;
+    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
+    if (!*venue->hosts || !venue->port)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
+                         "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
+    DDP__JOIN_NEED(venue->port + venue->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+    return DDP_OK;
+}
+
+/* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
+static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *desc) {
+    const char *host = venue->id.place, *colon = strrchr(host, ':');
+    int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
+    char *end = NULL, job[300];
+    snprintf(job, sizeof job, "%.299s", venue->id.found ? venue->id.token : "");
+    snprintf(venue->id.token, sizeof venue->id.token, "%.20s:%.30s:%s", file ? "file" : host + length, desc->name, job);
+    if (file) venue->path = host;
+    DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
+    if (file) return DDP_OK;
+    if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
+    venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && venue->port > 0 && venue->port <= 65535 && !*end,
+                   "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
+    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
+    return DDP_OK;
+}
+
+/* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
+static int ddp__tcp_listen(const char *host, int port) {
+    static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
+    int fd = -1, error = EADDRNOTAVAIL;
+    char number[16];
+    snprintf(number, sizeof number, "%d", port);
+    for (int i = 0; i < 2 && fd < 0; i++) {
+        struct addrinfo hints = DDP_ZERO, *list;
+        hints.ai_family = families[i];
+        hints.ai_socktype = SOCK_STREAM;
+        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+        if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
+        fd = ddp__listen_at(list->ai_addr, list->ai_addrlen);
+        if (fd < 0 && error != EADDRINUSE) error = errno;
+        freeaddrinfo(list);
+    }
+    errno = error;
+    return fd;
+}
+
+/* Who listens at a port of this machine, as far as this user may see: "pid 77 (/usr/bin/python3)". */
+static void ddp__port_holder(int port, char *out, size_t size) {
+    unsigned long inode, wanted = 0;
+    unsigned at, state;
+    char line[512], exe[32];
+    glob_t files = DDP_ZERO;
+    snprintf(out, size, "another process");
+    for (int i = 0; i < 2; i++) {
+        FILE *table = fopen(i ? "/proc/net/tcp" : "/proc/net/tcp6", "re");
+        while (table && fgets(line, sizeof line, table))
+            if (sscanf(line, " %*d: %*[0-9A-Fa-f]:%x %*s %x %*s %*s %*s %*s %*s %lu", &at, &state, &inode) == 3 && (int)at == port && state == 10)
+                wanted = inode;
+        if (table) fclose(table);
+    }
+    if (wanted) glob("/proc/[0-9]*/fd/*", GLOB_NOSORT, NULL, &files);
+    for (size_t i = 0; i < files.gl_pathc; i++) {
+        int pid = atoi(files.gl_pathv[i] + 6);
+        ssize_t n = readlink(files.gl_pathv[i], line, sizeof line - 1);
+        line[n > 0 ? n : 0] = 0;
+        if (sscanf(line, "socket:[%lu]", &inode) != 1 || inode != wanted) continue;
+        snprintf(exe, sizeof exe, "/proc/%d/exe", pid);
+        n = readlink(exe, line, sizeof line);
+        snprintf(out, size, "pid %d (%.*s)", pid, (int)(n > 0 ? n : 0), line);
+        break;
+    }
+    globfree(&files);
+}
+
+/* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
+#if !defined(DDP__MACHINE_SALT)
+#define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
+#endif
+static uint64_t ddp__machine(void) {
+    struct { char boot[64]; uint64_t user, salt, space[2]; } m = DDP_ZERO;
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    struct stat s;
+    if (fd < 0 || read(fd, m.boot, sizeof m.boot - 1) <= 0) gethostname(m.boot, sizeof m.boot);
+    if (fd >= 0) close(fd);
+    m.user = (uint64_t)geteuid();
+    m.salt = (uint64_t)(DDP__MACHINE_SALT);
+    for (int i = 0; i < 2; i++) m.space[i] = stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0 ? (uint64_t)s.st_ino : 0;
+    return ddp__hash_bytes(DDP__HASH, &m, sizeof m);
+}
+
+/* No other process or time gives the same number. */
+static uint64_t ddp__nonce(void) {
+    uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
+    return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
+}
+
+/* "number port address address ...", in one line: how others reach a listener of this machine, on whatever network they share. The number belongs to the
+   token. */
+static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    struct ifaddrs *list = NULL;
+    char host[80];
+    int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0; /* as in IPv6 */
+    size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp__nonce(), port);
+    getifaddrs(&list);
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
+        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
+        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+        if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host); /* %: of one link */
+    }
+    if (list) freeifaddrs(list);
+    snprintf(out + n, DDP__ANNOUNCED - n, "\n");
+}
+
+static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
+    char text[DDP__ANNOUNCED];
+    ddp__announce_text(listener, text);
+    ddp__venue_hear(venue, strlen(venue->id.token), text);
+    int fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (fd >= 0 && close(fd) != 0) ok = 0;
+    return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
+}
+
+/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
+static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
+    double give_up = ddp_now() + 1.0;
+    char holder[160];
+    do {
+        for (int i = 0; i < venue->ports; i++)
+            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
+    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
+    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
+    ddp__port_holder(venue->port, holder, sizeof holder);
+    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
+                          venue->port, holder);
+}
+
+/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
+   rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
+   everybody. */
+
+typedef struct ddp__tcp {
+    ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
+    int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
+    ddp__peer *peer;
+    struct pollfd *poll;
+    pthread_mutex_t lock;        /* of all that is not the running call's alone */
+    int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
+    uint64_t (*card)[2];         /* of each rank: its machine, and a nonce */
+    const void **source;         /* where each rank's data lies, to be added */
+    unsigned char *out;          /* a frame to send */
+    size_t room;
+} ddp__tcp;
+
+static int ddp__send_all(int fd, const void *data, size_t size, double deadline) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = sendto(fd, (const char *)data + done, size - done, MSG_NOSIGNAL | MSG_DONTWAIT, NULL, 0);
+        if (n < 0 && errno != EAGAIN && errno != EINTR) return 0;
+        if (n < 0 && !ddp__fd_ready(fd, POLLOUT, deadline)) { errno = ETIMEDOUT; return 0; }
+        if (n > 0) done += (size_t)n;
+    }
+    return 1;
+}
+
+/* With the lock held, by whoever may use the connections. */
+static void ddp__tcp_tell(ddp__tcp *t) {
+    if (t->self.cause == DDP_OK || t->told) return;
+    t->told = 1;
+    for (int r = 0; r < t->peer_count; r++)
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, t->self.cause, t->self.text, -1);
+}
+
+/* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
+static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, char out[DDP__TEXT_MAX]) {
+    char here[90] = "", missing[190] = "";
+    for (int r = 0; r < t->peer_count; r++)
+        ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
+    if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
+    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+}
+
+/* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
+   unless rank 0 knows better for whom they have waited. */
+static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
+    int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
+    p->record.text[DDP__TEXT_MAX - 1] = 0;
+    if (p->in.result == 0) { ddp__peer_close(p); return; }
+    if (waited) ddp__tcp_missing_text(group, t, p->record.text);
+    if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
+    ddp__self_abort(group, t, (ddp_result)p->in.result, p->record.text);
+}
+
+/* With the lock held: takes what has come. Returns how many peers' data has not. */
+static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
+    int missing = 0;
+    for (int r = 0; r < t->peer_count; r++) {
+        ddp__peer *p = &t->peer[r];
+        char text[DDP__TEXT_MAX];
+        int whole;
+        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) > 0) {
+            p->arrived |= p->in.kind == DDP__FRAME_DATA;
+            if (p->in.kind == DDP__FRAME_DATA) p->data = p->in;
+            else ddp__tcp_hear(group, t, p);
+        }
+        if (p->fd >= 0 && whole < 0) {
+            snprintf(text, sizeof text, errno == ECONNRESET ? "rank %d: %s is gone" : "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno));
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+            ddp__peer_close(p);
+        }
+        missing += !p->arrived;
+    }
+    return missing;
+}
+
+/* Waits for the data of all peers. A rank whose time is up says so, and waits a moment for rank 0 to say who is to blame. */
+static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
+    char text[DDP__TEXT_MAX];
+    for (;;) {
+        pthread_mutex_lock(&t->lock);
+        int missing = ddp__tcp_pump(group, t), failed;
+        for (int r = 0; r < t->peer_count; r++) {
+            if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
+            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
+            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+        }
+        if (missing && ddp_now() > deadline) {
+            ddp__tcp_missing_text(group, t, text);
+            ddp__self_abort(group, t, DDP_ERR_TIMEOUT, text);
+        }
+        failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
+        ddp__tcp_tell(t);
+        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + 0.5) failed = 0;
+        pthread_mutex_unlock(&t->lock);
+        if (failed) return DDP_ERR_POISONED;
+        if (!missing) return DDP_OK;
+        ddp__peers_poll(t->peer, t->peer_count, t->poll);
+    }
+}
+
+/* Writes what this rank sends, its pieces by who takes them. Returns the size, or SIZE_MAX when it is too much. */
+static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
+    int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
+    size_t size = 0;
+    for (int to = first; to < end; to++) {
+        ddp__part give = ddp__gives(group->rank, m, to);
+        if (m->call->recv_counts || give.size > DDP__TCP_PAYLOAD - size) return SIZE_MAX;
+        if (give.size) memcpy(out + size, m->send + give.begin, give.size);
+        size += give.size;
+    }
+    return size;
+}
+
+/* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
+static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
+    ddp__frame frame = t->peer[0].data;
+    char text[DDP__TEXT_MAX] = "";
+    size_t total = 0, at = sizeof frame;
+    int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
+    for (int r = 0; r < w && !*text; r++) {
+        const ddp__frame *theirs = &t->peer[r].data;
+        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
+        if (theirs->result) frame.result = theirs->result;
+        if (r < parts) total += sizeof total + theirs->size;
+        t->source[r] = t->peer[r].bytes;
+    }
+    if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    if (adds && !frame.result) /* into the place of rank 0's data */
+        ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
+                         m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
+    frame.size = frame.result ? 0 : total;
+    if (!ddp__room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    memcpy(t->out, &frame, sizeof frame);
+    for (int r = 0; r < parts && !frame.result; r++) {
+        size_t size = t->peer[r].data.size;
+        memcpy(t->out + at, &size, sizeof size);
+        if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
+        at += sizeof size + size;
+    }
+    for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
+    return DDP_OK;
+}
+
+/* Takes what is this rank's from the data of all, or their sum. */
+static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
+    size_t size, begin = m->common ? 0 : (size_t)group->rank * m->block;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += sizeof size + size) {
+        ddp__part take = ddp__takes(group->rank, m, r);
+        memcpy(&size, answer, sizeof size);
+        if (take.size) memcpy(m->recv + take.begin, answer + sizeof size + begin, take.size);
+    }
+}
+
+/* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
+static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
+    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    ddp__peer *p = t->peer;
+    size_t most = sizeof frame + DDP__TCP_PAYLOAD, size;
+    int hub = group->rank == 0;
+    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most))) return DDP_ERR_NO_MEMORY;
+    size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
+    frame.result = size == SIZE_MAX;
+    frame.size = frame.result ? 0 : size;
+    memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
+    p->arrived = hub;
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    DDP__TRY(ddp__tcp_await(group, t, deadline));
+    if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
+    memcpy(&frame, hub ? t->out : (unsigned char *)&p->data, sizeof frame);
+    for (int r = 1; r < t->peer_count; r++)
+        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
+                                      "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
+    ddp__tcp_take(group, m, hub ? t->out + sizeof frame : p->bytes);
+    return DDP_OK;
+}
+
+static void ddp__tcp_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    pthread_mutex_lock(&t->lock);
+    ddp__self_abort(group, t, cause, text);
+    if (!t->running) ddp__tcp_tell(t); /* otherwise the call does */
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Takes and tells the news, unless a call does. running: 1 or 0, a call begins or ends here; -1 = neither. */
+static ddp_result ddp__tcp_look(const ddp_group *group, ddp__tcp *t, int running) {
+    pthread_mutex_lock(&t->lock);
+    if (running == 0) t->running = 0;
+    if (!t->running) ddp__tcp_pump((ddp_group *)(uintptr_t)group, t);
+    if (!t->running) ddp__tcp_tell(t);
+    if (running == 1) t->running = 1;
+    ddp_result result = ddp__self_status(group, t);
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return ddp__tcp_look(group, (ddp__tcp *)state, -1); }
+
+static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    ddp__move m = ddp__move_of(call);
+    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+    if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
+    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m);
+    if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
+        ddp__tcp_poison(group, t, result, ddp_last_error());
+        result = DDP_ERR_POISONED;
+    }
+    ddp__tcp_look(group, t, 0);
+    return result;
+}
+
+/* Memory that other machines cannot see is this rank's own. */
+static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    return ddp__self_alloc(group, state, size_bytes, out);
+}
+
+static void ddp__tcp_close(ddp_group *group, void *state) {
+    ddp__tcp *t = (ddp__tcp *)state;
+    for (int r = 0; r < t->peer_count; r++) {
+        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, DDP_OK, "", -1);
+        ddp__peer_close(&t->peer[r]);
+        ddp_group_mfree(group, t->peer[r].bytes);
+    }
+    ddp_group_mfree(group, t->out);
+    pthread_mutex_destroy(&t->lock);
+    ddp__self_close(group, state);
+}
+
+/* Small frames go at once, and a peer whose machine or network is gone is noticed within the timeout, also while nothing is sent. */
+static void ddp__tcp_tune(int fd, int timeout_ms) {
+    int seconds = timeout_ms / 8000 > 0 ? timeout_ms / 8000 : 1;
+    int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1}, {SOL_SOCKET, SO_KEEPALIVE, 1}, {IPPROTO_TCP, TCP_KEEPIDLE, seconds},
+                        {IPPROTO_TCP, TCP_KEEPINTVL, seconds}, {IPPROTO_TCP, TCP_KEEPCNT, 3}, {IPPROTO_TCP, TCP_USER_TIMEOUT, timeout_ms - timeout_ms / 4}};
+    for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
+}
+
+/* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
+static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
+    ddp__lobby lobby;
+    ddp_result result = DDP_OK;
+    if (group->rank) {
+        DDP__TRY(ddp__visit(venue, &group->desc, t->peer));
+        snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
+    } else {
+        if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
+        if (venue->path) result = ddp__venue_write(venue, listener);
+        if (result != DDP_OK) { close(listener); return result; }
+        result = ddp__lobby_hold(&lobby, venue, &group->desc, listener);
+        if (venue->path) unlink(venue->path);
+        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1, t->peer);
+    }
+    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
+    return result;
+}
+
+/* Makes the state of a group whose ranks meet at the venue. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listener) {
+    size_t w = (size_t)group->world_size, peers = group->rank ? 1 : w;
+    uint64_t mine[2] = {ddp__machine(), ddp__nonce()};
+    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * (sizeof *t->card + sizeof *t->source));
+    int local_rank = 0, local_size = 0;
+    if (!t) return DDP_ERR_NO_MEMORY;
+    t->card = (uint64_t (*)[2])(void *)(t + 1);
+    t->source = (const void **)(void *)(t->card + w);
+    t->peer = (ddp__peer *)(void *)(t->source + w);
+    t->poll = (struct pollfd *)(void *)(t->peer + peers);
+    t->peer_count = (int)peers;
+    for (size_t r = 0; r < peers; r++) t->peer[r].fd = -1;
+    pthread_mutex_init(&t->lock, NULL);
+    group->state = t;
+    ddp_result result = ddp__tcp_meet(group, t, venue, listener);
+    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
+    if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
+    for (int r = 0; r < group->world_size; r++) {
+        local_rank += r < group->rank && t->card[r][0] == mine[0];
+        local_size += t->card[r][0] == mine[0];
+    }
+    ddp_group_set_local(group, local_rank, local_size);
+    return DDP_OK;
+}
+
+/* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
+static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    const ddp__tcp *t = (const ddp__tcp *)state;
+    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, listener = -1;
+    char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
+    ddp__venue venue = DDP_ZERO;
+    ddp__heap *heap;
+    ddp_result result;
+    *child_state = NULL;
+    for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
+    if (child && !local && child->rank == 0) listener = ddp__tcp_listen("", 0);
+    if (child && child->rank == 0) ddp__announce_text(listener, mine);
+    result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + sizeof mine * (size_t)members[0]) || (!local && !venue.port)))
+        result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
+    ddp_group_mfree(parent, all);
+    if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
+    venue.id.rank = child->rank;
+    venue.id.world_size = member_count;
+    venue.ports = 1;
+    if (!local) {
+        DDP__TRY(ddp__tcp_open(child, &venue, listener));
+        *child_state = child->state;
+        return DDP_OK;
+    }
+    child->backend = member_count == 1 ? ddp__backend_self() : ddp__backend_local();
+    if (member_count == 1) return ddp__self_open(child, child_state);
+    DDP__TRY(ddp__rendezvous(&venue.id, &child->desc, &heap));
+    result = ddp__local_world(child, heap);
+    if (result == DDP_OK) ((ddp__local *)(*child_state = child->state))->owns_rank = 1;
+    ddp__heap_release(heap);
+    return result;
+}
+
+static const ddp_backend *ddp__backend_tcp(void) {
+    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
+    return &tcp;
 }
 
 //== groups ============================================================================================ >>impl-group
@@ -4235,6 +4998,7 @@ static void ddp__group_delete(ddp_group *group) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
         group->all_ops = op->older;
+        ddp_group_mfree(group, op->arrays);
         ddp_group_mfree(group, op);
     }
     if (group->device_state) group->device->close(group, group->device_state);
@@ -4314,10 +5078,42 @@ static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, 
     return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
 }
 
-/* With whatever launcher started us, or nobody. */
-static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+#if defined(DDP_USE_MPI)
+static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id);
+#else
+#define ddp__create_mpi NULL
+#endif
+static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
+
+static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
     ddp__heap *heap;
-    ddp_result result;
+    DDP__TRY(ddp__rendezvous(id, desc, &heap));
+    ddp_result result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
+    ddp__heap_release(heap);
+    return result;
+}
+
+/* Ranks that turn out to be on one machine need the network no longer. */
+static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, ddp__venue *venue) {
+    ddp__identity *id = &venue->id;
+    ddp_group *group;
+    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL));
+    ddp_result result = ddp__tcp_open(group, venue, -1);
+    if (result != DDP_OK) { ddp__group_delete(group); return result; }
+    if (group->local_world_size < id->world_size || id->world_size > DDP_MAX_LOCAL_RANKS) { *out = group; return DDP_OK; }
+    memset(id->token, 0, sizeof id->token);
+    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)((ddp__tcp *)group->state)->card[0][1]);
+    ddp_group_destroy(group);
+    return ddp__create_local(out, desc, id);
+}
+
+/* With whatever launcher started us, or nobody; or by tcp:// or file://. */
+static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    const char *host = ddp__env_text("MASTER_ADDR");
+    int url = desc->init_method[0] != 'e';
+    ddp__venue venue = DDP_ZERO;
+    DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
+                   desc->init_method);
     if (id->heap && !desc->backend) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
     if (desc->backend) {
         DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
@@ -4325,13 +5121,17 @@ static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, c
         return DDP_OK;
     }
     if (id->world_size == 1) return ddp__create_self(out, desc, id);
-    if (id->local_world_size < id->world_size)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; the local backend reaches one "
-                         "machine: give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    DDP__TRY(ddp__rendezvous(id, desc->timeout_ms, &heap));
-    result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
-    ddp__heap_release(heap);
-    return result;
+#if defined(DDP_USE_MPI)
+    if (!url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0)) return ddp__create_mpi(out, desc, id);
+#endif
+    /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
+    int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
+                    (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
+    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
+    venue.id = *id;
+    venue.ports = 1;
+    DDP__TRY(url ? ddp__venue_from_url(&venue, desc) : ddp__venue_from_env(&venue));
+    return ddp__create_tcp(out, desc, &venue);
 }
 
 /* How ranks meet and what they get, by the scheme of init_method. */
@@ -4339,7 +5139,8 @@ static const struct ddp__meeting {
     const char *scheme;
     int place; /* 1 = a host or a path follows */
     ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
-} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 1, NULL}, {"tcp://", 1, NULL}, {"file://", 1, NULL}};
+} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 0, ddp__create_mpi}, {"tcp://", 1, ddp__create_env},
+                 {"file://", 1, ddp__create_env}};
 
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
     const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
@@ -4350,10 +5151,9 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
     while (meeting < end && (meeting->place ? strncmp(d.init_method, meeting->scheme, strlen(meeting->scheme)) : strcmp(d.init_method, meeting->scheme)))
         meeting++;
-    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\" or \"self://\"", d.init_method);
+    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
     if (!meeting->create)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have; use \"env://\" "
-                         "on one machine", d.init_method);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
     DDP__TRY(ddp__identity_of(&id, &d, d.init_method + strlen(meeting->scheme), meeting->create == ddp__create_self));
     return meeting->create(out, &d, &id);
 }
@@ -4419,7 +5219,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (!group) return;
-    if (group->thread_started) {
+    if (group->thread_started || group->no_thread) {
         char text[96];
         int pending;
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
@@ -4429,8 +5229,9 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
         if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
-        pthread_join(group->thread, NULL);
+        if (group->thread_started) pthread_join(group->thread, NULL);
     }
+    if (group->on_mpi && group->backend->status(group, group->state) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
@@ -4461,6 +5262,645 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     DDP__NEED(group, "group is NULL");
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
+
+#if defined(DDP_USE_MPI)
+//== the MPI backend: several machines ================================================================ >>impl-mpi
+
+/* The ranks of one machine also form a group of the local backend. In tree order it is all that a group on one machine needs, and takes its place.
+   Elsewhere it compares fingerprints before MPI sees a call, notices the dead, keeps the cause of a failure and holds group memory. Data travels by
+
+     any order   all_reduce and reduce of types that MPI has go to MPI as they are
+     machines    all_reduce where every machine holds 2^k ranks in a row, their sum is a subtree, and it lately was faster than the flat way
+                     ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and to 4; 0 and 4 by the flat way; broadcast from 0 and from 4
+     flat        chunk by chunk: each rank gets its share of every rank's chunk, adds it up in tree order and sends the sum to all
+
+   Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have come to it. After a failure MPI may still own
+   the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. */
+
+#if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
+#define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int */
+#define DDP__MPI_CHUNK_BYTES ((size_t)2 << 20) /* of a rank's data that is reduced at a time; at least 16 KiB for each rank */
+#endif
+enum { DDP__MPI_DATA, DDP__MPI_NOTICE, DDP__MPI_TAGS }; /* tags; those of messages begin behind them */
+
+/* A failure; who has come to call seq?; the sender has; the sender destroys its handle after call seq. */
+enum { DDP__NOTICE_FAILED, DDP__NOTICE_WHO, DDP__NOTICE_HERE, DDP__NOTICE_LEFT, DDP__NOTICES };
+typedef struct ddp__mpi_notice { int32_t kind, code; uint64_t seq; char text[DDP__TEXT_MAX]; } ddp__mpi_notice;
+
+/* A message: what was sent, up to its call, and the user's buffer travel as one. */
+typedef struct ddp__mpi_message { uint64_t dtype, count; ddp_call call; MPI_Request request; } ddp__mpi_message;
+
+typedef struct ddp__mpi {
+    MPI_Comm comm;
+    ddp_group *local;                 /* the ranks of this machine */
+    int rank, world_size, machine_count;
+    int block;                        /* ranks of each machine, where they are 2^k in a row; otherwise 1 */
+    int step;                         /* ranks that it divides take part in what MPI does, each as rank / step */
+    int *machine_of;                  /* each rank's, by its first rank */
+    unsigned char *here;              /* ranks that have answered WHO */
+    ddp__mpi_notice notice[DDP__NOTICES]; /* of each kind, as sent: they stay while MPI may read them */
+    uint32_t told;                    /* other machines know of the failure */
+    int left;                         /* the first rank that has left, */
+    uint64_t left_after;              /* and after which call */
+    double looked;                    /* for the dead */
+    MPI_Request *requests;            /* of the call under way: four for each rank are enough */
+    int request_count;
+    unsigned char *scratch;
+    size_t scratch_bytes;
+    float *wide;                      /* a chunk of 16-bit floats, converted */
+    int way;                          /* of this all_reduce: by machine or flat, as rank 0 has proposed along with its fingerprint */
+    ddp__route route[16];             /* by size */
+} ddp__mpi;
+enum { DDP__WAY_MACHINES, DDP__WAY_FLAT, DDP__MPI_WAYS };
+
+static ddp_result ddp__mpi_result(int error, const char *call) {
+    char text[MPI_MAX_ERROR_STRING] = "";
+    int length = 0;
+    if (error == MPI_SUCCESS) return DDP_OK;
+    MPI_Error_string(error, text, &length);
+    return ddp_fail(DDP_ERR_ENGINE, "%s: %.300s", call, text);
+}
+
+/* Leaves the function with MPI's own text where its function fails. */
+#define DDP__MPI(function, ...) DDP__TRY(ddp__mpi_result(function(__VA_ARGS__), #function))
+
+/* --- failures --- */
+
+static ddp_result ddp__mpi_status(const ddp_group *group, void *state) { (void)group; return ddp_group_cause(((ddp__mpi *)state)->local); }
+
+static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
+    MPI_Request request;
+    s->notice[kind].kind = kind;
+    if (to != s->rank && MPI_Isend(&s->notice[kind], (int)sizeof(ddp__mpi_notice), MPI_BYTE, to, DDP__MPI_NOTICE, s->comm, &request) == MPI_SUCCESS)
+        MPI_Request_free(&request);
+}
+
+/* The first cause is the machine's; the other machines are told, also when the local backend has recorded it. */
+static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
+    ddp_group_poison(s->local, cause, text);
+    if (s->machine_count == 1 || __atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
+    notice->code = (int32_t)ddp__mpi_status(group, s);
+    snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
+    for (int r = 0; r < s->world_size; r++)
+        if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
+}
+
+/* Takes in the notices that have come. */
+static void ddp__mpi_listen(ddp__mpi *s) {
+    for (;;) {
+        ddp__mpi_notice notice;
+        MPI_Message message;
+        MPI_Status status;
+        int there = 0;
+        if (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) != MPI_SUCCESS || !there) return;
+        if (MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) != MPI_SUCCESS) return;
+        if (notice.kind == DDP__NOTICE_WHO) {
+            ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
+        } else if (notice.kind == DDP__NOTICE_HERE) {
+            s->here[status.MPI_SOURCE] = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
+        } else if (notice.kind == DDP__NOTICE_FAILED) {
+            ddp__store(&s->told, 1u);
+            ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
+        } else if (notice.seq < s->left_after) {
+            s->left_after = notice.seq;
+            s->left = status.MPI_SOURCE;
+        }
+    }
+}
+
+/* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
+static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
+    char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
+    double end = ddp_now() + 0.5;
+    memset(s->here, 0, (size_t)s->world_size);
+    s->here[s->rank] = 1;
+    for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
+    for (; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
+    for (int r = 0; r < s->world_size; r += s->step) ddp__list_rank(list[s->here[r]], sizeof *list, r);
+    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none");
+    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
+}
+
+/* What a wait looks after now and then. */
+static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
+    char text[DDP__TEXT_MAX];
+    double now = ddp_now();
+    int overdue = now - start > group->desc.timeout_ms * 1e-3;
+    ddp__local *l = s->local ? (ddp__local *)s->local->state : NULL;
+    if (!l) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
+    ddp__mpi_listen(s);
+    snprintf(text, sizeof text, "rank %d has destroyed this group", s->left);
+    if (s->left_after < s->notice->seq) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
+    for (int r = 0; r < l->world_size && now - s->looked > 0.005; r++) /* who has left may have done its part of this call */
+        if (r != l->rank && !ddp__load(&l->line[r].left) && ddp__member_gone(l, r, text, sizeof text)) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
+    if (now - s->looked > 0.005) s->looked = now;
+    if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
+    return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
+}
+
+/* --- what MPI carries of a call --- */
+
+/* Waits for what has been started. */
+static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
+    double start = 0;
+    for (int tries = 0, done = 0;; tries++) {
+        DDP__MPI(MPI_Testall, s->request_count, s->requests, &done, MPI_STATUSES_IGNORE);
+        if (done) break;
+        if (tries < 1000) continue;
+        if (tries == 1000) start = ddp_now();
+        if (tries % 16 == 0) DDP__TRY(ddp__mpi_look(group, s, start));
+        sched_yield();
+    }
+    s->request_count = 0;
+    return DDP_OK;
+}
+
+/* A collective of MPI, from its start to its end. */
+#define DDP__MPI_RUN(group, s, function, ...)                                                       \
+    do {                                                                                            \
+        DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
+        DDP__TRY(ddp__mpi_await(group, s));                                                         \
+    } while (0)
+
+/* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
+static ddp_result ddp__mpi_type(size_t head, MPI_Aint at, size_t size_bytes, MPI_Datatype *type) {
+    enum { ROW = 65536 }; /* lengths are int */
+    int lengths[3] = {(int)head, (int)(size_bytes / ROW), (int)(size_bytes % ROW)};
+    MPI_Aint places[3] = {0, at, at + (MPI_Aint)(size_bytes / ROW * ROW)};
+    MPI_Datatype types[3] = {MPI_BYTE, MPI_BYTE, MPI_BYTE};
+    DDP__MPI(MPI_Type_contiguous, ROW, MPI_BYTE, &types[1]);
+    DDP__MPI(MPI_Type_create_struct, 3, lengths, places, types, type);
+    MPI_Type_free(&types[1]);
+    DDP__MPI(MPI_Type_commit, type);
+    return DDP_OK;
+}
+
+/* Starts to send, or to receive, size_bytes. peer: counted in steps. */
+static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
+    int large = size_bytes > DDP__MPI_PIECE_BYTES, count = large ? 1 : (int)size_bytes;
+    MPI_Request *request = &s->requests[s->request_count];
+    MPI_Datatype type = MPI_BYTE;
+    if (!size_bytes) return DDP_OK;
+    if (large) DDP__TRY(ddp__mpi_type(0, 0, size_bytes, &type));
+    if (sends) DDP__MPI(MPI_Isend, memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
+    else DDP__MPI(MPI_Irecv, (void *)(uintptr_t)memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
+    if (large) MPI_Type_free(&type); /* lives until it is no longer used */
+    s->request_count++;
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_bytes) {
+    if (size_bytes <= s->scratch_bytes) return DDP_OK;
+    ddp_group_mfree(group, s->scratch);
+    s->scratch = (unsigned char *)ddp_group_malloc(group, size_bytes);
+    s->scratch_bytes = s->scratch ? size_bytes : 0;
+    return s->scratch ? DDP_OK : DDP_ERR_NO_MEMORY;
+}
+
+/* In turn i this rank sends to one peer and receives from another; no two send to one. */
+static int ddp__mpi_peer(const ddp__mpi *s, int i) { return (s->rank / s->step + i) % (s->world_size / s->step); }
+
+/* Starts to send each peer its piece k, and to receive this rank's from each: into its place, or, of a sum, into `came` at room times its rank. */
+static ddp_result ddp__mpi_exchange(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came) {
+    int me = s->rank / s->step, w = s->world_size / s->step;
+    for (int i = 1; i < w; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
+        ddp__part give = ddp__piece(m, ddp__gives(me, m, to), k, to), take = ddp__piece(m, ddp__takes(me, m, from), k, me);
+        DDP__TRY(ddp__mpi_start(s, 0, came ? came + (size_t)from * m->room : m->recv + take.begin, take.size, from));
+        DDP__TRY(ddp__mpi_start(s, 1, m->send + give.begin, give.size, to));
+    }
+    return DDP_OK;
+}
+
+/* Adds up what has come, and starts to hand on shares of the sum. */
+static ddp_result ddp__mpi_add(ddp__mpi *s, const ddp__move *m, size_t k, unsigned char *came, const void **sources) {
+    const ddp_call *call = m->call;
+    int me = s->rank / s->step, w = s->world_size / s->step, gets = !m->shared || ddp__receives(call, me);
+    ddp__part whole = ddp__takes(me, m, me), mine = ddp__piece(m, whole, k, me);
+    void *sum = gets ? m->recv + mine.begin : came + (size_t)me * m->room;
+    for (int r = 0; r < w; r++) sources[r] = came + (size_t)r * m->room;
+    sources[me] = m->send + ddp__piece(m, ddp__gives(me, m, me), k, me).begin;
+    ddp__reduce_tree(&sum, 1, sources, w, mine.size / m->element, call->dtype, call->op, call->divisor, DDP__LARGE);
+    for (int i = 1; i < w && m->shared; i++) {
+        int to = ddp__mpi_peer(s, i), from = ddp__mpi_peer(s, w - i);
+        ddp__part theirs = ddp__piece(m, whole, k, from);
+        if (gets) DDP__TRY(ddp__mpi_start(s, 0, m->recv + theirs.begin, theirs.size, from));
+        if (ddp__receives(call, to)) DDP__TRY(ddp__mpi_start(s, 1, sum, mine.size, to));
+    }
+    return DDP_OK;
+}
+
+/* The flat way, of all ranks or of those whose rank `step` divides. While a chunk is added up, the next one is on its way. */
+static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *call, int step) {
+    ddp__move m = ddp__move_of(call);
+    size_t w = (size_t)(s->world_size / step), each = DDP__MPI_CHUNK_BYTES / w / DDP__ALIGN * DDP__ALIGN;
+    unsigned char *came[2];
+    s->step = step;
+    m.shared = m.common;
+    m.chunk = (each < 16384 ? 16384 : each) * (m.shared ? w : 1);
+    if (m.chunk > m.block) m.chunk = ddp__round_up(m.block, DDP__ALIGN);
+    m.rounds = (m.block + m.chunk - 1) / m.chunk;
+    m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
+    m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
+    DDP__TRY(ddp__mpi_scratch(group, s, 2 * w * m.room + w * sizeof(void *)));
+    came[0] = s->scratch;
+    came[1] = came[0] + w * m.room;
+    for (size_t k = 0; k <= m.rounds; k++) {
+        if (k < m.rounds) DDP__TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
+        if (k > 0) DDP__TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
+        DDP__TRY(ddp__mpi_await(group, s));
+    }
+    return DDP_OK;
+}
+
+/* All_reduce through the machines' first ranks. Partial sums of 16-bit floats are f32. */
+static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    ddp_dtype wide = ddp__is_half(call->dtype) ? DDP_F32 : call->dtype;
+    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(wide), n;
+    int leads = s->local->rank == 0, converts = wide != call->dtype;
+    if (converts && !s->wide && !(s->wide = (float *)ddp_group_malloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
+    for (size_t first = 0; first < call->count; first += n) {
+        const unsigned char *send = (const unsigned char *)call->send + first * element;
+        unsigned char *recv = (unsigned char *)call->recv + first * element;
+        void *sum = converts ? (void *)s->wide : recv;
+        ddp_call part = ddp__call_of(DDP_CALL_ALL_REDUCE, sum, sum, n = call->count - first < most ? call->count - first : most, wide);
+        if (converts) ddp__cast(sum, wide, send, call->dtype, n);
+        DDP__TRY(ddp_reduce(s->local, converts ? sum : send, sum, n, wide, call->op == DDP_OP_AVG ? DDP_OP_SUM : call->op, 0, NULL));
+        part.op = call->op;
+        part.divisor = call->divisor;
+        if (leads) DDP__TRY(ddp__mpi_flat(group, s, &part, s->block));
+        if (leads && converts) ddp__cast(recv, call->dtype, sum, wide, n);
+        DDP__TRY(ddp_broadcast(s->local, recv, n, call->dtype, 0, NULL));
+    }
+    return DDP_OK;
+}
+
+/* MPI's name of what it may add in any order: not MIN and MAX of floats, which keep NaN here, nor 16-bit floats, nor bytes, since Open MPI's vector
+   code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
+static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
+    int floats = call->op != DDP_OP_MIN && call->op != DDP_OP_MAX;
+    if (group->desc.order != DDP_ORDER_ANY || call->kind == DDP_CALL_REDUCE_SCATTER) return MPI_DATATYPE_NULL;
+    if (call->dtype == DDP_I32) return MPI_INT32_T;
+    if (call->dtype == DDP_I64) return MPI_INT64_T;
+    if (call->dtype == DDP_U64) return MPI_UINT64_T;
+    return floats && call->dtype == DDP_F32 ? MPI_FLOAT : floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
+}
+
+static ddp_result ddp__mpi_any(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
+    MPI_Op op = call->op == DDP_OP_MIN ? MPI_MIN : call->op == DDP_OP_MAX ? MPI_MAX : call->op == DDP_OP_PROD ? MPI_PROD : MPI_SUM;
+    size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
+    int gets = ddp__receives(call, s->rank);
+    unsigned char *recv = (unsigned char *)call->recv;
+    for (size_t at = 0, n; at < size; at += n * element) {
+        const void *send = call->send == recv && gets ? MPI_IN_PLACE : (const unsigned char *)call->send + at;
+        n = (size - at < DDP__MPI_PIECE_BYTES ? size - at : DDP__MPI_PIECE_BYTES) / element;
+        if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv + at, (int)n, type, op);
+        else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv + at : NULL, (int)n, type, op, call->root);
+    }
+    if (call->op == DDP_OP_AVG && gets) ddp__divide(recv, call->count, call->dtype, call->divisor);
+    return DDP_OK;
+}
+
+/* Calls that add nothing: one exchange. */
+static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    ddp__move m = ddp__move_of(call);
+    m.room = SIZE_MAX;
+    for (size_t at = 0, n; at < m.block && call->kind == DDP_CALL_BROADCAST; at += n) {
+        n = m.block - at < DDP__MPI_PIECE_BYTES ? m.block - at : DDP__MPI_PIECE_BYTES;
+        DDP__MPI_RUN(group, s, MPI_Ibcast, m.recv + at, (int)n, MPI_BYTE, call->root);
+    }
+    if (call->kind == DDP_CALL_BROADCAST) return DDP_OK;
+    DDP__TRY(ddp__mpi_exchange(s, &m, 0, NULL));
+    ddp__move_own(s->rank, &m);
+    return ddp__mpi_await(group, s);
+}
+
+/* --- calls --- */
+
+static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
+    int size = 0;
+    while (size < 15 && call->count * ddp_dtype_size(call->dtype) >> (2 * size + 10)) size++;
+    return &s->route[size];
+}
+
+/* Every rank has made this call, and the same one, when this returns DDP_OK. */
+static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[3], hash[3], *all;
+    char text[DDP__TEXT_MAX];
+    int other = 1;
+    s->way = s->block > 1 ? DDP__WAY_MACHINES : DDP__WAY_FLAT;
+    if (s->machine_count == 1) {
+        ddp_call here = *call;
+        here.seq = ++s->local->seq;
+        return ddp__enter(s->local, (ddp__local *)s->local->state, &here, 0, 0);
+    }
+    if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
+    hash[0] = ddp__hash_bytes(DDP__HASH, mine, sizeof mine);
+    hash[1] = ~hash[0]; /* the most of this is the least of that */
+    hash[2] = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
+    if (s->block > 1) s->way = (int)most[2];
+    if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof mine));
+    all = (uint64_t *)(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
+    while (other < s->world_size - 1 && memcmp(all, all + 3 * other, sizeof mine) == 0) other++;
+    ddp__mismatch_text(text, 0, all, other, all + 3 * other);
+    return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+}
+
+/* The counts of an all_to_all_v: each two ranks must mean the same. */
+static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    size_t *given;
+    int r = 0;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *given));
+    given = (size_t *)(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, call->send_counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
+    while (r < s->world_size && given[r] == call->recv_counts[r]) r++;
+    if (r == s->world_size) return DDP_OK;
+    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, (unsigned long long)given[r],
+                     s->rank, (unsigned long long)call->recv_counts[r]);
+}
+
+static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
+    MPI_Datatype type;
+    double start;
+    DDP__TRY(ddp__mpi_status(group, s));
+    DDP__TRY(ddp__mpi_enter(group, s, call));
+    if (call->send_counts) DDP__TRY(ddp__mpi_counts_agree(group, s, call));
+    if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
+    if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
+    type = ddp__mpi_adds(group, call);
+    if (type != MPI_DATATYPE_NULL) return ddp__mpi_any(group, s, call, type);
+    if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
+    start = ddp_now();
+    if (s->way == DDP__WAY_FLAT) DDP__TRY(ddp__mpi_flat(group, s, call, 1));
+    else DDP__TRY(ddp__mpi_by_machine(group, s, call));
+    ddp__route_learn(ddp__mpi_route(s, call), s->way, ddp_now() - start);
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp_result result;
+    for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
+    s->step = 1;
+    s->request_count = 0;
+    result = ddp__mpi_carry(group, s, call);
+    if (result == DDP_OK) return DDP_OK;
+    ddp__mpi_poison(group, s, result, ddp_last_error()); /* the others count on this rank */
+    return DDP_ERR_POISONED;
+}
+
+/* --- messages --- */
+
+static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
+    const void *data = call->send ? call->send : call->recv;
+    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
+    MPI_Datatype type;
+    if (!m) return DDP_ERR_NO_MEMORY;
+    m->call = *call;
+    m->dtype = (uint64_t)call->dtype;
+    m->count = call->count;
+    DDP__TRY(ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type));
+    if (call->kind == DDP_CALL_SEND) DDP__MPI(MPI_Isend, m, 1, type, call->root, tag, s->comm, &m->request);
+    else DDP__MPI(MPI_Irecv, m, 1, type, call->root, tag, s->comm, &m->request);
+    MPI_Type_free(&type);
+    return DDP_OK;
+}
+
+static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp__mpi_message *m = (ddp__mpi_message *)request;
+    char text[DDP__TEXT_MAX];
+    int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error, same;
+    if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
+    else if (!*done) return ddp__mpi_look(group, s, ddp_now()); /* the time is the caller's to watch */
+    same = m->dtype == (uint64_t)m->call.dtype && m->count == m->call.count;
+    if (kind == MPI_ERR_TRUNCATE || (kind == MPI_SUCCESS && !same)) {
+        snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)", m->call.root,
+                 ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */, s->rank,
+                 ddp_dtype_name(m->call.dtype), (unsigned long long)m->call.count, m->call.tag);
+        ddp__mpi_poison(group, s, DDP_ERR_MISMATCH, text);
+    } else if (error != MPI_SUCCESS) {
+        ddp__mpi_poison(group, s, ddp__mpi_result(error, "MPI_Test"), ddp_last_error());
+    } else {
+        ddp_group_mfree(group, m);
+        return DDP_OK;
+    }
+    return DDP_ERR_POISONED;
+}
+
+/* --- groups --- */
+
+/* Peers of this machine read it in place; a failure anywhere is everybody's. */
+static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    int32_t worst;
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    worst = (int32_t)local->backend->alloc(local, local->state, size_bytes, out);
+    DDP__TRY(ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL));
+    if (worst == DDP_OK) return DDP_OK;
+    if (*out) local->backend->free(local, local->state, *out);
+    *out = NULL;
+    return DDP__RANK_FAIL(group, (ddp_result)worst, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+}
+
+static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    (void)group;
+    return local->backend->free(local, local->state, memory);
+}
+
+/* Late notices may be under way: where there are any, the communicator and the state stay until MPI ends. */
+static void ddp__mpi_close(ddp_group *group, void *state) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    int healthy = ddp__mpi_status(group, s) == DDP_OK, alone = s->machine_count == 1;
+    for (int r = 0; r < s->world_size && healthy && !alone; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    ddp_group_destroy(s->local);
+    if (!healthy) return;
+    ddp_group_mfree(group, s->scratch);
+    ddp_group_mfree(group, s->wide);
+    if (!alone) return;
+    MPI_Comm_free(&s->comm);
+    ddp_group_mfree(group, s);
+}
+
+/* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
+static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *here, int *number) {
+    int own, block;
+    for (int r = 0; r < s->world_size; r++) {
+        int before = 0, last = r;
+        for (int q = 0; q < r; q++)
+            if (ids[q][0] == ids[r][0]) { before++; last = q; }
+        s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
+        s->machine_count += s->machine_of[r] == r;
+    }
+    own = s->machine_of[s->rank];
+    for (int r = own; r < s->world_size; r++) {
+        if (s->machine_of[r] != own) continue;
+        if (r == s->rank) here->rank = here->world_size;
+        number[here->world_size++] = r;
+    }
+    snprintf(here->token, sizeof here->token, "mpi:%llx:%d", (unsigned long long)ids[own][1], own);
+    block = s->machine_count > 1 ? s->world_size / s->machine_count : 1;
+    s->block = block & (block - 1) ? 1 : block;
+    for (int r = 0; r < s->world_size; r++)
+        if (s->machine_of[r] != r / block * block) s->block = 1;
+}
+
+/* The ranks of this machine meet, unless they are in `local` already. */
+static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
+    uint64_t id[2] = {machine, ddp__nonce()}, (*ids)[2];
+    int ok, number[DDP_MAX_LOCAL_RANKS];
+    ddp_group_desc desc = group->desc;
+    ddp__identity here = DDP_ZERO;
+    DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
+    DDP__TRY(ddp__mpi_await(group, s));
+    MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
+    s->local = local;
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
+    ids = (uint64_t (*)[2])(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, id, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
+    ddp__mpi_machines(s, ids, &here, number);
+    desc.order = DDP_ORDER_TREE;
+    desc.device = ddp_device_cpu();
+    if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
+    ok = s->local || ddp__create_local(&s->local, &desc, &here) == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN);
+    if (!ok) return ddp_fail(DDP_ERR_SYSTEM, "%s", s->local ? "the ranks of another machine could not share memory; see their error" : ddp_last_error());
+    memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
+    ddp_group_set_local(group, here.rank, here.world_size);
+    return DDP_OK;
+}
+
+/* A group whose ranks share a machine becomes their local one, whose handle goes. */
+static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
+    group->backend = local->backend;
+    *state = local->state;
+    ddp__group_delete(local);
+}
+
+/* machine: a number of this rank's. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
+static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
+    size_t w = (size_t)group->world_size;
+    ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
+    ddp_result result;
+    int level;
+    if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
+    s->requests = (MPI_Request *)(void *)(s + 1);
+    s->machine_of = (int *)(void *)(s->requests + 4 * w);
+    s->here = (unsigned char *)(s->machine_of + w);
+    s->rank = group->rank;
+    s->world_size = group->world_size;
+    s->step = 1;
+    s->left_after = UINT64_MAX;
+    result = ddp__mpi_join(group, s, comm, machine, local);
+    if (result != DDP_OK) {
+        DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error());
+        if (s->local) ddp__mpi_poison(group, s, result, ddp_last_error());
+        if (s->local) ddp__mpi_close(group, s);
+        else ddp_group_destroy(local);
+        return result;
+    }
+    if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) {
+        *state = s;
+        MPI_Query_thread(&level);
+        group->no_thread = level < MPI_THREAD_MULTIPLE;
+        return DDP_OK;
+    }
+    ddp__mpi_adopt(group, s->local, state);
+    MPI_Comm_free(&s->comm);
+    ddp_group_mfree(group, s->scratch);
+    ddp_group_mfree(group, s);
+    return DDP_OK;
+}
+
+/* A child on one machine is a group of the local backend. */
+static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+    ddp__mpi *s = (ddp__mpi *)state;
+    ddp_group *part = NULL;
+    MPI_Comm comm = MPI_COMM_NULL;
+    ddp_result result = ddp_group_split(s->local, child ? members[0] : -1, child ? child->rank : 0, &part), split = DDP_OK;
+    int here = part && ddp_world_size(part) == member_count;
+    *child_state = NULL;
+    if (s->machine_count > 1 && ddp__mpi_status(parent, s) == DDP_OK) /* on all of them, or none */
+        split = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? members[0] : MPI_UNDEFINED, child ? child->rank : 0, &comm), "MPI_Comm_split");
+    if (result == DDP_OK) result = split;
+    if (result != DDP_OK || !child) return result;
+    if (!here) {
+        result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
+        MPI_Comm_free(&comm);
+    } else {
+        ddp__mpi_adopt(child, part, child_state);
+    }
+    return result;
+}
+
+/* desc.backend_user points to the communicator. */
+static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
+    return ddp__mpi_open_on(group, *(MPI_Comm *)group->desc.backend_user, ddp__machine(), NULL, state);
+}
+
+static const ddp_backend *ddp__backend_mpi(void) {
+    static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_status, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL};
+    return &mpi;
+}
+
+/* At exit, where the first group had to initialise MPI: there may be groups until then. */
+static void ddp__mpi_end(void) {
+    int over = 0;
+    MPI_Finalized(&over);
+    if (!over && ddp__load(&ddp__mpi_worlds) == 0) MPI_Finalize();
+}
+
+/* id: what a launcher or the desc says of this rank; NULL: comm is the program's. */
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id) {
+    ddp_group_desc d = *desc;
+    int running = 0, over = 0, between = 0, level, rank, size;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    DDP__CHECK(who, NULL, !over, "MPI has been finalised and cannot start again; call MPI_Finalize after the last group");
+    DDP__CHECK(who, NULL, running || id, "MPI is not initialised; call MPI_Init first");
+    if (!running) {
+        DDP__MPI(MPI_Init_thread, NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+        atexit(ddp__mpi_end);
+    }
+    DDP__MPI(MPI_Comm_test_inter, comm, &between);
+    DDP__CHECK(who, NULL, !between, "comm joins two groups of processes; merge it first (MPI_Intercomm_merge)");
+    DDP__MPI(MPI_Comm_rank, comm, &rank);
+    DDP__MPI(MPI_Comm_size, comm, &size);
+    if (id && (id->found || desc->world_size > 0))
+        DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
+                   "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
+    d.backend_user = &comm;
+    ddp__fetch_add(&ddp__mpi_worlds, 1u);
+    DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), NULL, rank, size));
+    (*out)->desc.backend_user = NULL;
+    (*out)->on_mpi = 1;
+    return DDP_OK;
+}
+
+static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
+}
+
+DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
+    ddp_group_desc d;
+    DDP__NEED(out, "out is NULL");
+    *out = NULL;
+    DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
+    DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
+    return ddp__mpi_world(__func__, out, &d, comm, NULL);
+}
+
+#endif /* DDP_USE_MPI */
 
 //== meshes ============================================================================================== >>impl-mesh
 
@@ -6220,7 +7660,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
-    size_t element = ddp_dtype_size(call->dtype), blocks, most, send_packed[DDP_MAX_LOCAL_RANKS], recv_packed[DDP_MAX_LOCAL_RANKS];
+    size_t element = ddp_dtype_size(call->dtype), blocks, most, *packed;
     ddp__extent send, recv;
     DDP__CALL_NEED(group, "group is NULL");
     DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
@@ -6234,12 +7674,11 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     send = ddp__extent_of(group, call, form->send);
     recv = ddp__extent_of(group, call, form->recv);
     if (by_counts) {
-        if (group->world_size > DDP_MAX_LOCAL_RANKS)
-            return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: groups of up to %d ranks make this call", form->name, DDP_MAX_LOCAL_RANKS);
+        packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
-        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, send_packed, &send)) &&
-                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, recv_packed, &recv),
+        DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
+                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv),
                        "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
                        group->rank, call->recv_counts[group->rank]);

@@ -1,8 +1,8 @@
 #!/bin/sh
 # How the headers may be included, compiled and linked: one case per call.
 #   matrix.sh ROOT WORK CASE        the cases are the functions below whose names start with case_; `matrix.sh list` prints them
-# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers, $NCCL_INCLUDE is where nccl.h lies; a case that needs one that is empty ends with status 77
-# (skipped).
+# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers, $NCCL_INCLUDE is where nccl.h lies, $MPI_FLAGS find mpi.h; a case that needs one that
+# is empty ends with status 77 (skipped).
 set -u
 
 if [ "${1:-}" = list ]; then
@@ -10,7 +10,7 @@ if [ "${1:-}" = list ]; then
     exit 0
 fi
 root=$1 work=$2/$3 case=$3
-CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-}
+CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-} MPI_FLAGS=${MPI_FLAGS-}
 warnings='-Wall -Wextra -pedantic -Werror'
 rm -rf "$work"
 mkdir -p "$work"
@@ -112,6 +112,14 @@ case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC 
 case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
 case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
 case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
+
+case_mpi() { # with the MPI backend, in C and C++, by every compiler
+    need "$MPI_FLAGS" mpi.h
+    implementation >unit.c
+    for compiler in "$CC -std=gnu11" "${CLANG:+$CLANG -std=gnu11}" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
+        if [ -n "$compiler" ]; then build $compiler $warnings -fsyntax-only -DDDP_USE_MPI $MPI_FLAGS -I"$root" unit.c; fi
+    done
+}
 
 case_libc_first_gcc() {
     implementation "$libc_first" >unit.c

@@ -336,8 +336,11 @@ static ddp_result finish(rig *g, slot *s) {
     }
     result = compare_far(g, s, text);
     if (result != DDP_OK) return result;
-    at = ranks_compare(have, s->expect + GUARD, extent, c->dtype, is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
-                       c->kind == DDP_CALL_ALL_REDUCE ? &g->zero_signs : &own);
+    if (is_reduction(c->kind) && c->op != DDP_OP_MIN && c->op != DDP_OP_MAX && ddp_group_order(group_of(g)) == DDP_ORDER_ANY)
+        at = ranks_compare_any(have, s->expect + GUARD, extent, c->dtype);
+    else
+        at = ranks_compare(have, s->expect + GUARD, extent, c->dtype, is_reduction(c->kind) && (c->op == DDP_OP_MIN || c->op == DDP_OP_MAX),
+                           c->kind == DDP_CALL_ALL_REDUCE ? &g->zero_signs : &own);
     RANKS_CHECK(g->group, at < 0, "%s: element %ld of %zu is %llx, wanted %llx (in_place=%d)", text, at, extent,
                 (unsigned long long)ranks_load(have, (size_t)at, size),
                 (unsigned long long)ranks_load(s->expect + GUARD, (size_t)at, size), s->in_place);
@@ -622,7 +625,7 @@ int main(int argc, char **argv) {
     }
     watchdog_start(480);
     p.entered = (int *)ranks_shared(4096);
-    if (p.mode == RANKS_ENV) p.entered = NULL, count = 1;
+    if (ranks_joins(p.mode)) p.entered = NULL, count = 1;
     for (int i = 0; i < count; i++) {
         int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
         ddp_result result;

@@ -27,8 +27,8 @@ static ddp_result members_are(ddp_group *g, int world_rank, const int *want, int
     int have[DDP_MAX_LOCAL_RANKS];
     RANKS_CHECK(g, ddp_world_size(g) == count, "%s: size %d, wanted %d", what, ddp_world_size(g), count);
     RANKS_CHECK(g, ddp_rank(g) < count && want[ddp_rank(g)] == world_rank, "%s: world rank %d has rank %d", what, world_rank, ddp_rank(g));
-    RANKS_CHECK(g, ddp_local_rank(g) == ddp_rank(g) && ddp_local_world_size(g) == count, "%s: local rank %d/%d", what, ddp_local_rank(g),
-                ddp_local_world_size(g));
+    RANKS_CHECK(g, ddp_local_rank(g) <= ddp_rank(g) && (ddp_local_world_size(g) == count || ranks_per_machine() < 64), "%s: local rank %d/%d", what,
+                ddp_local_rank(g), ddp_local_world_size(g));
     RANKS_OK(g, ddp_all_gather(g, &world_rank, have, 1, DDP_I32, NULL));
     for (int i = 0; i < count; i++) RANKS_CHECK(g, have[i] == want[i], "%s: rank %d is world rank %d, wanted %d", what, i, have[i], want[i]);
     return DDP_OK;
@@ -337,7 +337,9 @@ static ddp_result abort_child(ddp_group *world) {
 static ddp_result rank_main(ddp_group *world, void *user) {
     double start = ranks_now();
     int w = ddp_world_size(world);
-    RANKS_CHECK(world, ddp_rank(world) >= 0 && ddp_rank(world) < w && ddp_local_rank(world) == ddp_rank(world) && ddp_local_world_size(world) == w,
+    int block = ranks_per_machine() < w ? ranks_per_machine() : w, here = w - ddp_rank(world) / block * block;
+    RANKS_CHECK(world, ddp_rank(world) >= 0 && ddp_rank(world) < w && ddp_local_rank(world) == ddp_rank(world) % block &&
+                ddp_local_world_size(world) == (here < block ? here : block),
                 "rank %d local %d/%d", ddp_rank(world), ddp_local_rank(world), ddp_local_world_size(world));
     RANKS_RUN(world, splits(world));
     RANKS_RUN(world, nested(world));

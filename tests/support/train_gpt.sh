@@ -6,4 +6,6 @@ limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
 work=$(mktemp -d) || exit 1
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 cd "$work" || exit 1
+# comparable NAME: NAME.same is what of NAME.out must not depend on the ranks.
+comparable() { sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' "$1.out" > "$1.same"; }
 fail() { echo "FAILED: $*" >&2; exit 1; }

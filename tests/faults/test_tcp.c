@@ -1,0 +1,552 @@
+/*  test_tcp.c - ranks on several machines find each other by address, file or SLURM variables, or say why not; strangers cannot disturb them, and a
+    rank that is lost, late or makes another call is named on all.
+
+    test_tcp meeting|strangers|calls
+
+    Every process counts as a machine of its own. */
+static int machine_salt;
+#define DDP__MACHINE_SALT machine_salt
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+enum { LOG = 8192 };
+static char (*logs)[LOG]; /* what log_fn was told, by slot */
+
+typedef ddp_result (*body)(ddp_group *world, void *user);
+typedef struct job {
+    const char *variables[12]; /* %r %w %p are rank, world size and a port */
+    const char *url;           /* init_method; NULL = env:// */
+    int world_size, port, timeout_ms;
+    body fn;
+} job;
+
+static void keep_log(const char *text, void *user) {
+    char *log = (char *)user;
+    size_t n = strlen(log);
+    snprintf(log + n, LOG - n, "%s\n", text);
+}
+
+static void fill_in(char *out, size_t size, const char *text, int rank, const job *j) {
+    size_t n = 0;
+    for (out[0] = 0; *text && n + 12 < size; text++) {
+        if (*text != '%') { out[n++] = *text; out[n] = 0; continue; }
+        text++;
+        n += (size_t)snprintf(out + n, size - n, "%d", *text == 'r' ? rank : *text == 'w' ? j->world_size : j->port);
+    }
+}
+
+static pid_t start(const job *j, int slot, int rank) {
+    pid_t pid;
+    fflush(NULL);
+    logs[slot][0] = 0;
+    pid = fork();
+    if (pid == 0) {
+        seen *s = &stage_shared->rank[slot];
+        ddp_group_desc desc = DDP_ZERO;
+        ddp_group *world = NULL;
+        char url[128], text[256];
+        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+        machine_salt = slot + 1;
+        for (int i = 0; i < 12 && j->variables[i]; i++) {
+            fill_in(text, sizeof text, j->variables[i], rank, j);
+            putenv(strdup(text));
+        }
+        if (j->url) {
+            fill_in(url, sizeof url, j->url, rank, j);
+            desc.init_method = url;
+            if (!j->variables[0]) { desc.rank = rank; desc.world_size = j->world_size; }
+        }
+        desc.timeout_ms = j->timeout_ms * DDP_TEST_SLOWDOWN;
+        desc.log_fn = keep_log;
+        desc.user = logs[slot];
+        s->start_at = ranks_now();
+        s->first = ddp_group_create(&world, &desc);
+        if (s->first == DDP_OK) s->first = j->fn(world, NULL);
+        s->first_at = ranks_now();
+        snprintf(s->text, sizeof s->text, "%s", s->first == DDP_OK ? "" : ddp_last_error());
+        if (world && s->first != DDP_OK) {
+            s->second = ddp_barrier(world);
+            snprintf(s->text2, sizeof s->text2, "%s", ddp_last_error());
+        }
+        s->done = 1;
+        ddp_group_destroy(world);
+        _exit(0);
+    }
+    stage_shared->rank[slot].pid = pid;
+    return pid;
+}
+
+static void start_all(const job *j) { for (int r = j->world_size - 1; r >= 0; r--) start(j, r, r); }
+
+static void reap(int first, int count) {
+    int status;
+    for (int i = first; i < first + count; i++) waitpid(stage_shared->rank[i].pid, &status, 0);
+}
+
+/* What a process must have got, with words that its line must hold. */
+static void expect(int slot, ddp_result want, const char *word, const char *word2) {
+    const seen *s = &stage_shared->rank[slot];
+    EXPECT(s->done && s->first == want, "process %d: %s '%s'", slot, s->done ? ddp_result_name(s->first) : "died", s->text);
+    EXPECT(says(s->text, word) && says(s->text, word2), "process %d: '%s' does not say '%s' and '%s'", slot, s->text, word, word2);
+}
+
+static void expect_ok(int count) { for (int i = 0; i < count; i++) expect(i, DDP_OK, "", ""); }
+
+static ddp_result work(ddp_group *world, void *user) {
+    int64_t mine = ddp_rank(world), sum = 0, w = ddp_world_size(world);
+    (void)user;
+    RANKS_CHECK(world, strcmp(world->backend->name, "tcp") == 0, "%s", world->backend->name);
+    RANKS_CHECK(world, ddp_local_rank(world) == 0 && ddp_local_world_size(world) == 1, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
+    for (int i = 0; i < 20; i++) {
+        RANKS_OK(world, ddp_all_reduce(world, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
+        RANKS_CHECK(world, sum == w * (w - 1) / 2, "sum %lld", (long long)sum);
+    }
+    return ddp_barrier(world);
+}
+
+/* A socket of this process that listens at a port; port 0 = any, which *port then is. */
+static int occupy(int *port) {
+    int fd = ddp__tcp_listen("", *port);
+    char text[DDP__ANNOUNCED];
+    EXPECT(fd >= 0, "port %d: %s", *port, strerror(errno));
+    ddp__announce_text(fd, text);
+    *port = atoi(strchr(text, ' '));
+    return fd;
+}
+
+static int free_port(void) {
+    int port = 0, fd = occupy(&port);
+    close(fd);
+    return port;
+}
+
+/* A connection to a port of this machine, once somebody listens there. */
+static int visit(int port) {
+    double until = ranks_now() + 20 * DDP_TEST_SLOWDOWN;
+    struct sockaddr_in address;
+    memset(&address, 0, sizeof address);
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    while (ranks_now() < until) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
+        close(fd);
+        ranks_sleep_us(2000);
+    }
+    EXPECT(0, "nobody listens at port %d", port);
+    return -1;
+}
+
+#define TORCH "RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_PORT=%p"
+
+//== meeting ================================================================================
+
+static void test_meeting(void) {
+    static const job jobs[] = {
+        {{TORCH, "MASTER_ADDR=localhost"}, NULL, 4, 0, 20000, work},
+        {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, work},
+        {{TORCH, "MASTER_ADDR=::1"}, NULL, 2, 0, 20000, work},
+        {{TORCH, "MASTER_ADDR=127.0.0.1", "MASTER_PORT=1", "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work},
+        {{"OMPI_COMM_WORLD_RANK=%r", "OMPI_COMM_WORLD_SIZE=%w", "OMPI_COMM_WORLD_LOCAL_RANK=0", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=%p"},
+         NULL, 2, 0, 20000, work},
+        {{NULL}, "tcp://127.0.0.1:%p", 3, 0, 20000, work},
+        {{NULL}, "tcp://[::1]:%p", 2, 0, 20000, work},
+        {{TORCH}, "tcp://localhost:%p", 2, 0, 20000, work},
+        {{"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=0", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%p", "SLURM_STEP_TASKS_PER_NODE=1(x3)",
+          "SLURM_JOB_NODELIST=127.0.0.[1-3,7]"}, NULL, 3, 0, 20000, work}};
+    for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
+        job j = jobs[i];
+        faults_begin(j.url ? j.url : j.variables[5]);
+        j.port = free_port();
+        start_all(&j);
+        reap(0, j.world_size);
+        expect_ok(j.world_size);
+    }
+}
+
+static void test_node_lists(void) {
+    static const struct { const char *list, *first; } table[] = {
+        {"node[003-010,12]", "node003"}, {"node7", "node7"}, {"a,b,c", "a"}, {"gpu[1,3-5]-ib,x", "gpu1-ib"}, {"r[1-2]n[08-11],z", "r1n08"}, {"", ""}, {"n[", "n"}, {"n[4", "n4"}};
+    faults_begin("SLURM node lists");
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        char out[64];
+        ddp__first_host(out, sizeof out, table[i].list);
+        EXPECT(strcmp(out, table[i].first) == 0, "%s: %s", table[i].list, out);
+    }
+}
+
+/* torchrun's agent listens at MASTER_PORT, and other services behind it: one that never says a word, and one that talks first. */
+static void test_agent(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none", "TORCHELASTIC_RESTART_COUNT=0"}, NULL, 3, 0, 40000, work};
+    int ports[3] = {0, 0, 0}, fds[3];
+    pid_t talker;
+    faults_begin("the agent serves MASTER_PORT");
+    fds[0] = occupy(&ports[0]);
+    j.port = ports[0];
+    ports[1] = ports[0] + 1;
+    ports[2] = ports[0] + 2;
+    fds[1] = occupy(&ports[1]);
+    fds[2] = occupy(&ports[2]);
+    talker = fork();
+    if (talker == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+        for (;;) {
+            struct pollfd wait = {fds[2], POLLIN, 0};
+            int fd = poll(&wait, 1, -1) > 0 ? accept(fds[2], NULL, NULL) : -1;
+            if (fd >= 0) (void)!write(fd, "220 mail.example.org ESMTP ready, and a long line so that it is more than a few bytes\r\n", 88);
+        }
+    }
+    start_all(&j);
+    reap(0, 3);
+    expect_ok(3);
+    kill(talker, SIGKILL);
+    waitpid(talker, NULL, 0);
+    for (int i = 0; i < 3; i++) close(fds[i]);
+}
+
+static void test_file(void) {
+    char url[64];
+    job j = {{NULL}, NULL, 3, 0, 20000, work};
+    FILE *file;
+    faults_begin("a file, of which an older job has left one");
+    snprintf(url, sizeof url, "file:///tmp/ddp_test_tcp_%d", (int)getpid());
+    j.url = url;
+    file = fopen(url + 7, "w");
+    fprintf(file, "0123456789abcdef %d 127.0.0.1\n", free_port());
+    fclose(file);
+    start(&j, 1, 1);
+    start(&j, 2, 2);
+    ranks_sleep_us(50000);
+    start(&j, 0, 0);
+    reap(0, 3);
+    expect_ok(3);
+    EXPECT(access(url + 7, F_OK) != 0, "%s is left", url + 7);
+    faults_begin("a file in a folder that is not there");
+    j.url = "file:///nowhere/at/all";
+    j.world_size = 2;
+    j.timeout_ms = 500;
+    start_all(&j);
+    reap(0, 2);
+    expect(0, DDP_ERR_SYSTEM, "/nowhere/at/all", "No such file");
+    expect(1, DDP_ERR_TIMEOUT, "/nowhere/at/all", "no such file yet");
+}
+
+//== not meeting ============================================================================
+
+static void test_bad_input(void) {
+    static const struct { job j; ddp_result want; const char *word, *word2; } table[] = {
+        {{{NULL}, "tcp://localhost", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
+        {{{NULL}, "tcp://localhost:", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
+        {{{NULL}, "tcp://:3", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
+        {{{NULL}, "tcp://a:70000", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
+        {{{NULL}, "tcp://a:1x", 2, 0, 500, work}, DDP_ERR_INVALID, "tcp://host:port", ""},
+        {{{NULL}, "file://x", 2, 0, 500, work}, DDP_ERR_INVALID, "file:///path", ""},
+        {{{"X=1"}, "tcp://a:1", 2, 0, 500, work}, DDP_ERR_INVALID, "world_size", "variables"},
+        {{{TORCH}, NULL, 2, 3, 500, work}, DDP_ERR_UNSUPPORTED, "MASTER_ADDR", "machine"},
+        {{{TORCH, "MASTER_ADDR=a"}, NULL, 2, 70000, 500, work}, DDP_ERR_INVALID, "70000", "MASTER_PORT"},
+        {{{TORCH, "MASTER_ADDR=no.such.host.invalid"}, NULL, 2, 33, 500, work}, DDP_ERR_TIMEOUT, "no.such.host.invalid", "has no address"},
+        {{{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 1, 500, work}, DDP_ERR_TIMEOUT, "127.0.0.1 port 1", "refused"},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        faults_begin(table[i].word);
+        start(&table[i].j, 1, 1);
+        reap(1, 1);
+        expect(1, table[i].want, table[i].word, table[i].word2);
+    }
+}
+
+static void test_port_in_use(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 3000, work};
+    char pid[32], heir[32];
+    int fd;
+    faults_begin("MASTER_PORT is in use");
+    fd = occupy(&j.port);
+    start(&j, 0, 0);
+    reap(0, 1);
+    snprintf(pid, sizeof pid, "in use by pid %d (", (int)getpid());
+    snprintf(heir, sizeof heir, "in use by pid %d (", (int)stage_shared->rank[0].pid); /* it has inherited the socket */
+    expect(0, DDP_ERR_SYSTEM, "DDP_MASTER_PORT", "");
+    EXPECT(says(stage_shared->rank[0].text, pid) || says(stage_shared->rank[0].text, heir), "'%s' does not say '%s'", stage_shared->rank[0].text, pid);
+    close(fd);
+}
+
+static void test_contradictions(void) {
+    static const struct { const char *what; int rank[3], size[3]; const char *word; } table[] = {
+        {"two processes with one rank", {0, 1, 1}, {3, 3, 3}, "claim rank 1"},
+        {"another world size", {0, 1, 2}, {3, 3, 4}, "says the world has 4 ranks"}};
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 10000, work};
+        faults_begin(table[i].what);
+        j.port = free_port();
+        for (int k = 0; k < 3; k++) {
+            j.world_size = table[i].size[k];
+            start(&j, k, table[i].rank[k]);
+        }
+        reap(0, 1); /* before the others: who comes later finds rank 0 gone */
+        expect(0, DDP_ERR_MISMATCH, table[i].word, "");
+        for (int k = 1; k < 3; k++) kill(stage_shared->rank[k].pid, SIGKILL);
+        reap(1, 2);
+        for (int k = 1; k < 3; k++)
+            if (stage_shared->rank[k].done) expect(k, DDP_ERR_MISMATCH, table[i].word, "");
+    }
+}
+
+static void test_missing(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 4, 0, 1500, work};
+    faults_begin("ranks 1 and 3 never come");
+    j.port = free_port();
+    start(&j, 2, 2);
+    start(&j, 0, 0);
+    for (int r = 0; r < 4; r += 2) {
+        reap(r, 1);
+        expect(r, DDP_ERR_TIMEOUT, "missing rank 1,3", "");
+    }
+    faults_begin("rank 0 never comes");
+    j.port = free_port();
+    start(&j, 1, 1);
+    reap(1, 1);
+    expect(1, DDP_ERR_TIMEOUT, "rank 0 did not arrive", "refused");
+}
+
+static void test_other_jobs(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work}, stale = j;
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
+    ddp__venue venue = DDP_ZERO;
+    int fd;
+    faults_begin("a rank of an earlier job comes by");
+    stale.variables[6] = "TORCHELASTIC_RESTART_COUNT=0";
+    j.port = stale.port = free_port();
+    start(&j, 0, 0);
+    start(&stale, 5, 1);
+    reap(5, 1);
+    expect(5, DDP_ERR_MISMATCH, "another job", "");
+    start(&j, 1, 1);
+    start(&j, 2, 2);
+    reap(0, 3);
+    expect_ok(3);
+    EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log says '%s'", logs[0]);
+
+    faults_begin("a rank with another version");
+    j.port = free_port();
+    start(&j, 0, 0);
+    snprintf(venue.id.token, sizeof venue.id.token, "torch:%d::1", j.port);
+    venue.id.rank = 1;
+    venue.id.world_size = 3;
+    ddp__hello_init(&letter.record.hello, &venue, 20.0);
+    letter.record.hello.version = 990102;
+    fd = visit(j.port);
+    (void)!write(fd, &letter, sizeof letter);
+    reap(0, 1);
+    expect(0, DDP_ERR_MISMATCH, "99.1.2", "build all ranks with the same header");
+    close(fd);
+}
+
+//== strangers ==============================================================================
+
+static void test_strangers(void) {
+    static const char *const what[] = {"a stranger sends garbage", "a stranger sends half a hello and stays", "a port scanner", "a flood of silent visitors"};
+    static unsigned char garbage[4096];
+    for (size_t i = 0; i < sizeof garbage; i++) garbage[i] = (unsigned char)ranks_mix(i);
+    for (int kind = 0; kind < 4; kind++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 40000, work};
+        int count = kind == 3 ? 400 : kind == 2 ? 50 : 5, fds[400];
+        uint64_t magic = DDP__MAGIC;
+        faults_begin(what[kind]);
+        j.port = free_port();
+        start(&j, 0, 0);
+        for (int i = 0; i < count; i++) {
+            fds[i] = visit(j.port);
+            if (kind == 0) (void)!send(fds[i], garbage, sizeof garbage, MSG_NOSIGNAL);
+            if (kind == 1) (void)!send(fds[i], &magic, sizeof magic, MSG_NOSIGNAL);
+            if (kind == 2) close(fds[i]);
+        }
+        start(&j, 1, 1);
+        start(&j, 2, 2);
+        reap(0, 3);
+        expect_ok(3);
+        EXPECT(says(logs[0], kind == 1 ? "" : "hung up on 127.0.0.1 port"), "the log says '%s'", logs[0]); /* 1: the job began before their time was up */
+        EXPECT(kind != 3 || says(logs[0], "others are waiting"), "nobody made room: '%s'", logs[0]);
+        for (int i = 0; i < count && kind != 2; i++) close(fds[i]);
+    }
+}
+
+/* A stranger that says nothing is sent off after a while. */
+static void test_silence(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 40000, work};
+    char byte;
+    int fd;
+    faults_begin("a silent stranger");
+    j.port = free_port();
+    start(&j, 0, 0);
+    fd = visit(j.port);
+    EXPECT(recv(fd, &byte, 1, 0) == 0, "it was told something");
+    close(fd);
+    start(&j, 1, 1);
+    reap(0, 2);
+    expect_ok(2);
+    EXPECT(says(logs[0], "did not say who it is"), "the log says '%s'", logs[0]);
+}
+
+//== after the meeting ======================================================================
+
+static ddp_result forever(ddp_group *world, void *user) {
+    float x = 1;
+    (void)user;
+    say(&stage_shared->counter);
+    for (;;) {
+        ddp_result result = ddp_all_reduce(world, &x, &x, 1, DDP_F32, DDP_OP_MAX, NULL);
+        if (result != DDP_OK) return result;
+    }
+}
+
+static void test_killed(void) {
+    for (int victim = 0; victim < 3; victim++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, forever};
+        char word[64];
+        faults_begin("a rank is killed");
+        j.port = free_port();
+        start_all(&j);
+        EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
+        event_now();
+        kill(stage_shared->rank[victim].pid, SIGKILL);
+        snprintf(word, sizeof word, "rank %d: pid %d on ", victim, (int)stage_shared->rank[victim].pid);
+        for (int r = 0; r < 3; r++) {
+            const seen *s = &stage_shared->rank[r];
+            reap(r, 1);
+            if (r == victim) continue;
+            expect(r, DDP_ERR_PEER_LOST, word, "is gone");
+            EXPECT(s->second == DDP_ERR_POISONED && says(s->text2, word), "rank %d: then %s '%s'", r, ddp_result_name(s->second), s->text2);
+            EXPECT(s->first_at - stage_shared->event_at < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, s->first_at - stage_shared->event_at);
+        }
+    }
+}
+
+/* Rank 1 does something else than the others; they have made the call when `arrived` says 2. */
+static ddp_result differ(ddp_group *world, void *user) {
+    float x[8] = {0};
+    (void)user;
+    return ddp_rank(world) == 1 ? ddp_all_reduce(world, x, x, 8, DDP_F32, DDP_OP_SUM, NULL) : ddp_all_reduce(world, x, x, 7, DDP_F32, DDP_OP_SUM, NULL);
+}
+
+static ddp_result leave(ddp_group *world, void *user) {
+    (void)user;
+    return ddp_rank(world) == 1 ? DDP_OK : ddp_barrier(world);
+}
+
+static ddp_result call_off(ddp_group *world, void *user) {
+    (void)user;
+    if (ddp_rank(world) != 1) { say(&stage_shared->counter); return ddp_barrier(world); }
+    heard(&stage_shared->counter, 2);
+    RANKS_OK(world, ddp_group_abort(world));
+    return ddp_group_status(world);
+}
+
+static ddp_result sleepy(ddp_group *world, void *user) {
+    (void)user;
+    if (ddp_rank(world) == 1) { heard(&stage_shared->counter, 2); return ddp_group_status(world); } /* it is there, and makes no call */
+    ddp_result result = ddp_barrier(world);
+    say(&stage_shared->counter);
+    return result;
+}
+
+static void test_calls(void) {
+    static const struct { const char *what; body fn; ddp_result want; const char *word, *word2; int lazy; } table[] = {
+        {"another count", differ, DDP_ERR_MISMATCH, "ranks made different calls", "rank 1 ddp_all_reduce f32 count=8 sum", 0},
+        {"a rank leaves", leave, DDP_ERR_PEER_LOST, "rank 1 (pid ", "has destroyed this group", 1},
+        {"a rank aborts", call_off, DDP_ERR_POISONED, "rank 1 (pid ", "called ddp_group_abort", 0},
+        {"a rank makes no call", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0}};
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, table[i].fn};
+        faults_begin(table[i].what);
+        j.port = free_port();
+        start_all(&j);
+        reap(0, 3);
+        for (int r = 0; r < 3; r++)
+            if (r != 1 || !table[i].lazy) expect(r, table[i].want, table[i].word, table[i].word2);
+    }
+}
+
+/* A stopped process answers no call, while its kernel keeps the connection. */
+static void test_stopped(void) {
+    for (int victim = 0; victim < 2; victim++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, forever};
+        faults_begin(victim ? "a rank is stopped" : "rank 0 is stopped");
+        j.port = free_port();
+        start_all(&j);
+        EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
+        kill(stage_shared->rank[victim].pid, SIGSTOP);
+        for (int r = 0; r < 3; r++)
+            if (r != victim) { reap(r, 1); expect(r, DDP_ERR_TIMEOUT, victim ? "missing: rank 1" : "rank 0 (pid", victim ? "arrived: rank 0,2" : "does not answer"); }
+        kill(stage_shared->rank[victim].pid, SIGKILL);
+        kill(stage_shared->rank[victim].pid, SIGCONT);
+        reap(victim, 1);
+    }
+}
+
+//== many ===================================================================================
+
+static ddp_result many(ddp_group *world, void *user) {
+    static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I32};
+    enum { COUNT = 33 };
+    int w = ddp_world_size(world);
+    size_t counts[128];
+    (void)user;
+    for (int d = 0; d < 3; d++)
+        for (int op = DDP_OP_SUM; op <= DDP_OP_AVG; op++) {
+            ranks_data data;
+            uint64_t have[COUNT], want[COUNT];
+            data.dtype = dtypes[d];
+            data.seed = (uint64_t)(d + op);
+            data.specials = 0;
+            ranks_fill(have, &data, ddp_rank(world), 0, COUNT);
+            for (size_t i = 0; i < COUNT; i++) ranks_store(want, i, ranks_dtype_size(data.dtype), ranks_reduced(&data, (ddp_op)op, w, i));
+            RANKS_OK(world, ddp_all_reduce(world, have, have, COUNT, data.dtype, (ddp_op)op, NULL));
+            RANKS_CHECK(world, ranks_compare(have, want, COUNT, data.dtype, 0, NULL) < 0, "%s op %d", ddp_dtype_name(data.dtype), op);
+        }
+    for (int i = 0; i < w; i++) counts[i] = 1;
+    RANKS_CHECK(world, ddp_all_gather_v(world, &w, 1, calloc((size_t)w, 4), counts, NULL, DDP_I32, NULL) == DDP_ERR_UNSUPPORTED, "%s", ddp_last_error());
+    return ddp_barrier(world);
+}
+
+static void test_many(void) {
+    job j = {{NULL}, "tcp://127.0.0.1:%p", 70, 0, 40000, many};
+    int status;
+    faults_begin("more ranks than a machine holds");
+    j.port = free_port();
+    for (int r = j.world_size - 1; r >= 0; r--) start(&j, r % RANKS_MAX, r); /* the first ranks' places are theirs and the last ones' */
+    while (wait(&status) > 0 || errno != ECHILD) EXPECT(status == 0, "a rank ended with %d", status);
+    expect_ok(RANKS_MAX);
+}
+
+int main(int argc, char **argv) {
+    const char *part = argc > 1 ? argv[1] : "";
+    leftovers before;
+    faults_start(120);
+    logs = (char(*)[LOG])ranks_shared(sizeof *logs * RANKS_MAX);
+    before = leftovers_now();
+    if (!strcmp(part, "meeting")) {
+        test_meeting();
+        test_node_lists();
+        test_agent();
+        test_file();
+        test_bad_input();
+        test_many();
+    } else if (!strcmp(part, "strangers")) {
+        test_port_in_use();
+        test_contradictions();
+        test_missing();
+        test_other_jobs();
+        test_strangers();
+        test_silence();
+    } else {
+        test_killed();
+        test_calls();
+        test_stopped();
+    }
+    faults_begin("the end");
+    expect_nothing_left(before);
+    return faults_end();
+}

@@ -1,0 +1,346 @@
+/*  test_mpi.c - what only the MPI backend has.
+
+    mpirun -n W test_mpi SCENARIO       each is a program of its own, since a process initialises and finalises MPI once
+
+    This program stands between ddp.h and MPI (MPI's profiling interface): it sees what is called, and can make it fail. */
+#include <mpi.h>
+
+#include "../support/machines.h"
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+
+//== between ddp.h and MPI ==================================================================
+
+static int finalized, fails_next, granted = -1; /* granted: the thread level that MPI_Init_thread is made to give */
+
+int MPI_Finalize(void) { finalized++; return PMPI_Finalize(); }
+
+int MPI_Iallreduce(const void *send, void *recv, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm, MPI_Request *request) {
+    int fail = fails_next;
+    fails_next = 0;
+    return fail ? MPI_ERR_OTHER : PMPI_Iallreduce(send, recv, count, type, op, comm, request);
+}
+
+int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
+    return PMPI_Init_thread(argc, argv, granted < 0 ? required : granted, provided);
+}
+
+/* At exit, after ddp.h. A job whose MPI is not finalised would count as failed. */
+static int finalized_at_exit = -1; /* how often it shall have been by then */
+static void last_look(void) {
+    int over = 0;
+    MPI_Finalized(&over);
+    if (finalized_at_exit >= 0 && finalized != finalized_at_exit) {
+        fprintf(stderr, "FAIL MPI was finalised %d times, wanted %d\n", finalized, finalized_at_exit);
+        _exit(1);
+    }
+    if (!over) PMPI_Finalize();
+}
+
+static int is_running(void) {
+    int started = 0, over = 0;
+    MPI_Initialized(&started);
+    MPI_Finalized(&over);
+    return started && !over;
+}
+
+//== tools ==================================================================================
+
+/* This rank's number out of a world over init_method "mpi://". */
+static ddp_result join(ddp_group **world, ddp_order order, int timeout_ms) {
+    ddp_group_desc desc = DDP_ZERO;
+    desc.init_method = "mpi://";
+    desc.order = order;
+    desc.timeout_ms = timeout_ms * DDP_TEST_SLOWDOWN;
+    return ddp_group_create(world, &desc);
+}
+
+/* A blocking and three asynchronous sums, a message round, and a task. */
+static ddp_result double_it(ddp_group *g, void *argument) {
+    int32_t *value = (int32_t *)argument;
+    return ddp_all_reduce(g, value, value, 1, DDP_I32, DDP_OP_MAX, NULL);
+}
+
+static ddp_result work_of_all_sorts(ddp_group *g) {
+    int w = ddp_world_size(g), rank = ddp_rank(g), done = 0;
+    int32_t in[3], out[3], came = -1, mine = rank, most = rank;
+    ddp_work work[3], sent, task;
+    for (int i = 0; i < 3; i++) {
+        in[i] = rank + i;
+        RANKS_OK(g, ddp_all_reduce(g, &in[i], &out[i], 1, DDP_I32, DDP_OP_SUM, &work[i]));
+    }
+    while (!done) RANKS_OK(g, ddp_test(g, &work[1], &done));
+    for (int i = 2; i >= 0; i--) RANKS_OK(g, ddp_wait(g, &work[i]));
+    for (int i = 0; i < 3; i++) RANKS_CHECK(g, out[i] == w * (w - 1) / 2 + i * w, "sum %d is %d", i, out[i]);
+    RANKS_OK(g, ddp_send(g, &mine, 1, DDP_I32, (rank + 1) % w, 5, &sent));
+    RANKS_OK(g, ddp_recv(g, &came, 1, DDP_I32, (rank + w - 1) % w, 5, NULL));
+    RANKS_OK(g, ddp_wait(g, &sent));
+    RANKS_CHECK(g, came == (rank + w - 1) % w, "came %d", came);
+    RANKS_OK(g, ddp_group_enqueue(g, double_it, &most, &task));
+    RANKS_OK(g, ddp_wait(g, &task));
+    RANKS_CHECK(g, most == w - 1, "most %d", most);
+    RANKS_OK(g, ddp_barrier(g));
+    return DDP_OK;
+}
+
+#define SAYS(g, ...)                                                                                       \
+    do {                                                                                                   \
+        char wanted[300];                                                                                  \
+        snprintf(wanted, sizeof wanted, __VA_ARGS__);                                                      \
+        RANKS_CHECK(g, strstr(ddp_last_error(), wanted), "\"%s\" has no \"%s\"", ddp_last_error(), wanted); \
+    } while (0)
+
+//== scenarios ==============================================================================
+
+/* Started by mpirun, a group is one of MPI by itself, which the first group initialises. It is finalised at exit, once. */
+static ddp_result chosen(void) {
+    ddp_group *a = NULL, *b = NULL;
+    RANKS_CHECK(NULL, !is_running(), "MPI runs");
+    RANKS_OK(NULL, ddp_group_create(&a, NULL));
+    RANKS_CHECK(a, is_running() && ddp_world_size(a) > 1, "size %d", ddp_world_size(a));
+    RANKS_OK(a, work_of_all_sorts(a));
+    RANKS_OK(NULL, join(&b, DDP_ORDER_ANY, 20000)); /* beside the first */
+    RANKS_OK(b, work_of_all_sorts(b));
+    ddp_group_destroy(a);
+    RANKS_OK(b, work_of_all_sorts(b));
+    ddp_group_destroy(b);
+    RANKS_CHECK(NULL, is_running() && !finalized, "it is finalised");
+    RANKS_OK(NULL, join(&a, DDP_ORDER_TREE, 20000)); /* after it */
+    RANKS_OK(a, work_of_all_sorts(a));
+    ddp_group_destroy(a);
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* MPI is the program's, at each thread level: it stays up, and what needs a thread goes on inside ddp_wait and ddp_test. */
+static ddp_result users(int level) {
+    ddp_group *g = NULL, *half = NULL;
+    int got = -1, rank;
+    granted = level;
+    MPI_Init_thread(NULL, NULL, level, &got);
+    RANKS_CHECK(NULL, got == level, "level %d", got);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    for (int order = DDP_ORDER_TREE; order <= DDP_ORDER_ANY; order++) {
+        RANKS_OK(NULL, join(&g, (ddp_order)order, 20000));
+        RANKS_OK(g, work_of_all_sorts(g));
+        RANKS_OK(g, ddp_group_split(g, rank % 2, 0, &half));
+        if (ddp_world_size(half) > 1) RANKS_OK(half, work_of_all_sorts(half));
+        ddp_group_destroy(half);
+        ddp_group_destroy(g);
+    }
+    RANKS_CHECK(NULL, is_running() && !finalized, "it is finalised");
+    MPI_Finalize();
+    RANKS_CHECK(NULL, join(&g, DDP_ORDER_TREE, 20000) == DDP_ERR_INVALID && !g, "a group after the end");
+    SAYS(NULL, "MPI has been finalised and cannot start again");
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+static ddp_result users_single(void) { return users(MPI_THREAD_SINGLE); }
+static ddp_result users_multiple(void) { return users(MPI_THREAD_MULTIPLE); }
+
+/* Groups of the program's own communicators. */
+static ddp_result from_mpi(void) {
+    ddp_group *g = (ddp_group *)&g;
+    MPI_Comm turned, joined, half;
+    ddp_group_desc desc = DDP_ZERO;
+    int rank, size, sum = 0, side;
+    desc.order = DDP_ORDER_ANY;
+    desc.name = "turned";
+    RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID && !g, "before MPI_Init");
+    SAYS(NULL, "ddp_group_from_mpi: MPI is not initialised; call MPI_Init first");
+    MPI_Init(NULL, NULL);
+    RANKS_CHECK(NULL, ddp_group_from_mpi(NULL, MPI_COMM_WORLD, NULL) == DDP_ERR_INVALID, "out is NULL");
+    RANKS_CHECK(NULL, ddp_group_from_mpi(&g, MPI_COMM_NULL, NULL) == DDP_ERR_INVALID, "no communicator");
+    SAYS(NULL, "MPI_COMM_NULL");
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    side = rank >= size / 2;
+    MPI_Comm_split(MPI_COMM_WORLD, side, rank, &half);
+    MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, side ? 0 : size / 2, 1, &joined);
+    RANKS_CHECK(NULL, ddp_group_from_mpi(&g, joined, NULL) == DDP_ERR_INVALID, "two groups");
+    SAYS(NULL, "MPI_Intercomm_merge");
+    MPI_Comm_free(&joined);
+    MPI_Comm_split(MPI_COMM_WORLD, 0, -rank, &turned);
+    for (int i = 0; i < 3; i++) {
+        RANKS_OK(NULL, ddp_group_from_mpi(&g, i == 2 ? half : turned, i ? NULL : &desc));
+        if (i < 2) RANKS_CHECK(g, ddp_rank(g) == size - 1 - rank && ddp_world_size(g) == size, "rank %d", ddp_rank(g));
+        else RANKS_CHECK(g, ddp_rank(g) == rank - side * (size / 2), "rank %d", ddp_rank(g));
+        RANKS_CHECK(g, strcmp(ddp_group_name(g), i ? "world" : "turned") == 0, "%s", ddp_group_name(g));
+        if (ddp_world_size(g) > 1) RANKS_OK(g, work_of_all_sorts(g));
+        ddp_group_destroy(g);
+        MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, turned);
+        RANKS_CHECK(NULL, sum == size * (size - 1) / 2, "the program's communicator: %d", sum);
+    }
+    MPI_Comm_free(&turned);
+    MPI_Comm_free(&half);
+    MPI_Finalize();
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* A failure inside MPI has MPI's own text and reaches all; then MPI is not finalised. */
+static ddp_result text(void) {
+    ddp_group *g = NULL;
+    float x = 1;
+    ddp_result result;
+    int rank;
+    RANKS_OK(NULL, join(&g, DDP_ORDER_ANY, 20000));
+    rank = ddp_rank(g);
+    RANKS_OK(g, ddp_barrier(g));
+    fails_next = rank == 1;
+    result = ddp_all_reduce(g, &x, &x, 1, DDP_F32, DDP_OP_SUM, NULL);
+    RANKS_CHECK(g, result == DDP_ERR_ENGINE, "%s: %s", ddp_result_name(result), ddp_last_error());
+    SAYS(g, "rank %d/%d ddp_all_reduce group=world seq=%d f32 count=1: MPI_Iallreduce: MPI_ERR_OTHER", rank, ddp_world_size(g), 2);
+    RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_POISONED, "the next call");
+    ddp_group_destroy(g);
+    finalized_at_exit = 0;
+    return DDP_OK;
+}
+
+/* Ranks that make different calls, or none, hear it by name: on one machine and across machines. */
+static ddp_result named(void) {
+    ddp_group *g = NULL;
+    float x[8] = {0}, y[8];
+    size_t gives[4] = {1, 1, 1, 1}, takes[4] = {1, 1, 1, 1};
+    int rank, last;
+    double start;
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    rank = ddp_rank(g);
+    last = ddp_world_size(g) - 1;
+    RANKS_CHECK(g, ddp_all_reduce(g, x, x, rank == last ? 2 : 1, DDP_F32, DDP_OP_SUM, NULL) == DDP_ERR_MISMATCH, "other counts");
+    SAYS(g, "ranks made different calls: rank ");
+    SAYS(g, "rank %d ddp_all_reduce f32 count=2 sum", last);
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    if (rank == last) gives[0] = 2;
+    RANKS_CHECK(g, ddp_all_to_all_v(g, x, gives, NULL, y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    SAYS(g, "counts disagree: rank %d sends 2 elements to rank 0, which expects 1", last);
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    if (rank == 0) RANKS_CHECK(g, ddp_send(g, x, 3, DDP_F32, last, 7, NULL) == DDP_OK || ddp_group_status(g) != DDP_OK, "%s", ddp_last_error());
+    if (rank == last) RANKS_CHECK(g, ddp_recv(g, x, 2, DDP_F32, 0, 7, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    RANKS_CHECK(g, ddp_barrier(g) != DDP_OK, "after a message of another count");
+    SAYS(g, "rank 0 ddp_send f32 count=3");
+    SAYS(g, "rank %d ddp_recv f32 count=2", last);
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 1000));
+    start = ranks_now();
+    if (rank == last) ranks_sleep_us(3000000L * DDP_TEST_SLOWDOWN);
+    RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_TIMEOUT, "a rank that does not come: %s", ddp_last_error());
+    SAYS(g, ": rank %d", last);
+    RANKS_CHECK(g, strstr(ddp_last_error(), "timed out after"), "%s", ddp_last_error());
+    RANKS_CHECK(g, ranks_now() - start < 15, "it took %.1f s", ranks_now() - start);
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    if (rank != last) {
+        RANKS_CHECK(g, ddp_barrier(g) == DDP_ERR_PEER_LOST, "a rank has left: %s", ddp_last_error());
+        RANKS_CHECK(g, strstr(ddp_last_error(), "has destroyed this group") || strstr(ddp_last_error(), "has returned"), "%s", ddp_last_error());
+        SAYS(g, ": rank %d ", last);
+    }
+    ddp_group_destroy(g);
+    finalized_at_exit = 0;
+    return DDP_OK;
+}
+
+/* More ranks than one machine serves, in blocks and out of them: sums in tree order, counts, splits. */
+static ddp_result many(void) {
+    enum { COUNT = 3000, MOST = 256 };
+    static float rows[MOST][COUNT], want[COUNT], have[COUNT];
+    static int32_t blocks[MOST], came[2 * MOST];
+    size_t gives[MOST], takes[MOST], offsets[MOST];
+    ddp_group *g = NULL, *part = NULL;
+    ddp_work work;
+    int w, rank, n = 0;
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 60000));
+    w = ddp_world_size(g);
+    rank = ddp_rank(g);
+    RANKS_CHECK(g, w > DDP_MAX_LOCAL_RANKS && w <= MOST, "%d ranks", w);
+    for (int r = 0; r < w; r++)
+        for (int i = 0; i < COUNT; i++) rows[r][i] = (float)((r * 7919 + i * 104729) % 2003 - 1001) / 37.0f;
+    memcpy(want, rows, sizeof want);
+    for (int step = 1; step < w; step *= 2) /* the tree: neighbours, then their sums */
+        for (int r = 0; r + step < w; r += 2 * step)
+            for (int i = 0; i < COUNT; i++) rows[r][i] += rows[r + step][i];
+    for (int i = 0; i < COUNT; i++) { float own = (float)((rank * 7919 + i * 104729) % 2003 - 1001) / 37.0f; want[i] = rows[0][i]; have[i] = own; }
+    RANKS_OK(g, ddp_all_reduce(g, have, have, COUNT, DDP_F32, DDP_OP_SUM, NULL));
+    RANKS_CHECK(g, memcmp(have, want, sizeof have) == 0, "%g, wanted %g", (double)have[0], (double)want[0]);
+    for (int r = 0; r < w; r++) {
+        gives[r] = (size_t)(r % 3 == rank % 3);
+        takes[r] = gives[r];
+        offsets[r] = (size_t)(2 * r);
+        blocks[r] = rank * 1000 + r;
+        n += r % 3 == rank % 3;
+    }
+    memset(came, -1, sizeof came);
+    for (int r = 0, at = 0; r < w; r++)
+        if (gives[r]) blocks[at++] = rank * 1000 + r;
+    RANKS_OK(g, ddp_all_to_all_v(g, blocks, gives, NULL, came, takes, offsets, DDP_I32, &work));
+    memset(gives, 255, sizeof gives); /* they were copied */
+    RANKS_OK(g, ddp_wait(g, &work));
+    for (int r = 0; r < w; r++)
+        RANKS_CHECK(g, came[2 * r] == (r % 3 == rank % 3 ? r * 1000 + rank : -1) && came[2 * r + 1] == -1, "from %d: %d", r, came[2 * r]);
+    for (int r = 0; r < w; r++) takes[r] = (size_t)(r % 2);
+    RANKS_OK(g, ddp_all_gather_v(g, &blocks[0], takes[rank], came, takes, NULL, DDP_I32, NULL));
+    RANKS_OK(g, ddp_group_split(g, rank % 2, -rank, &part));
+    RANKS_CHECK(g, ddp_world_size(part) == (w + !(rank % 2)) / 2, "%d", ddp_world_size(part));
+    n = 1;
+    RANKS_OK(part, ddp_all_reduce(part, &n, &n, 1, DDP_I32, DDP_OP_SUM, NULL));
+    RANKS_CHECK(part, n == ddp_world_size(part), "%d", n);
+    ddp_group_destroy(part);
+    RANKS_OK(g, ddp_barrier(g));
+    ddp_group_destroy(g);
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+/* More than 2^31 bytes and elements, of memory that is mostly the same few pages. */
+static ddp_result large(void) {
+    const size_t page = (size_t)1 << 24, pages = 129, count = page * pages - 77;
+    int fd = (int)syscall(SYS_memfd_create, "large", 0u), rank;
+    unsigned char *space = (unsigned char *)mmap(NULL, page * (pages + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    ddp_group *g = NULL;
+    RANKS_CHECK(NULL, fd >= 0 && space != (unsigned char *)MAP_FAILED && ftruncate(fd, (off_t)(2 * page)) == 0, "%s", strerror(errno));
+    for (size_t i = 0; i < pages; i++) { /* the last one has pages of its own */
+        int own = i == pages - 1;
+        RANKS_CHECK(NULL, mmap(space + i * page, page, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, own ? (off_t)page : 0) !=
+                    MAP_FAILED, "%s", strerror(errno));
+    }
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 60000));
+    rank = ddp_rank(g);
+#define LARGE(call, first, last)                                                                                    \
+    do {                                                                                                            \
+        memset(space, rank + 1, page);                                                                              \
+        memset(space + (pages - 1) * page, 10 * (rank + 1), page);                                                  \
+        RANKS_OK(g, call);                                                                                          \
+        RANKS_CHECK(g, space[0] == (first) && space[count - 1] == (last) && space[count] == 10 * (rank + 1), "%d %d %d", space[0], space[count - 1], \
+                    space[count]);                                                                                  \
+    } while (0)
+    LARGE(ddp_broadcast(g, space, count, DDP_U8, 1, NULL), 2, 20);
+    LARGE(rank ? ddp_send(g, space, count, DDP_U8, 0, 1, NULL) : ddp_recv(g, space, count, DDP_U8, 1, 1, NULL), 2, 20);
+    LARGE(ddp_reduce(g, space, space, count, DDP_U8, DDP_OP_MAX, 0, NULL), 2, 20);
+    ddp_group_destroy(g);
+    finalized_at_exit = 1;
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const struct { const char *name; ddp_result (*run)(void); } scenarios[] = {
+        {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"named", named},
+        {"many", many}, {"large", large}};
+    watchdog_start(100);
+    atexit(last_look);
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {
+        if (argc < 2 || strcmp(argv[1], scenarios[i].name) != 0) continue;
+        ddp_result result = scenarios[i].run();
+        if (result == DDP_OK) return 0;
+        fprintf(stderr, "FAIL %s: %s: %s\n", argv[1], ddp_result_name(result), ddp_last_error());
+        _exit(1);
+    }
+    fprintf(stderr, "usage: mpirun -n W %s SCENARIO\n", argv[0]);
+    return 2;
+}
