@@ -52,7 +52,8 @@ static int check(const char *what, int rank, const report *r, ddp_result want, c
     int good = r->first == want || (rank == 1 && r->first == DDP_ERR_POISONED); /* rank 1 may have been told by its own call */
     for (int i = 0; i < 3; i++) good = good && strstr(r->text, texts[i]) && strstr(r->again, texts[i]);
     if (!good || r->second != DDP_ERR_POISONED)
-        return fprintf(stderr, "FAIL %s, rank %d: %s '%s', then %s '%s'\n", what, rank, ddp_result_name(r->first), r->text, ddp_result_name(r->second), r->again), 1;
+        return fprintf(stderr, "FAIL %s, rank %d: %s '%s', then %s '%s'\n", what, rank, ddp_result_name(r->first), r->text,
+                       ddp_result_name(r->second), r->again), 1;
     return 0;
 }
 
