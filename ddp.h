@@ -200,7 +200,7 @@ typedef struct ddp_launch_desc {
     const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
     int device_count;
     int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS alone */
-    ddp_group_desc group; /* timeout_ms, order, name, allocators, ... of the world; init_method, rank and world_size are not read */
+    ddp_group_desc group; /* timeout_ms, order, name, backend, allocators, ... of the world; init_method, rank and world_size are not read */
 } ddp_launch_desc;
 
 /* A grid of ranks, row-major: the last dimension runs fastest. shape {2, 2, 2}, names {"pp", "dp", "tp"}:
@@ -702,11 +702,15 @@ DDPDEF const char *ddp_group_name(const ddp_group *group);
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
 DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
 
-/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, backend_user, device, order, name,
-   timeout_ms; 0 = as control (order: the backend's). The rest is control's. Collective. set_local: which ranks share a machine, after a split. */
+/* A group of control's ranks over another backend, which may talk over control while it opens. Of desc: backend, backend_user (NULL = control), device,
+   order, name, timeout_ms; 0 = as control (order: the backend's). The rest is control's. Collective. set_local: which ranks share a machine, after a split. */
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc);
 DDPDEF void *ddp_group_backend_user(const ddp_group *group);
 DDPDEF void ddp_group_set_local(ddp_group *group, int local_rank, int local_world_size);
+
+/* For backends that only move bytes: what a reduction of source_count (1 to 65536) arrays of count elements comes to, in tree order. dst may be one of
+   them. AVG divides by divisor, 0 = source_count. */
+DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor);
 
 /* For backends made of another group: issues a checked call as it is, with its divisor; the backend's own poison and status. */
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work);
@@ -1551,6 +1555,10 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
             for (size_t from = first; from < runs * each; from += each) ddp__reduce_run(&r, from, step);
     ddp__reduce_run(&r, runs * each, count - runs * each);
     if (r.past) ddp__stream_end();
+}
+
+DDPDEF void ddp_reduce_tree(void *dst, const void *const *sources, int source_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor) {
+    ddp__reduce_tree(&dst, 1, sources, source_count, count, dtype, op, divisor ? divisor : (uint64_t)source_count, DDP__CACHED);
 }
 
 #if defined(__clang__)
@@ -5045,7 +5053,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
     d = control->desc;
     d.backend = desc->backend;
-    d.backend_user = desc->backend_user;
+    d.backend_user = desc->backend_user ? desc->backend_user : control;
     d.order = desc->order;
     if (desc->device) d.device = desc->device;
     if (desc->name) d.name = desc->name;
@@ -5106,7 +5114,7 @@ static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, c
     ddp__venue venue = DDP_ZERO;
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
-    if (id->heap) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
+    if (id->heap && !desc->backend) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
     if (desc->backend) {
         DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
         ddp_group_set_local(*out, id->local_rank, id->local_world_size);
@@ -6047,17 +6055,19 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 /* The life of one rank. */
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     const ddp__place outside = ddp__here, here = {launch->heap, rank, launch->desc->devices ? launch->desc->devices[rank] + 1 : 0};
-    ddp_group *world = NULL;
+    ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
     ddp_result result;
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
     result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
-    if (result == DDP_OK) result = launch->fn(world, launch->user);
+    if (result == DDP_OK && launch->group.backend) result = ddp_group_create_on(&plugged, world, &launch->group);
+    if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;
     if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
     if (result != DDP_OK) ddp__note_failure(launch, rank, result);
+    ddp_group_destroy(plugged);
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
     return result;

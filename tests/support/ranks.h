@@ -22,6 +22,13 @@
 
 #define RANKS_UNUSED __attribute__((unused))
 
+#if defined(RANKS_BACKEND) /* names the function that gives the backend under test */
+#if defined(__cplusplus)
+extern "C"
+#endif
+const ddp_backend *RANKS_BACKEND(void);
+#endif
+
 //== running ranks ==========================================================================
 
 typedef enum ranks_mode { RANKS_PROCESSES, RANKS_THREADS, RANKS_ENV, RANKS_MPI, RANKS_MPI_ANY } ranks_mode;
@@ -65,6 +72,9 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
         desc.world_size = world_size;
         desc.mode = mode == RANKS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
         desc.group.timeout_ms = timeout_ms;
+#if defined(RANKS_BACKEND)
+        desc.group.backend = RANKS_BACKEND();
+#endif
         return ddp_launch(&desc, fn, user);
     }
 }
