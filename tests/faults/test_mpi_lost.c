@@ -38,7 +38,7 @@ static int rank_main(const char *how, ddp_result want) {
     ddp_result result;
     int rank;
     desc.init_method = "mpi://";
-    desc.timeout_ms = want == DDP_ERR_TIMEOUT ? 2000 : 30000;
+    desc.timeout_ms = want == DDP_ERR_TIMEOUT ? 5000 : 30000;
     desc.order = strcmp(how, "any") == 0 ? DDP_ORDER_ANY : DDP_ORDER_TREE;
     result = ddp_group_create(&g, &desc);
     if (result == DDP_OK) result = ddp_barrier(g);
