@@ -4343,7 +4343,7 @@ static int ddp__await_news(ddp__peer *p, double deadline) {
     while ((whole = ddp__peer_read(NULL, p)) == 0)
         if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
     p->record.text[DDP__TEXT_MAX - 1] = 0;
-    return whole < 0 ? errno : 0;
+    return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
