@@ -1,70 +1,13 @@
 /*  test_netns.c - ranks on two machines: network namespaces with a cable between them, which is cut while they train.
 
-    A namespace lives as long as the process that made it, so nothing stays behind. Skipped without root or iproute2. */
+    Skipped without root or iproute2. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
+#include "../support/network.h"
 
-static pid_t machine[2]; /* processes that hold a namespace each */
-static char path[64];    /* of the file of file:// */
-
-static int enter(int which) {
-    char name[64];
-    int fd, result;
-    snprintf(name, sizeof name, "/proc/%d/ns/net", (int)machine[which]);
-    fd = open(name, O_RDONLY | O_CLOEXEC);
-    result = fd < 0 ? -1 : (int)syscall(SYS_setns, fd, 0x40000000 /* CLONE_NEWNET */);
-    if (fd >= 0) close(fd);
-    return result;
-}
-
-/* Runs a command on a machine; its exit status. */
-static int on(int which, const char *format, ...) {
-    char command[256];
-    va_list args;
-    int status;
-    pid_t pid;
-    va_start(args, format);
-    vsnprintf(command, sizeof command, format, args);
-    va_end(args);
-    pid = fork();
-    if (pid == 0) {
-        if (enter(which) != 0) _exit(99);
-        execl("/bin/sh", "sh", "-c", command, (char *)NULL);
-        _exit(98);
-    }
-    return waitpid(pid, &status, 0) == pid && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-static pid_t make_machine(void) {
-    int ready[2];
-    char byte = 0;
-    pid_t pid;
-    if (pipe(ready) != 0) return -1;
-    pid = fork();
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-        byte = syscall(SYS_unshare, 0x40000000 /* CLONE_NEWNET */) == 0;
-        (void)!write(ready[1], &byte, 1);
-        for (;;) pause();
-    }
-    if (read(ready[0], &byte, 1) != 1) byte = 0;
-    close(ready[0]);
-    close(ready[1]);
-    return byte ? pid : -1;
-}
-
-/* Two machines and a cable: 10.77.0.1 and 10.77.0.2, fd77::1 and fd77::2. */
-static int make_network(void) {
-    for (int i = 0; i < 2; i++)
-        if ((machine[i] = make_machine()) < 0) return 0;
-    if (on(0, "ip link add cable type veth peer name cable netns %d 2>/dev/null", (int)machine[1]) != 0) return 0;
-    for (int i = 0; i < 2; i++)
-        if (on(i, "ip link set lo up && ip addr add 10.77.0.%d/24 dev cable && ip link set cable up", i + 1) != 0) return 0;
-    for (int i = 0; i < 2; i++) on(i, "ip -6 addr add fd77::%d/64 dev cable nodad 2>/dev/null", i + 1); /* a kernel may have no IPv6 */
-    return 1;
-}
+static char path[64]; /* of the file of file:// */
 
 typedef ddp_result (*body)(ddp_group *world, void *user);
 

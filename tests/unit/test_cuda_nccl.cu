@@ -158,6 +158,7 @@ static void run_on(int size, uint64_t seed, program_fn program) {
 }
 
 static void run_seeds(program_fn program, int seeds) {
+    seeds = seeds / DDP_TEST_SLOWDOWN + (DDP_TEST_SLOWDOWN > 1);
     for (int size = 1; size <= MAX_RANKS; size++)
         for (int seed = 0; seed < seeds; seed++) run_on(size, (uint64_t)seed, program);
 }
@@ -706,7 +707,7 @@ static int error_at(const char *function, int n, int sticky) {
 /* An error at every single call: told with the call's name, nobody hangs, nothing is left, nothing is out of order. */
 static void errors_everywhere(void) {
     static const char *const polls[] = {"cudaSetDevice", "cudaStreamQuery", "cudaEventQuery", "ncclCommGetAsyncError", "cudaThreadExchangeStreamCaptureMode"};
-    int stride = DDP_TEST_SLOWDOWN > 3 ? 31 : DDP_TEST_SLOWDOWN > 1 ? 13 : 1;
+    int stride = DDP_TEST_SLOWDOWN > 3 ? 61 : DDP_TEST_SLOWDOWN > 1 ? 13 : 1;
     for (int sticky = 0; sticky < 2; sticky++) {
         for (int n = 1; failures < 40 && error_at(NULL, n, sticky); n += stride) {}
         for (int k = 0; k < 5; k++)

@@ -261,6 +261,7 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
     for (size_t t = 0; t < LENGTH(dtypes); t++) {
         for (int i = 0; i < SOURCES_MAX; i++) fill(pristine[i], COUNT_MAX, dtypes[t]);
         for (size_t w = 0; w < LENGTH(worlds); w++) {
+            if (DDP_TEST_SLOWDOWN > 1 && (w + t) % 3) continue; /* each world with a third of the types */
             check_operation(worlds[w], dtypes[t], DDP_OP_SUM, (uint64_t)worlds[w] % 2);
             check_operation(worlds[w], dtypes[t], DDP_OP_AVG, (uint64_t)worlds[w]);
             check_operation(worlds[w], dtypes[t], DDP_OP_AVG, w % 2 ? 6 : 16);
