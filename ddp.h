@@ -324,7 +324,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    a split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
    With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have. MPI is initialised
    unless the program has done so, and then finalised at exit, not while a group is open or has failed. In tree order the bits are those of one machine;
-   DDP_ORDER_ANY leaves all_reduce and reduce to MPI. The ranks of one machine use shared memory.
+   DDP_ORDER_ANY leaves all_reduce and reduce to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later. The ranks of one machine
+   use shared memory.
    Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
    answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
    use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
@@ -2000,6 +2001,8 @@ typedef struct ddp__local {
     int amd;                         /* as in ddp__job */
     uint64_t has_read;               /* peers whose processes receives have read; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
+    void (*beside_fn)(void *);       /* goes on while this rank waits, or NULL */
+    void *beside;
 } ddp__local;
 
 /* Payloads and slots begin in the middle of a page. Large private buffers begin at its start or a little behind: at the same place, loads wait for
@@ -2182,6 +2185,7 @@ static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, c
         cause = ddp__local_cause(l, text, sizeof text);
         if (cause != DDP_OK) return DDP_ERR_POISONED;
         ddp__local_progress(group, l);
+        if (l->beside_fn) l->beside_fn(l->beside);
         if (tries < l->yields) { sched_yield(); continue; }
         ddp__sleep_for(l, peer, word, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
@@ -2409,8 +2413,8 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
         if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
-    if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", peer, ddp__pid_of(l, peer));
-    else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->rank, peer, strerror(error));
+    if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
+    else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
     ddp__local_poison(l, error == ESRCH ? DDP_ERR_PEER_LOST : DDP_ERR_SYSTEM, text);
     return 0;
 }
@@ -4863,10 +4867,23 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
     return result;
 }
 
+/* Group memory from the backend of another group; a failure anywhere is everybody's. */
+static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_group *of, void *state, size_t size_bytes, void **out) {
+    int32_t worst;
+    ddp_result result;
+    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
+    worst = (int32_t)by->alloc(of, state, size_bytes, out);
+    result = ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL);
+    if (result == DDP_OK && worst == DDP_OK) return DDP_OK;
+    if (result == DDP_OK && *out) by->free(of, state, *out);
+    *out = NULL;
+    if (result != DDP_OK) return result;
+    return DDP__RANK_FAIL(group, (ddp_result)worst, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+}
+
 /* Memory that other machines cannot see is this rank's own. */
 static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
-    return ddp__self_alloc(group, state, size_bytes, out);
+    return ddp__alloc_by(group, ddp__backend_self(), group, state, size_bytes, out);
 }
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
@@ -5274,8 +5291,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
                      ranks 0 1 2 3 | 4 5 6 7     reduce to 0 and to 4; 0 and 4 by the flat way; broadcast from 0 and from 4
      flat        chunk by chunk: each rank gets its share of every rank's chunk, adds it up in tree order and sends the sum to all
 
-   Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have come to it. After a failure MPI may still own
-   the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. */
+   Every wait is MPI_Test on what has been started; those of a split alone block, right after all ranks have agreed to it. After a failure MPI may still own
+   the buffers of calls that were under way: nothing that it was given is freed, and it is not finalised. Messages are cancelled. */
 
 #if !defined(DDP__MPI_PIECE_BYTES) /* tests make them small */
 #define DDP__MPI_PIECE_BYTES ((size_t)1 << 30) /* of one call of MPI, whose counts are int */
@@ -5303,8 +5320,9 @@ typedef struct ddp__mpi {
     int left;                         /* the first rank that has left, */
     uint64_t left_after;              /* and after which call */
     double looked;                    /* for the dead */
+    uint64_t word[9];                 /* what MPI carries for ddp.h itself: after a failure it may still write there */
     MPI_Request *requests;            /* of the call under way: four for each rank are enough */
-    int request_count;
+    int request_count, messages;      /* messages: that is what they are, not a collective of MPI */
     unsigned char *scratch;
     size_t scratch_bytes;
     float *wide;                      /* a chunk of 16-bit floats, converted */
@@ -5347,8 +5365,9 @@ static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, con
         if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
-/* Takes in the notices that have come. */
-static void ddp__mpi_listen(ddp__mpi *s) {
+/* Takes in the notices that have come. MPI, too, moves on: what it has sent may need that to get there. */
+static void ddp__mpi_listen(void *state) {
+    ddp__mpi *s = (ddp__mpi *)state;
     for (;;) {
         ddp__mpi_notice notice;
         MPI_Message message;
@@ -5368,6 +5387,12 @@ static void ddp__mpi_listen(ddp__mpi *s) {
             s->left = status.MPI_SOURCE;
         }
     }
+}
+
+/* For those who only ask. Below MPI_THREAD_MULTIPLE it may not be their thread that talks to MPI. */
+static ddp_result ddp__mpi_heard(const ddp_group *group, void *state) {
+    if (!group->no_thread) ddp__mpi_listen(state);
+    return ddp__mpi_status(group, state);
 }
 
 /* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
@@ -5405,7 +5430,8 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
 /* Waits for what has been started. */
 static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
     double start = 0;
-    for (int tries = 0, done = 0;; tries++) {
+    int done = 0;
+    for (uint64_t tries = 0;; tries++) { /* more than an int holds in half an hour */
         DDP__MPI(MPI_Testall, s->request_count, s->requests, &done, MPI_STATUSES_IGNORE);
         if (done) break;
         if (tries < 1000) continue;
@@ -5420,6 +5446,7 @@ static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
 /* A collective of MPI, from its start to its end. */
 #define DDP__MPI_RUN(group, s, function, ...)                                                       \
     do {                                                                                            \
+        (s)->messages = 0;                                                                          \
         DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
         DDP__TRY(ddp__mpi_await(group, s));                                                         \
     } while (0)
@@ -5448,7 +5475,23 @@ static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, siz
     else DDP__MPI(MPI_Irecv, (void *)(uintptr_t)memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
     if (large) MPI_Type_free(&type); /* lives until it is no longer used */
     s->request_count++;
+    s->messages = 1;
     return DDP_OK;
+}
+
+/* The same on all ranks: DDP_OK if it is well with each. Otherwise who is well says this of another. */
+static ddp_result ddp__mpi_agree(ddp_group *group, ddp__mpi *s, ddp_result own, const char *other) {
+    ddp__outcome first = {DDP_OK, ""};
+    ddp__outcome_join(&first, own);
+    if (s->local && ddp__mpi_status(group, s) != DDP_OK) {
+        ddp__mpi_poison(group, s, DDP_ERR_POISONED, ddp_last_error()); /* other machines wait for this one */
+        return own == DDP_OK ? ddp__mpi_status(group, s) : ddp__outcome_tell(&first);
+    }
+    s->step = 1;
+    s->word[0] = own == DDP_OK;
+    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
+    if (s->word[0]) return DDP_OK;
+    return own == DDP_OK ? ddp_fail(DDP_ERR_SYSTEM, "%s", other) : ddp__outcome_tell(&first);
 }
 
 static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_bytes) {
@@ -5587,7 +5630,8 @@ static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
 
 /* Every rank has made this call, and the same one, when this returns DDP_OK. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t mine[3] = {ddp__signature(call), call->count, call->seq}, most[3], hash[3], *all;
+    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all;
+    const size_t size = 3 * sizeof *mine;
     char text[DDP__TEXT_MAX];
     int other = 1;
     s->way = s->block > 1 ? DDP__WAY_MACHINES : DDP__WAY_FLAT;
@@ -5596,28 +5640,33 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
         here.seq = ++s->local->seq;
         return ddp__enter(s->local, (ddp__local *)s->local->state, &here, 0, 0);
     }
+    mine[0] = ddp__signature(call);
+    mine[1] = call->count;
+    mine[2] = call->seq;
     if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
-    hash[0] = ddp__hash_bytes(DDP__HASH, mine, sizeof mine);
+    hash[0] = ddp__hash_bytes(DDP__HASH, mine, size);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
     hash[2] = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
     if (s->block > 1) s->way = (int)most[2];
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof mine));
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * size));
     all = (uint64_t *)(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
-    while (other < s->world_size - 1 && memcmp(all, all + 3 * other, sizeof mine) == 0) other++;
+    while (other < s->world_size - 1 && memcmp(all, all + 3 * other, size) == 0) other++;
+    if (memcmp(all, all + 3 * other, 2 * sizeof *all) == 0) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
     ddp__mismatch_text(text, 0, all, other, all + 3 * other);
     return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
 }
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    size_t *given;
+    size_t *given, *mine;
     int r = 0;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *given));
+    DDP__TRY(ddp__mpi_scratch(group, s, 2 * (size_t)s->world_size * sizeof *given));
     given = (size_t *)(void *)s->scratch;
-    DDP__MPI_RUN(group, s, MPI_Ialltoall, call->send_counts, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
+    mine = (size_t *)memcpy(given + s->world_size, call->send_counts, (size_t)s->world_size * sizeof *given); /* theirs may go, should this fail */
+    DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
     while (r < s->world_size && given[r] == call->recv_counts[r]) r++;
     if (r == s->world_size) return DDP_OK;
     return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, (unsigned long long)given[r],
@@ -5651,6 +5700,8 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
     result = ddp__mpi_carry(group, s, call);
     if (result == DDP_OK) return DDP_OK;
     ddp__mpi_poison(group, s, result, ddp_last_error()); /* the others count on this rank */
+    for (int i = 0; i < s->request_count && s->messages; i++)
+        if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]); /* buffers are their owner's again */
     return DDP_ERR_POISONED;
 }
 
@@ -5662,15 +5713,19 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     const void *data = call->send ? call->send : call->recv;
     int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
     MPI_Datatype type;
+    ddp_result result;
     if (!m) return DDP_ERR_NO_MEMORY;
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    DDP__TRY(ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type));
-    if (call->kind == DDP_CALL_SEND) DDP__MPI(MPI_Isend, m, 1, type, call->root, tag, s->comm, &m->request);
-    else DDP__MPI(MPI_Irecv, m, 1, type, call->root, tag, s->comm, &m->request);
-    MPI_Type_free(&type);
-    return DDP_OK;
+    result = ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type);
+    if (result == DDP_OK) {
+        if (call->kind == DDP_CALL_SEND) result = ddp__mpi_result(MPI_Isend(m, 1, type, call->root, tag, s->comm, &m->request), "MPI_Isend");
+        else result = ddp__mpi_result(MPI_Irecv(m, 1, type, call->root, tag, s->comm, &m->request), "MPI_Irecv");
+        MPI_Type_free(&type);
+    }
+    if (result != DDP_OK) ddp_group_mfree(group, m);
+    return result;
 }
 
 static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
@@ -5679,7 +5734,8 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     char text[DDP__TEXT_MAX];
     int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error, same;
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
-    else if (!*done) return ddp__mpi_look(group, s, ddp_now()); /* the time is the caller's to watch */
+    else if (!*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK; /* the time is the caller's to watch */
+    else if (!*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
     same = m->dtype == (uint64_t)m->call.dtype && m->count == m->call.count;
     if (kind == MPI_ERR_TRUNCATE || (kind == MPI_SUCCESS && !same)) {
         snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)", m->call.root,
@@ -5697,23 +5753,21 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
 
 /* --- groups --- */
 
-/* Peers of this machine read it in place; a failure anywhere is everybody's. */
+/* Peers of this machine read it in place. */
 static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp_group *local = ((ddp__mpi *)state)->local;
-    int32_t worst;
-    DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
-    worst = (int32_t)local->backend->alloc(local, local->state, size_bytes, out);
-    DDP__TRY(ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL));
-    if (worst == DDP_OK) return DDP_OK;
-    if (*out) local->backend->free(local, local->state, *out);
-    *out = NULL;
-    return DDP__RANK_FAIL(group, (ddp_result)worst, "ddp_group_alloc group=%s: %zu bytes per rank are not to be had on every machine", group->name, size_bytes);
+    return ddp__alloc_by(group, local->backend, local, local->state, size_bytes, out);
+}
+
+/* In its turn: calls of this machine's group belong to whoever carries out the whole group's. A task. */
+static ddp_result ddp__mpi_free_here(ddp_group *group, void *memory) {
+    ddp_group *local = ((ddp__mpi *)group->state)->local;
+    return local->backend->free(local, local->state, memory);
 }
 
 static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
-    ddp_group *local = ((ddp__mpi *)state)->local;
-    (void)group;
-    return local->backend->free(local, local->state, memory);
+    (void)state;
+    return ddp_group_enqueue(group, ddp__mpi_free_here, memory, NULL);
 }
 
 /* Late notices may be under way: where there are any, the communicator and the state stay until MPI ends. */
@@ -5755,24 +5809,25 @@ static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *he
 
 /* The ranks of this machine meet, unless they are in `local` already. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
-    uint64_t id[2] = {machine, ddp__nonce()}, (*ids)[2];
-    int ok, number[DDP_MAX_LOCAL_RANKS];
+    uint64_t *id = s->word, (*ids)[2];
+    int number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
     DDP__TRY(ddp__mpi_await(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof id));
+    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *ids));
+    id[0] = machine;
+    id[1] = ddp__nonce();
     ids = (uint64_t (*)[2])(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, id, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
     ddp__mpi_machines(s, ids, &here, number);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
-    if (s->machine_count > 1) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    ok = s->local || ddp__create_local(&s->local, &desc, &here) == DDP_OK;
-    DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, &ok, 1, MPI_INT, MPI_MIN);
-    if (!ok) return ddp_fail(DDP_ERR_SYSTEM, "%s", s->local ? "the ranks of another machine could not share memory; see their error" : ddp_last_error());
+    if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
+    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__create_local(&s->local, &desc, &here),
+                            "the ranks of another machine could not share memory; see their error"));
     memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
     ddp_group_set_local(group, here.rank, here.world_size);
     return DDP_OK;
@@ -5808,7 +5863,9 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
         return result;
     }
     if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) {
-        *state = s;
+        ddp__local *l = (ddp__local *)s->local->state;
+        *state = l->beside = s;
+        l->beside_fn = ddp__mpi_listen;
         MPI_Query_thread(&level);
         group->no_thread = level < MPI_THREAD_MULTIPLE;
         return DDP_OK;
@@ -5825,16 +5882,18 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *part = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
-    ddp_result result = ddp_group_split(s->local, child ? members[0] : -1, child ? child->rank : 0, &part), split = DDP_OK;
+    ddp_result result = ddp_group_split(s->local, child ? members[0] : -1, child ? child->rank : 0, &part);
     int here = part && ddp_world_size(part) == member_count;
     *child_state = NULL;
-    if (s->machine_count > 1 && ddp__mpi_status(parent, s) == DDP_OK) /* on all of them, or none */
-        split = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? members[0] : MPI_UNDEFINED, child ? child->rank : 0, &comm), "MPI_Comm_split");
-    if (result == DDP_OK) result = split;
+    if (result == DDP_OK && !child && member_count) result = DDP_ERR_NO_MEMORY; /* of this rank; the caller knows the line */
+    result = ddp__mpi_agree(parent, s, result, "another rank could not split; see its error");
+    if (result == DDP_OK && s->machine_count > 1) /* all ranks, or none: it cannot be given up */
+        result = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? members[0] : MPI_UNDEFINED, child ? child->rank : 0, &comm), "MPI_Comm_split");
+    if (result != DDP_OK) ddp_group_destroy(part);
     if (result != DDP_OK || !child) return result;
     if (!here) {
         result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
-        MPI_Comm_free(&comm);
+        if (result == DDP_OK) MPI_Comm_free(&comm);
     } else {
         ddp__mpi_adopt(child, part, child_state);
     }
@@ -5848,7 +5907,7 @@ static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
 
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_status, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL};
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL};
     return &mpi;
 }
 

@@ -106,7 +106,7 @@ static ddp_result chosen(void) {
     RANKS_OK(b, work_of_all_sorts(b));
     ddp_group_destroy(b);
     RANKS_CHECK(NULL, is_running() && !finalized, "it is finalised");
-    RANKS_OK(NULL, join(&a, DDP_ORDER_TREE, 20000)); /* after it */
+    RANKS_OK(NULL, join(&a, DDP_ORDER_TREE, 2147483647)); /* after it, and with all the time there is */
     RANKS_OK(a, work_of_all_sorts(a));
     ddp_group_destroy(a);
     finalized_at_exit = 1;
@@ -220,11 +220,26 @@ static ddp_result named(void) {
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    memset(takes, 0, sizeof takes);
+    takes[rank == last] = 2; /* as many in all */
+    RANKS_CHECK(g, ddp_all_gather_v(g, x, takes[rank], y, takes, NULL, DDP_F32, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
+    SAYS(g, "counts disagree: recv_counts");
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
     if (rank == 0) RANKS_CHECK(g, ddp_send(g, x, 3, DDP_F32, last, 7, NULL) == DDP_OK || ddp_group_status(g) != DDP_OK, "%s", ddp_last_error());
     if (rank == last) RANKS_CHECK(g, ddp_recv(g, x, 2, DDP_F32, 0, 7, NULL) == DDP_ERR_MISMATCH, "%s", ddp_last_error());
     RANKS_CHECK(g, ddp_barrier(g) != DDP_OK, "after a message of another count");
     SAYS(g, "rank 0 ddp_send f32 count=3");
     SAYS(g, "rank %d ddp_recv f32 count=2", last);
+    ddp_group_destroy(g);
+
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 20000));
+    RANKS_OK(g, ddp_barrier(g));
+    if (rank == 0) RANKS_OK(g, ddp_group_abort(g));
+    for (start = ranks_now(); ddp_group_status(g) == DDP_OK && ranks_now() - start < 15;) ranks_sleep_us(1000); /* without a call */
+    RANKS_CHECK(g, ddp_group_status(g) != DDP_OK, "nobody said that it failed");
+    SAYS(g, "rank 0 (pid ");
     ddp_group_destroy(g);
 
     RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 4000));

@@ -11,7 +11,7 @@ static int machine_salt;
 
 enum { ECHOES = 3 };
 
-static pid_t start_rank(int rank, int port) {
+static pid_t start_rank(int rank, int port, int listener) {
     pid_t pid = fork();
     seen *s = &stage_shared->rank[rank];
     ddp_group_desc desc = DDP_ZERO;
@@ -19,6 +19,7 @@ static pid_t start_rank(int rank, int port) {
     int32_t sum = 1;
     char url[64];
     if (pid != 0) return pid;
+    if (listener >= 0) close(listener);
     machine_salt = rank + 1;
     snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
     desc.init_method = url;
@@ -53,10 +54,10 @@ int main(void) {
     EXPECT(listener >= 0, "%s", strerror(errno));
     ddp__announce_text(listener, text);
     port = atoi(strchr(text, ' '));
-    pids[1] = start_rank(1, port);
+    pids[1] = start_rank(1, port, listener);
     for (int i = 0; i < ECHOES; i++) echo_once(listener);
     close(listener);
-    pids[0] = start_rank(0, port);
+    pids[0] = start_rank(0, port, -1);
     for (int r = 0; r < 2; r++) {
         const seen *s = &stage_shared->rank[r];
         waitpid(pids[r], NULL, 0);
