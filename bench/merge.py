@@ -262,9 +262,11 @@ def plot_data(results, folder):
 def main():
     folder = sys.argv[1]
     blocks, mixed = read(os.path.join(folder, "collectives.csv"))
+    counts = collections.Counter(b.tag for b in blocks)
+    PLACES[:] = [tag for tag in PLACES if counts[tag] * 20 > len(blocks)]  # where the cores hardly ever were is no result
+    blocks = [b for b in blocks if b.tag in PLACES]
     results, misses = Results(blocks), []
     preempted = sum(1 for b in blocks if b.preempted > 10 and b.ranks == 2)
-    counts = collections.Counter(b.tag for b in blocks)
     lines = all_reduce_ratios(results, misses) + other_ratios(results, misses) + barrier(results, misses) + bound(results, misses) + copies(results) + times(results)
     lines += ["Blocks: %d near, %d far, %d dropped as mixed; %d of those kept were interrupted more than ten times." % (
         counts["near"], counts["far"], mixed, preempted), ""]
