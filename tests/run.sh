@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what the tests need, builds them and runs them all; the last lines are ctest's summary.
 #   sh tests/run.sh           every test with gcc, clang, as C++, and under the sanitizers
-#   sh tests/run.sh --quick   the plain build alone
+#   sh tests/run.sh --quick   the plain build alone, without MPI, CUDA and what is long
 # Further arguments go to ctest: sh tests/run.sh --quick -R unit
 # Packages are installed only when missing, with apt as root or through sudo. Everything is built below build/.
 set -u
@@ -81,14 +81,14 @@ fi
 
 jobs=$(nproc 2>/dev/null || echo 2)
 if [ -n "$quick" ]; then
-    build=build/quick flavours=plain
+    build=build/quick flavours=plain long=OFF
 else
-    build=build/tests flavours='plain;clang;cxx;asan;tsan'
+    build=build/tests flavours='plain;clang;cxx;asan;tsan' long=ON
 fi
 log=$build/configure.log
 mkdir -p "$build"
 echo "Configuring and building in $build"
-if ! CC=gcc CXX=g++ cmake -G Ninja -S . -B "$build" "-DDDP_TEST_FLAVOURS=$flavours" -DDDP_BUILD_TESTS=ON -DDDP_BUILD_EXAMPLES=OFF >"$log" 2>&1; then
+if ! CC=gcc CXX=g++ cmake -G Ninja -S . -B "$build" "-DDDP_TEST_FLAVOURS=$flavours" -DDDP_TEST_LONG=$long -DDDP_BUILD_TESTS=ON -DDDP_BUILD_EXAMPLES=OFF >"$log" 2>&1; then
     cat "$log" >&2
     exit 1
 fi
