@@ -4781,8 +4781,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
     }
     if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
     if (adds && !frame.result) /* into the place of rank 0's data */
-        ddp__reduce_tree((void *const *)t->source, 1, t->source, w, frame.size / m->element, m->call->dtype, m->call->op,
-                         m->call->divisor ? m->call->divisor : (uint64_t)w, 0);
+        ddp_reduce_tree(t->peer[0].bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
     frame.size = frame.result ? 0 : total;
     if (!ddp__room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
     memcpy(t->out, &frame, sizeof frame);
