@@ -653,6 +653,7 @@ struct ddp_backend {
     int enqueues;            /* 1 = run returns once the work is on the communication lane */
     ddp_order default_order; /* 0 = tree */
     ddp_result (*batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
+    void *(*peer)(ddp_group *group, void *state, const void *memory, int rank); /* see ddp_group_peer; NULL = no rank reads another's memory */
 };
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -699,6 +700,10 @@ DDPDEF void *ddp_group_device_state(const ddp_group *group); /* from open; NULL 
 DDPDEF int ddp_group_device_index(const ddp_group *group);   /* what ddp_launch_desc.devices gives this rank; -1 = nothing */
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group);
 DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_DEFAULT */
+
+/* Where rank's counterpart of this rank's group memory lies for this rank, who may read and write it between calls that keep the ranks in step;
+   NULL where memory is not group memory, or that rank's cannot be reached. The answer is alike for all ranks of a group. Not collective. */
+DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank);
 DDPDEF const char *ddp_group_name(const ddp_group *group);
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
 DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
@@ -1055,6 +1060,7 @@ static void ddp__describe(char *out, size_t size, const ddp_call *call) {
     if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
     if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
     else if (call->tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
+    else if (call->kind == DDP_CALL_BARRIER && call->count && !call->tag) snprintf(out, size, "%s number %llu", title, count);
     else if (call->tag == DDP__FOR_SPLIT || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
     else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call->dtype), count, op, root);
 }
@@ -3396,9 +3402,27 @@ static void ddp__local_close(ddp_group *group, void *state) {
     ddp_group_mfree(group, l);
 }
 
+static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
+    ddp__local *l = (ddp__local *)state;
+    unsigned char *found = NULL;
+    (void)group;
+    pthread_mutex_lock(&l->heap->lock);
+    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
+        for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
+            uintptr_t inside = (uintptr_t)memory - (uintptr_t)region->mine;
+            int number = 0; /* of rank in the owner */
+            if (inside >= region->stride) continue;
+            while (owner->member[number] != l->member[rank]) number++;
+            found = region->base + (size_t)number * region->stride + inside;
+        }
+    pthread_mutex_unlock(&l->heap->lock);
+    return found;
+}
+
 static const ddp_backend *ddp__backend_local(void) {
     static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL};
+                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
+                                      ddp__local_peer};
     return &local;
 }
 
@@ -3473,7 +3497,7 @@ static void ddp__self_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_self(void) {
     static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
-                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL};
+                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL};
     return &self;
 }
 
@@ -4986,7 +5010,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 
 static const ddp_backend *ddp__backend_tcp(void) {
     static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
-                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL};
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL};
     return &tcp;
 }
 
@@ -5261,6 +5285,10 @@ DDPDEF void *ddp_group_device_state(const ddp_group *group) { return group->devi
 DDPDEF int ddp_group_device_index(const ddp_group *group) { return group->device_index; }
 DDPDEF int ddp_group_timeout_ms(const ddp_group *group) { return group->desc.timeout_ms; }
 DDPDEF ddp_order ddp_group_order(const ddp_group *group) { return group->desc.order; }
+DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank) {
+    if (group->world_size == 1) return (void *)(uintptr_t)memory;
+    return memory && group->backend->peer ? group->backend->peer(group, group->state, memory, rank) : NULL;
+}
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
@@ -5904,9 +5932,15 @@ static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
     return ddp__mpi_open_on(group, *(MPI_Comm *)group->desc.backend_user, ddp__machine(), NULL, state);
 }
 
+static void *ddp__mpi_peer(ddp_group *group, void *state, const void *memory, int rank) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    return local->world_size == group->world_size ? ddp_group_peer(local, memory, rank) : NULL;
+}
+
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL};
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL,
+                                    ddp__mpi_peer};
     return &mpi;
 }
 

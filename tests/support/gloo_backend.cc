@@ -289,7 +289,7 @@ ddp_result release(ddp_group *group, void *state, void *memory) {
     return DDP_OK;
 }
 
-const ddp_backend backend = {"gloo", open, run, p2p_start, p2p_poll, NULL, split, alloc, release, status, poison, close, 0, DDP_ORDER_TREE, NULL};
+const ddp_backend backend = {"gloo", open, run, p2p_start, p2p_poll, NULL, split, alloc, release, status, poison, close, 0, DDP_ORDER_TREE, NULL, NULL};
 
 } // namespace
 
