@@ -668,6 +668,21 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
 typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
 
+/* An optimizer's step over count elements of dtype f32 or f64. Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are of
+   dtype already. w, g, m, v are elements of value, grad, state0 and state1:
+     ADAMW   m = beta1 m + rest1 g;  v = beta2 v + rest2 (g g);  w = w keep - (rate m) / (sqrt(v) root + eps)
+     LAMB    m and v as above;  g = (rate m) / (sqrt(v) root + eps) + decay w, the last term only if decay is not 0
+     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + rest1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d */
+typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
+typedef struct ddp_update {
+    ddp_update_kind kind;
+    ddp_dtype dtype;
+    void *value, *grad, *state0, *state1;
+    size_t count;
+    double rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;
+    int first, nesterov;
+} ddp_update;
+
 /* Where memory lives and what can compute on it. Pointers are this device's. The CPU's table is ddp_device_cpu(). */
 struct ddp_device {
     const char *name;
@@ -692,6 +707,7 @@ struct ddp_device {
     ddp_result (*event_record)(ddp_group *group, ddp_lane lane, void *event); /* marks what the lane holds now; marks anew */
     ddp_result (*event_wait)(ddp_group *group, ddp_lane lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
     ddp_result (*event_test)(ddp_group *group, void *event, int *done);
+    void (*update)(const ddp_update *update); /* NULL where memory is the host's: ddp_fsdp.h computes there itself */
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
@@ -1741,7 +1757,7 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL};
+                                   NULL, NULL, NULL};
     return &cpu;
 }
 

@@ -1421,7 +1421,7 @@ template <ddp_dtype G> static void ddp__cuda_step_fill(ddp__cuda_step<G> *f, con
     f->rate = (float)((double)d->lr / (1.0 - pow((double)d->beta1, step)));
     f->root = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
     f->eps = d->eps;
-    f->keep = 1.0f - d->lr * d->weight_decay;
+    f->keep = 1.0f - (float)((double)d->lr * d->weight_decay); /* not fused by a host compiler */
     f->momentum = d->momentum;
     f->undamped = 1.0f - d->dampening;
     f->nesterov = d->nesterov;
@@ -3492,7 +3492,7 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done, NULL};
     return &cuda;
 }
 

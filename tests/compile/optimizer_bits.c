@@ -1,0 +1,91 @@
+/*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of gpt_adamw, wherever an element lies, and however the two were compiled.
+
+    Prints a checksum of the bits of all kinds of optimizers: matrix.sh builds this with several compilers and options, and compares. It calls the arithmetic
+    alone, so it is linked without the bodies of ddp.h. */
+#define DDP_FSDP_IMPLEMENTATION
+#include "ddp_fsdp.h"
+#include "gpt.h"
+
+enum { COUNT_MAX = 67, OFFSET_MAX = 8, STEPS = 4 };
+
+static uint64_t checksum = UINT64_C(0xcbf29ce484222325);
+
+static void check_in(const void *data, size_t size_bytes) {
+    for (size_t i = 0; i < size_bytes; i++) checksum = (checksum ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+}
+
+static float number(int i, int of, int step) {
+    uint64_t bits = gpt_random((uint64_t)of, (uint64_t)(i + 1000 * step));
+    return ((float)(int32_t)(bits >> 32) * 0x1p-31f) * (bits & 1 ? 1.0f : 1e-3f);
+}
+
+static float lr_of(int step) { return 1e-3f * (float)step / 3; }
+
+/* Elements [offset, offset + count): those beside it stay as they are. The same element has the same numbers in every call. */
+static int adamw_case(int offset, int count) {
+    float w[4][COUNT_MAX + OFFSET_MAX + 16] = {{0}}, (*ours)[COUNT_MAX + OFFSET_MAX + 16], other[4][COUNT_MAX + OFFSET_MAX + 16];
+    ddp_optimizer optimizer;
+    memset(&optimizer, 0, sizeof optimizer);
+    optimizer.desc.beta1 = 0.9f;
+    optimizer.desc.beta2 = 0.95f;
+    optimizer.desc.eps = 1e-8f;
+    for (int i = 0; i < offset + count + 16; i++) w[0][i] = number(i, 1, 0);
+    memcpy(other, w, sizeof w);
+    ours = w;
+    for (int step = 1; step <= STEPS; step++) {
+        float lr = lr_of(step);
+        ddp_update u;
+        optimizer.step = step;
+        for (int i = 0; i < offset + count + 16; i++) ours[1][i] = other[1][i] = number(i, 2, step);
+        gpt_adamw(other[0] + offset, other[1] + offset, other[2] + offset, other[3] + offset, (size_t)count, lr, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f);
+        u = ddp__optimizer_factors(&optimizer, DDP_F32, lr);
+        u.keep = ddp__in_dtype(DDP_F32, 1.0 - ddp__in_dtype(DDP_F32, (double)lr * (double)0.1f));
+        u.value = ours[0] + offset;
+        u.grad = ours[1] + offset;
+        u.state0 = ours[2] + offset;
+        u.state1 = ours[3] + offset;
+        u.count = (size_t)count;
+        ddp__update_f32(&u);
+    }
+    if (memcmp(ours, other, sizeof w) != 0) return printf("count=%d offset=%d: gpt_adamw has other bits\n", count, offset);
+    if (offset == 0) check_in(w, sizeof w);
+    return 0;
+}
+
+/* Each kind of update, in pieces that begin anywhere. */
+#define KINDS_CASE(real, dtype_, function)                                                                           \
+    static int kinds_##function(void) {                                                                              \
+        for (int kind = DDP_UPDATE_ADAMW; kind <= DDP_UPDATE_SGD; kind++)                                            \
+            for (int piece = COUNT_MAX; piece > 0; piece -= 13) {                                                    \
+                real x[4][COUNT_MAX] = {{0}};                                                                        \
+                static real whole[4][COUNT_MAX];                                                                     \
+                ddp_update u = DDP_ZERO;                                                                             \
+                u.kind = (ddp_update_kind)kind;                                                                      \
+                u.dtype = dtype_;                                                                                    \
+                u.rate = 0.25f; u.beta1 = 0.9f; u.rest1 = (real)1 - (real)0.9f; u.beta2 = 0.99f; u.rest2 = (real)1 - (real)0.99f; \
+                u.root = 3.7f; u.eps = 1e-6f; u.keep = 0.999f; u.decay = 0.03f; u.scale = 0.7f; u.nesterov = 1;      \
+                for (int i = 0; i < COUNT_MAX; i++) x[0][i] = (real)number(i, 1, 0) / 3;                             \
+                for (int step = 1; step <= STEPS; step++) {                                                          \
+                    u.first = step == 1;                                                                             \
+                    for (int i = 0; i < COUNT_MAX; i++) x[1][i] = (real)number(i, 2, step) / 7;                      \
+                    for (int at = 0; at < COUNT_MAX; at += piece) {                                                  \
+                        u.value = x[0] + at; u.grad = x[1] + at; u.state0 = x[2] + at; u.state1 = x[3] + at;         \
+                        u.count = (size_t)(at + piece < COUNT_MAX ? piece : COUNT_MAX - at);                         \
+                        function(&u);                                                                                \
+                    }                                                                                                \
+                }                                                                                                    \
+                if (piece == COUNT_MAX) { memcpy(whole, x, sizeof x); check_in(x, sizeof x); }                       \
+                else if (memcmp(whole, x, sizeof x) != 0) return printf(#function " kind %d in pieces of %d has other bits\n", kind, piece); \
+            }                                                                                                        \
+        return 0;                                                                                                    \
+    }
+KINDS_CASE(float, DDP_F32, ddp__update_f32)
+KINDS_CASE(double, DDP_F64, ddp__update_f64)
+
+int main(void) {
+    int failed = kinds_ddp__update_f32() | kinds_ddp__update_f64();
+    for (int offset = 0; offset < OFFSET_MAX; offset++)
+        for (int count = 1; count <= COUNT_MAX; count++) failed |= adamw_case(offset, count);
+    printf("%016llx\n", (unsigned long long)checksum);
+    return failed != 0;
+}
