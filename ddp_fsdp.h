@@ -99,8 +99,8 @@ typedef enum ddp_fsdp_offload {
 typedef enum ddp_optimizer_kind {
     DDP_OPTIMIZER_ADAMW = 0, /* Loshchilov and Hutter 2019; eps is added after the bias correction, as PyTorch does */
     DDP_OPTIMIZER_SGD,       /* with momentum, dampening and nesterov as PyTorch defines them */
-    DDP_OPTIMIZER_LAMB,      /* You et al. 2020: AdamW's update, scaled per tensor by |w| / |update| */
-    DDP_OPTIMIZER_LARS       /* You et al. 2017: momentum whose rate is scaled per tensor by |w| / (|g| + weight_decay |w|) */
+    DDP_OPTIMIZER_LAMB,      /* You et al. 2020: AdamW's update with its bias correction, scaled per tensor by |w| / |update|, as NVIDIA's Apex with use_nvlamb */
+    DDP_OPTIMIZER_LARS       /* You et al. 2017: momentum of lr (g + weight_decay w), scaled per tensor by |w| / (|g| + weight_decay |w|); no length: by 1 */
 } ddp_optimizer_kind;
 
 typedef enum ddp_lr_kind {
@@ -147,7 +147,7 @@ typedef struct ddp_optimizer_desc {
                                     are uses of one parameter: their gradients are added into the first before the step */
     int param_count;
     ddp_group *shard_group;      /* NULL = tensors are whole; otherwise each is this rank's rows, and LAMB and LARS take norms over this group */
-    void *(*state_alloc_fn)(size_t size_bytes, void *user); /* NULL = the device's memory of the group; zeroed; set both or neither */
+    void *(*state_alloc_fn)(size_t size_bytes, void *user); /* NULL = the device's memory of the group. Called once, gives zeros; set both or neither */
     void (*state_free_fn)(void *memory, void *user);
     void *state_user;
 } ddp_optimizer_desc;
@@ -307,11 +307,11 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 /* --- optimizers --- */
 
 /* An optimizer over tensors of the caller's: whole, or this rank's rows. group says where memory lives and comes from. Not collective. The params array and its
-   tensors must outlive it. DDP_ERR_INVALID names the parameter (a dtype that is not f32 or f64, no gradient) or the field. */
+   tensors must outlive it; grad.data may change between steps. DDP_ERR_INVALID names the parameter (a dtype that is not f32 or f64, no gradient) or the field. */
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc);
 
 /* One update of every value from its gradient. Collective over shard_group where the kind takes norms, otherwise not. Elements are computed alike wherever they lie in a
-   shard, so the bits do not depend on the sharding. */
+   shard, so the bits do not depend on the sharding. Gradients of tied entries end up added in the first; LAMB leaves its update in place of the gradient. */
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
 /* State number `which` of a parameter, as a tensor of the value's shape, and its name in checkpoints ("exp_avg", "exp_avg_sq", "momentum_buffer").
@@ -731,11 +731,11 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
 
 /* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. Where either has no length there is nothing to compare: 1. */
 static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
-    const ddp_exact_sum *sums = o->sums + o->params[i].squares;
+    int squares = o->params[i].squares;
     double value, grad, decayed;
-    if (o->params[i].squares < 0) return 1;
-    value = sqrt(ddp_exact_sum_value(sums));
-    grad = sqrt(ddp_exact_sum_value(sums + 1));
+    if (squares < 0) return 1;
+    value = sqrt(ddp_exact_sum_value(o->sums + squares));
+    grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
     if (value == 0 || grad == 0) return 1;
     decayed = (double)ddp__optimizer_decay(o, i) * value;
     DDP__ROUNDED(decayed);

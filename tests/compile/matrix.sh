@@ -113,6 +113,16 @@ case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
 case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
 case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
 
+case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled; it calls nothing, so the rest needs no bodies
+    need "$CLANG" clang
+    for command in "$CC -O0" "$CC -O2" "$CC -O3 -march=native -ffp-contract=fast" "$CLANG -O0" "$CLANG -O2" "$CLANG -O3 -march=native -ffp-contract=fast"; do
+        build $command -std=gnu11 $warnings -I"$root" -I"$root/examples" -ffunction-sections -Wl,--gc-sections "$root/tests/compile/optimizer_bits.c" -o bits -lm
+        ./bits >bits.txt || fail "$command: $(cat bits.txt)"
+        cat bits.txt >>all.txt
+    done
+    [ "$(sort -u all.txt | wc -l)" -eq 1 ] || fail "other bits by compiler or options: $(tr '\n' ' ' <all.txt)"
+}
+
 case_mpi() { # with the MPI backend, in C and C++, by every compiler
     need "$MPI_FLAGS" mpi.h
     implementation >unit.c
