@@ -627,6 +627,8 @@ typedef struct ddp_call {
     uint64_t seq;      /* number of this collective in its group */
 } ddp_call;
 
+#define DDP_ON_HOST 5 /* for tag: this, under the call's own name */
+
 /* A way for bytes to travel. state is what open or split returned. Functions return after the fact with ddp_fail's text set.
    Calls of one group come one at a time, except that p2p functions may run beside run, and poison beside all.
    A backend that enqueues only puts work on the device's communication lane. Its calls, messages too, run on the caller, behind what the compute lane
@@ -746,7 +748,8 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
 #endif
     ;
 
-/* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. */
+/* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
+#define DDP_MALLOC_EXTRA (64 + sizeof(void *))
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes);
 DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
 
@@ -1060,7 +1063,7 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER /* by its own name */ };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST };
 
 static const char *ddp__call_title(const ddp_call *call) {
     static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue"};
@@ -1106,7 +1109,7 @@ static void ddp__free_default(void *memory, void *user) { (void)user; free(memor
 
 /* The allocator's pointer lies just below the aligned one. */
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
-    size_t extra = DDP__ALIGN + sizeof(void *);
+    size_t extra = DDP_MALLOC_EXTRA;
     void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
     void **aligned = (void **)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
     if (raw) aligned[-1] = raw;
@@ -5235,6 +5238,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
     ddp_result result, opened = DDP_OK;
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
+    if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "ddp_group_split: the %s backend makes no groups", group->backend->name);
     table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
     if (!table) return DDP_ERR_NO_MEMORY;
     members = (int *)(table + 2 * group->world_size);

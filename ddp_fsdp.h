@@ -9,32 +9,36 @@ USAGE
     Or DDP_FSDP_IMPLEMENTATION for the bodies of this header alone. Link with -lpthread -lm.
 
 EXAMPLE
-    ddp_fsdp_param weight = DDP_ZERO;                      // one tensor of 1024 x 64; its values are made shard by shard
-    ddp_fsdp_unit_desc unit = {"layer", &weight, 1};       // a unit is what is gathered at once
-    ddp_fsdp_desc desc = DDP_ZERO;                         // zero means default: ZeRO-3, AdamW, f32
-    ddp_fsdp *fsdp;
-    weight.param.name = "layer.weight";
-    weight.param.value.dtype = DDP_F32;
-    weight.param.value.ndim = 2;
-    weight.param.value.shape[0] = 1024;
-    weight.param.value.shape[1] = 64;
-    desc.units = &unit;
-    desc.unit_count = 1;
-    desc.init_fn = fill_rows;
-    if (ddp_fsdp_create(&fsdp, world, &desc) != DDP_OK) return puts(ddp_last_error());
-    for (int step = 0; step < steps; step++) {
-        ddp_fsdp_unit_gather(fsdp, 0);                     // weight.param.value.data and grad.data point to whole tensors now
-        forward_and_backward((float *)weight.param.value.data, (float *)weight.param.grad.data);
-        ddp_fsdp_unit_reduce(fsdp, 0);
-        ddp_fsdp_unit_release(fsdp, 0);
-        if (ddp_fsdp_step(fsdp, 1e-3f) != DDP_OK) return puts(ddp_last_error());
+    #define DDP_IMPLEMENTATION
+    #include "ddp_fsdp.h"
+    #include <stdio.h>
+
+    static ddp_result train(ddp_group *world, void *user) {           // runs once per rank
+        float start[8] = {0};
+        ddp_fsdp_param p = DDP_ZERO;
+        ddp_fsdp_unit_desc unit = {"layer", &p, 1};                   // what is gathered at once
+        ddp_fsdp_desc desc = DDP_ZERO;                                // zero means default: ZeRO-3, AdamW, f32
+        ddp_fsdp *fsdp;
+        p.param.name = "w", p.param.value.data = start, p.param.value.dtype = DDP_F32, p.param.value.ndim = 1, p.param.value.shape[0] = 8;
+        desc.units = &unit, desc.unit_count = 1;
+        if (ddp_fsdp_create(&fsdp, world, &desc) != DDP_OK) return DDP_ERR_INVALID;
+        for (int step = 0; step < 400; step++) {
+            ddp_fsdp_unit_gather(fsdp, 0);                            // value.data and grad.data point to whole tensors now
+            float *w = (float *)p.param.value.data, *g = (float *)p.param.grad.data;
+            for (int i = 0; i < 8; i++) g[i] = w[i] - (float)i;
+            if (step == 399 && ddp_rank(world) == 0) printf("w[7] = %g\n", w[7]);
+            ddp_fsdp_unit_reduce(fsdp, 0);                            // adds g over ranks, each keeps its rows of the sum
+            if (ddp_fsdp_step(fsdp, 0.05f) != DDP_OK) break;
+        }
+        ddp_fsdp_destroy(fsdp);
+        return user ? DDP_ERR_INVALID : ddp_group_status(world);
     }
-    ddp_fsdp_save(fsdp, "checkpoint");
-    ddp_fsdp_destroy(fsdp);
+    int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
 
 CONTENTS      (search for the tags)
-    >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
-    >>impl-safetensors  >>impl-checkpoint  >>impl-units
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler
+    >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-checkpoint  >>impl-sharding  >>impl-layout  >>impl-gather  >>impl-shard-reduce
+    >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
     Shard      each parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows: rank r keeps rows [rc, (r+1)c),
@@ -72,6 +76,7 @@ NOT DONE HERE
 #ifndef DDP_FSDP_H
 #define DDP_FSDP_H
 
+//== config ============================================================================================== >>config
 #include "ddp.h"
 
 #ifdef __cplusplus
@@ -118,7 +123,8 @@ typedef struct ddp_fsdp_param {
     int64_t global_offset[DDP_MAX_NDIM]; /* ... starting there */
     const char *tied_to; /* name of the earlier parameter whose value this one shares; needed when they are in different units, or without data */
     int frozen;          /* 1 = not trained: no gradient, no optimizer state */
-    int index;           /* set by ddp_fsdp_wrap: the parameter's place in its list */
+    int index;           /* set by ddp_fsdp_wrap: the parameter's place in its list ... */
+    char unit[48];       /* ... and, in the first of a unit, the unit's name */
 } ddp_fsdp_param;
 
 typedef struct ddp_fsdp_unit_desc {
@@ -219,7 +225,11 @@ typedef struct ddp_fsdp_desc {
     ddp_fsdp_state *state;         /* NULL = none; saved with the checkpoint and filled in by ddp_fsdp_load */
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ... */
+    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Save and load are then collective over it */
     int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it; see ddp_fsdp_save_wait */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. A thread that saves calls them too */
+    void (*free_fn)(void *memory, void *user);
+    void *user;
 } ddp_fsdp_desc;
 
 /* Bytes by purpose, as asked for from the group's allocator and from group memory. */
@@ -237,6 +247,8 @@ typedef struct ddp_fsdp_memory {
     ddp_fsdp_bytes now;
     ddp_fsdp_bytes peak;      /* each purpose at its own highest; total: the highest sum */
     ddp_fsdp_bytes predicted; /* from the formulas: what the peak should be, without bookkeeping */
+    size_t group_bytes;       /* of now.total: group memory, which no allocator sees */
+    size_t file_bytes;        /* in the offload file; not part of any total */
 } ddp_fsdp_memory;
 
 //== api ==================================================================================================== >>api
@@ -1012,10 +1024,3525 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 }
 
 //== checksums =========================================================================================== >>impl-crc
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+/* CRC-32C (Castagnoli): remainders of polynomials over GF(2), bits reversed, so bit 31 is x^0. Without the customary inversion of the first and the last value
+   they are linear: the remainder of a tensor is the xor of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
+#define DDP__CRC_POLYNOMIAL 0x82f63b78u
+#define DDP__CRC_ONE 0x80000000u
+
+/* x^(2^k). The next one, x^(2^31), is x again. */
+static const uint32_t ddp__crc_squares[31] = {
+    0x40000000, 0x20000000, 0x08000000, 0x00800000, 0x00008000, 0x82f63b78, 0x6ea2d55c, 0x18b8ea18, 0x510ac59a, 0xb82be955, 0xb8fdb1e7,
+    0x88e56f72, 0x74c360a4, 0xe4172b16, 0x0d65762a, 0x35d73a62, 0x28461564, 0xbf455269, 0xe2ea32dc, 0xfe7740e6, 0xf946610b, 0x3c204f8f,
+    0x538586e3, 0x59726915, 0x734d5309, 0xbc1ac763, 0x7d0722cc, 0xd289cabe, 0xe94ca9bc, 0x05b74f3f, 0xa51e1f42};
+
+static uint32_t ddp__crc_step(uint32_t remainder) { return (remainder >> 1) ^ (DDP__CRC_POLYNOMIAL & (0u - (remainder & 1u))); }
+
+static uint32_t ddp__crc_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1, b = ddp__crc_step(b)) product ^= b & (0u - (a >> 31));
+    return product;
+}
+
+/* x^(8 * size_bytes): what a remainder is multiplied by when so many zero bytes follow. */
+static uint32_t ddp__crc_shift(uint64_t size_bytes) {
+    uint32_t power = DDP__CRC_ONE;
+    for (int k = 3; size_bytes; size_bytes >>= 1, k = k == 30 ? 0 : k + 1)
+        if (size_bytes & 1) power = ddp__crc_multiply(ddp__crc_squares[k], power);
+    return power;
+}
+
+/* Four bytes at a time by tables, which are made anew: 3 microseconds. */
+static uint32_t ddp__crc_portable(uint32_t remainder, const unsigned char *data, size_t size) {
+    uint32_t table[4][256];
+    if (size >= 256) {
+        for (uint32_t i = 0; i < 256; i++) {
+            table[0][i] = i;
+            for (int bit = 0; bit < 8; bit++) table[0][i] = ddp__crc_step(table[0][i]);
+        }
+        for (int t = 1; t < 4; t++)
+            for (int i = 0; i < 256; i++) table[t][i] = (table[t - 1][i] >> 8) ^ table[0][table[t - 1][i] & 255];
+        for (; size >= 4; size -= 4, data += 4) {
+            uint32_t word = remainder ^ ((uint32_t)data[0] | (uint32_t)data[1] << 8 | (uint32_t)data[2] << 16 | (uint32_t)data[3] << 24);
+            remainder = table[3][word & 255] ^ table[2][word >> 8 & 255] ^ table[1][word >> 16 & 255] ^ table[0][word >> 24];
+        }
+    }
+    for (; size; size--, data++) {
+        remainder ^= *data;
+        for (int bit = 0; bit < 8; bit++) remainder = ddp__crc_step(remainder);
+    }
+    return remainder;
+}
+
+#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(DDP__CRC_PORTABLE) /* a test of the other way */
+#if defined(__x86_64__)
+static int ddp__crc_hardware(void) { return __builtin_cpu_supports("sse4.2"); }
+#define DDP__CRC_WORD(remainder, word) __asm__("crc32q %1, %0" : "+r"(remainder) : "r"(word))
+#else
+static int ddp__crc_hardware(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0; } /* HWCAP_CRC32 */
+#define DDP__CRC_WORD(remainder, word) __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(remainder) : "r"(word))
+#endif
+
+static uint64_t ddp__crc_load(const unsigned char *data) {
+    uint64_t word;
+    memcpy(&word, data, sizeof word);
+    return word;
+}
+
+/* An instruction takes three cycles and one can start in each: three lanes at once, of 16 KiB, then of 1 KiB. */
+static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, size_t size) {
+    uint64_t last = remainder;
+    for (int small = 0; small < 2; small++) {
+        size_t lane = small ? 1024 : 16384;
+        uint32_t shift = ddp__crc_squares[small ? 13 : 17]; /* x^(8 * lane) */
+        for (; size >= 3 * lane; size -= 3 * lane, data += 3 * lane) {
+            uint64_t first = last, second = 0, third = 0;
+            for (size_t i = 0; i < lane; i += 8) {
+                DDP__CRC_WORD(first, ddp__crc_load(data + i));
+                DDP__CRC_WORD(second, ddp__crc_load(data + lane + i));
+                DDP__CRC_WORD(third, ddp__crc_load(data + 2 * lane + i));
+            }
+            last = ddp__crc_multiply(shift, ddp__crc_multiply(shift, (uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
+        }
+    }
+    for (; size >= 8; size -= 8, data += 8) DDP__CRC_WORD(last, ddp__crc_load(data));
+    return ddp__crc_portable((uint32_t)last, data, size);
+}
+#else
+static int ddp__crc_hardware(void) { return 0; }
+#define ddp__crc_lanes ddp__crc_portable
+#endif
+
+/* The remainder once size more bytes have followed; 0 before the first one. */
+static uint32_t ddp__crc_feed(uint32_t remainder, const void *data, size_t size) {
+    const unsigned char *bytes = (const unsigned char *)data;
+    return ddp__crc_hardware() ? ddp__crc_lanes(remainder, bytes, size) : ddp__crc_portable(remainder, bytes, size);
+}
+
+/* The CRC-32C of size_bytes bytes with that remainder. */
+static uint32_t ddp__crc_finish(uint32_t remainder, uint64_t size_bytes) {
+    return ~(remainder ^ ddp__crc_multiply(ddp__crc_shift(size_bytes), 0xffffffffu));
+}
+
+static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_feed(0xffffffffu, data, size); }
+
 //== JSON =============================================================================================== >>impl-json
+
+/* Bytes of a text; a name or a path in what this layer reads. */
+typedef struct ddp__words { const char *at; size_t length; } ddp__words;
+
+/* Reads the text [at, end) front to back, without recursion, and never beyond. Strings are decoded where they lie. Every function gives 0 once something was
+   wrong, and error and at then tell what and where. */
+typedef struct ddp__json { char *begin, *at, *end; const char *error; } ddp__json;
+
+#define DDP__JSON_DEPTH 64
+
+static ddp__json ddp__json_of(char *text, size_t length) {
+    ddp__json json = {text, text, text + length, NULL};
+    return json;
+}
+
+static int ddp__json_fail(ddp__json *j, const char *what) {
+    if (!j->error) j->error = what;
+    return 0;
+}
+
+/* The next character that is no white space; 0 at the end. */
+static char ddp__json_peek(ddp__json *j) {
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
+    return j->at < j->end ? *j->at : '\0';
+}
+
+static int ddp__json_take(ddp__json *j, char c) {
+    if (j->error || ddp__json_peek(j) != c) return 0;
+    j->at++;
+    return 1;
+}
+
+static int ddp__json_need(ddp__json *j, char c, const char *what) { return ddp__json_take(j, c) ? 1 : ddp__json_fail(j, what); }
+
+/* Bytes of the UTF-8 character at the start of [at, end), 0 when there is none: too long a form, a surrogate, beyond U+10FFFF, cut off. */
+static int ddp__utf8_length(const unsigned char *at, const unsigned char *end) {
+    unsigned char c = *at, low = 0x80, high = 0xbf;
+    int length = c < 0x80 ? 1 : c >= 0xc2 && c <= 0xdf ? 2 : (c & 0xf0) == 0xe0 ? 3 : c >= 0xf0 && c <= 0xf4 ? 4 : 0;
+    if (length == 0 || end - at < length) return 0;
+    if (c == 0xe0) low = 0xa0;
+    if (c == 0xed) high = 0x9f;
+    if (c == 0xf0) low = 0x90;
+    if (c == 0xf4) high = 0x8f;
+    for (int i = 1; i < length; i++, low = 0x80, high = 0xbf)
+        if (at[i] < low || at[i] > high) return 0;
+    return length;
+}
+
+static int ddp__json_hex4(ddp__json *j, uint32_t *value) {
+    *value = 0;
+    if (j->end - j->at < 4) return ddp__json_fail(j, "a \\u needs four hexadecimal digits");
+    for (int i = 0; i < 4; i++, j->at++) {
+        char c = *j->at;
+        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        if (digit < 0) return ddp__json_fail(j, "a \\u needs four hexadecimal digits");
+        *value = *value << 4 | (uint32_t)digit;
+    }
+    return 1;
+}
+
+/* What follows a backslash, as UTF-8 at *out. It is never longer than what stood for it. */
+static int ddp__json_escape(ddp__json *j, char **out) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    const char *known = j->at < j->end && *j->at ? strchr(from, *j->at) : NULL;
+    uint32_t code, second;
+    if (known) { j->at++; *(*out)++ = to[known - from]; return 1; }
+    if (j->at == j->end || *j->at != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
+    j->at++;
+    if (!ddp__json_hex4(j, &code)) return 0;
+    if (code >= 0xd800 && code <= 0xdbff) {
+        if (j->end - j->at < 2 || j->at[0] != '\\' || j->at[1] != 'u') return ddp__json_fail(j, "half of a surrogate pair");
+        j->at += 2;
+        if (!ddp__json_hex4(j, &second)) return 0;
+        if (second < 0xdc00 || second > 0xdfff) return ddp__json_fail(j, "half of a surrogate pair");
+        code = 0x10000 + ((code - 0xd800) << 10) + (second - 0xdc00);
+    } else if (code >= 0xdc00 && code <= 0xdfff) return ddp__json_fail(j, "half of a surrogate pair");
+    if (code < 0x80) { *(*out)++ = (char)code; return 1; }
+    if (code >= 0x10000) *(*out)++ = (char)(0xf0 | code >> 18);
+    if (code >= 0x800) *(*out)++ = (char)(code >= 0x10000 ? 0x80 | (code >> 12 & 63) : 0xe0 | code >> 12);
+    *(*out)++ = (char)(code >= 0x800 ? 0x80 | (code >> 6 & 63) : 0xc0 | code >> 6);
+    *(*out)++ = (char)(0x80 | (code & 63));
+    return 1;
+}
+
+static int ddp__json_string(ddp__json *j, ddp__words *string) {
+    char *out;
+    if (!ddp__json_need(j, '"', "a string is missing")) return 0;
+    string->at = out = j->at;
+    for (;;) {
+        int length;
+        if (j->at == j->end) return ddp__json_fail(j, "a string has no end");
+        if (*j->at == '"') break;
+        if ((unsigned char)*j->at < 0x20) return ddp__json_fail(j, "a control character in a string");
+        if (*j->at == '\\') {
+            j->at++;
+            if (!ddp__json_escape(j, &out)) return 0;
+            continue;
+        }
+        length = ddp__utf8_length((const unsigned char *)j->at, (const unsigned char *)j->end);
+        if (length == 0) return ddp__json_fail(j, "a byte that is not UTF-8");
+        memmove(out, j->at, (size_t)length);
+        out += length;
+        j->at += length;
+    }
+    j->at++;
+    string->length = (size_t)(out - string->at);
+    return 1;
+}
+
+static int ddp__json_digits(ddp__json *j) {
+    const char *first = j->at;
+    while (j->at < j->end && *j->at >= '0' && *j->at <= '9') j->at++;
+    return j->at > first ? 1 : ddp__json_fail(j, "a number lacks a digit");
+}
+
+/* A number; *negative and *value are those of an integer that fits. whole: nothing else will do. */
+static int ddp__json_number(ddp__json *j, int whole, int *negative, uint64_t *value) {
+    const char *first;
+    *negative = ddp__json_take(j, '-');
+    *value = 0;
+    if (j->error || (!*negative && !ddp__json_peek(j))) return ddp__json_fail(j, "a number is missing");
+    first = j->at;
+    if (!ddp__json_digits(j)) return 0;
+    if (*first == '0' && j->at - first > 1) return ddp__json_fail(j, "a number starts with 0");
+    for (const char *at = first; whole && at < j->at; at++) {
+        uint64_t digit = (uint64_t)(*at - '0');
+        if (*value > (UINT64_MAX - digit) / 10) return ddp__json_fail(j, "a number is too large");
+        *value = *value * 10 + digit;
+    }
+    if (j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E')) {
+        if (whole) return ddp__json_fail(j, "a number is not whole");
+        if (*j->at == '.') {
+            j->at++;
+            if (!ddp__json_digits(j)) return 0;
+        }
+        if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
+            j->at++;
+            if (j->at < j->end && (*j->at == '+' || *j->at == '-')) j->at++;
+            return ddp__json_digits(j);
+        }
+    }
+    return 1;
+}
+
+static int ddp__json_u64(ddp__json *j, uint64_t *value) {
+    int negative;
+    if (!ddp__json_number(j, 1, &negative, value)) return 0;
+    return negative ? ddp__json_fail(j, "a number is negative") : 1;
+}
+
+static int ddp__json_i64(ddp__json *j, int64_t *value) {
+    uint64_t magnitude;
+    int negative;
+    if (!ddp__json_number(j, 1, &negative, &magnitude)) return 0;
+    if (magnitude > (uint64_t)INT64_MAX + (uint64_t)negative) return ddp__json_fail(j, "a number is too large");
+    *value = (int64_t)(negative ? UINT64_C(0) - magnitude : magnitude);
+    return 1;
+}
+
+/* After the opening bracket, and after each entry: is there another one before `close`? *count counts them, from 0. */
+static int ddp__json_more(ddp__json *j, char close, int *count) {
+    if (j->error || ddp__json_take(j, close)) return 0;
+    if (*count > 0 && !ddp__json_need(j, ',', "a comma or a closing bracket is missing")) return 0;
+    (*count)++;
+    return 1;
+}
+
+static int ddp__json_name(ddp__json *j, ddp__words *name) { return ddp__json_string(j, name) && ddp__json_need(j, ':', "a colon is missing"); }
+
+static int ddp__json_scalar(ddp__json *j) {
+    static const char *const words[] = {"true", "false", "null"};
+    ddp__words string;
+    uint64_t value;
+    int negative;
+    char c = ddp__json_peek(j);
+    if (c == '"') return ddp__json_string(j, &string);
+    if (c == '-' || (c >= '0' && c <= '9')) return ddp__json_number(j, 0, &negative, &value);
+    for (int i = 0; i < 3; i++) {
+        size_t length = strlen(words[i]);
+        if ((size_t)(j->end - j->at) >= length && memcmp(j->at, words[i], length) == 0) { j->at += length; return 1; }
+    }
+    return ddp__json_fail(j, "a value is missing");
+}
+
+/* Passes over one value of any kind. */
+static int ddp__json_skip(ddp__json *j) {
+    uint64_t objects = 0; /* a bit for each open bracket, the innermost lowest: 1 = an object */
+    ddp__words name;
+    int depth = 0;
+    for (;;) {
+        char c = ddp__json_peek(j);
+        int opened = c == '{' || c == '[';
+        if (!opened && !ddp__json_scalar(j)) return 0;
+        if (opened) {
+            if (depth == DDP__JSON_DEPTH) return ddp__json_fail(j, "brackets are nested too deeply");
+            j->at++;
+            objects = objects << 1 | (c == '{');
+            depth++;
+        }
+        for (; depth > 0; depth--, objects >>= 1, opened = 0) {
+            int count = !opened; /* no comma before the first entry of what has just been opened */
+            if (ddp__json_more(j, objects & 1 ? '}' : ']', &count)) break;
+            if (j->error) return 0;
+        }
+        if (depth == 0) return 1;
+        if ((objects & 1) && !ddp__json_name(j, &name)) return 0;
+    }
+}
+
+static int ddp__json_end(ddp__json *j) {
+    if (j->error) return 0;
+    (void)ddp__json_peek(j);
+    return j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end");
+}
+
+static int ddp__words_compare(ddp__words a, ddp__words b) {
+    int order = memcmp(a.at, b.at, a.length < b.length ? a.length : b.length);
+    return order ? order : (a.length > b.length) - (a.length < b.length);
+}
+
+static ddp__words ddp__words_of(const char *text) {
+    ddp__words words = {text, strlen(text)};
+    return words;
+}
+
+static int ddp__words_are(ddp__words words, const char *text) { return words.length == strlen(text) && memcmp(words.at, text, words.length) == 0; }
+
+/* A name for an error line: cut, and without characters that would break the line. */
+typedef struct ddp__shown { char text[128]; } ddp__shown;
+static ddp__shown ddp__show(ddp__words name) {
+    ddp__shown shown;
+    size_t length = name.length < sizeof shown.text ? name.length : sizeof shown.text - 1;
+    for (size_t i = 0; i < length; i++) shown.text[i] = (unsigned char)name.at[i] < 32 || name.at[i] == 127 ? '?' : name.at[i];
+    shown.text[length] = '\0';
+    return shown;
+}
+
+/* A text that grows; failed once there was no memory. */
+typedef struct ddp__draft {
+    ddp_group *group;
+    char *at;
+    size_t length, room;
+    int failed;
+} ddp__draft;
+
+static char *ddp__draft_room(ddp__draft *d, size_t more) {
+    if (!d->failed && d->room - d->length < more) {
+        size_t room = (d->room + more) * 2 + 4096;
+        char *grown = (char *)ddp_group_malloc(d->group, room);
+        if (grown && d->length) memcpy(grown, d->at, d->length);
+        if (grown) {
+            if (d->at) ddp_group_mfree(d->group, d->at);
+            d->at = grown;
+            d->room = room;
+        } else d->failed = 1;
+    }
+    return d->failed ? NULL : d->at + d->length;
+}
+
+static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, const char *format, ...) {
+    char *at = ddp__draft_room(d, 512); /* longer than any format makes */
+    va_list args;
+    if (!at) return;
+    va_start(args, format);
+    d->length += (size_t)vsnprintf(at, 512, format, args);
+    va_end(args);
+}
+
+/* With quotes and escapes; start is plain and stands in front. */
+static void ddp__draft_string(ddp__draft *d, const char *start, const char *text) {
+    size_t length = strlen(text);
+    char *at = ddp__draft_room(d, strlen(start) + 6 * length + 10), *first = at;
+    if (!at) return;
+    at += snprintf(at, strlen(start) + 2, "\"%s", start);
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c == '"' || c == '\\') *at++ = '\\';
+        if (c < 32) at += snprintf(at, 7, "\\u%04x", c);
+        else *at++ = (char)c;
+    }
+    *at++ = '"';
+    d->length += (size_t)(at - first);
+}
+
 //== tensor files ================================================================================ >>impl-safetensors
+
+#define DDP__HEADER_MAX ((uint64_t)100 << 20) /* bytes of JSON that the format allows */
+#define DDP__NO_FILE (-1)
+
+/* The dtypes of the format; those without a ddp_dtype are known by size alone. */
+static const struct ddp__file_dtype { const char *name; ddp_dtype dtype; int size; } ddp__file_dtypes[] = {
+    {"F32", DDP_F32, 4}, {"F64", DDP_F64, 8}, {"F16", DDP_F16, 2}, {"BF16", DDP_BF16, 2}, {"I8", DDP_I8, 1}, {"U8", DDP_U8, 1}, {"I32", DDP_I32, 4},
+    {"I64", DDP_I64, 8}, {"U64", DDP_U64, 8}, {"I16", DDP_DTYPE_DEFAULT, 2}, {"BOOL", DDP_DTYPE_DEFAULT, 1}, {"U16", DDP_DTYPE_DEFAULT, 2},
+    {"U32", DDP_DTYPE_DEFAULT, 4}, {"F8_E4M3", DDP_DTYPE_DEFAULT, 1}, {"F8_E5M2", DDP_DTYPE_DEFAULT, 1}, {"C64", DDP_DTYPE_DEFAULT, 8}};
+#define DDP__FILE_DTYPES ((int)(sizeof ddp__file_dtypes / sizeof ddp__file_dtypes[0]))
+
+/* The entry of a ddp_dtype, or NULL. */
+static const struct ddp__file_dtype *ddp__file_dtype_of(ddp_dtype dtype) {
+    for (int i = 0; i < DDP__FILE_DTYPES; i++)
+        if (ddp__file_dtypes[i].dtype == dtype && dtype != DDP_DTYPE_DEFAULT) return &ddp__file_dtypes[i];
+    return NULL;
+}
+
+/* A tensor as a file's header describes it. */
+typedef struct ddp__stored {
+    ddp__words name;
+    const struct ddp__file_dtype *dtype;
+    int ndim;                    /* may be more than DDP_MAX_NDIM: then shape has the first ones */
+    int64_t shape[DDP_MAX_NDIM];
+    uint64_t count;              /* elements */
+    uint64_t begin, end;         /* bytes, from the end of the header */
+    uint32_t crc;
+    int has_crc;
+} ddp__stored;
+
+/* A header that has been read: records by name. Names lie in its text. */
+typedef struct ddp__header {
+    ddp__stored *records;
+    int count;
+} ddp__header;
+
+typedef struct ddp__pair { ddp__words key, value; } ddp__pair;
+
+static int ddp__pair_compare(const void *a, const void *b) { return ddp__words_compare(((const ddp__pair *)a)->key, ((const ddp__pair *)b)->key); }
+static int ddp__stored_compare(const void *a, const void *b) { return ddp__words_compare(((const ddp__stored *)a)->name, ((const ddp__stored *)b)->name); }
+static int ddp__stored_compare_place(const void *a, const void *b) {
+    const ddp__stored *left = (const ddp__stored *)a, *right = (const ddp__stored *)b;
+    if (left->begin != right->begin) return left->begin < right->begin ? -1 : 1;
+    return (left->end > right->end) - (left->end < right->end);
+}
+
+static ddp__stored *ddp__stored_find(const ddp__header *header, ddp__words name) {
+    ddp__stored key;
+    key.name = name;
+    return header->count == 0 ? NULL : (ddp__stored *)bsearch(&key, header->records, (size_t)header->count, sizeof key, ddp__stored_compare);
+}
+
+/* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
+static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
+    ddp__words key, word;
+    int keys = 0, count = 0, entry = 0, seen = 0;
+    memset(r->shape, 0, sizeof r->shape);
+    r->count = 1;
+    if (!ddp__json_need(j, '{', "a tensor is described by an object")) return 0;
+    for (; ddp__json_more(j, '}', &keys); count = entry = 0) {
+        int which;
+        if (!ddp__json_name(j, &key)) return 0;
+        which = ddp__words_are(key, "dtype") ? 1 : ddp__words_are(key, "shape") ? 2 : ddp__words_are(key, "data_offsets") ? 4 : 0;
+        if (which == 0 || (seen & which)) return ddp__json_fail(j, "a tensor has dtype, shape and data_offsets, each once");
+        seen |= which;
+        if (which == 1) {
+            if (!ddp__json_string(j, &word)) return 0;
+            for (r->dtype = NULL; entry < DDP__FILE_DTYPES; entry++)
+                if (ddp__words_are(word, ddp__file_dtypes[entry].name)) r->dtype = &ddp__file_dtypes[entry];
+            if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
+            continue;
+        }
+        if (!ddp__json_need(j, '[', "a list of numbers is missing")) return 0;
+        for (; ddp__json_more(j, ']', &count); entry++) {
+            uint64_t value;
+            if (!ddp__json_u64(j, &value)) return 0;
+            if (which == 4 && entry == 0) r->begin = value;
+            else if (which == 4) r->end = value;
+            else if (value > (uint64_t)INT64_MAX / 16 || (value && r->count > (uint64_t)INT64_MAX / 16 / value)) return ddp__json_fail(j, "a shape is too large");
+            else {
+                if (entry < DDP_MAX_NDIM) r->shape[entry] = (int64_t)value;
+                r->count *= value;
+            }
+        }
+        if (which == 4 && entry != 2) return ddp__json_fail(j, "data_offsets are two numbers");
+        if (which == 2) r->ndim = entry;
+    }
+    return seen == 7 ? 1 : ddp__json_fail(j, "a tensor has dtype, shape and data_offsets, each once");
+}
+
+static int ddp__metadata_read(ddp__json *j, ddp__pair *pairs, int *pair_count) {
+    int count = 0;
+    if (!ddp__json_need(j, '{', "metadata is an object")) return 0;
+    for (; ddp__json_more(j, '}', &count); (*pair_count)++)
+        if (!ddp__json_name(j, &pairs[*pair_count].key) || !ddp__json_string(j, &pairs[*pair_count].value)) return 0;
+    qsort(pairs, (size_t)*pair_count, sizeof *pairs, ddp__pair_compare);
+    for (int i = 1; i < *pair_count; i++)
+        if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) return ddp__json_fail(j, "metadata has a key twice");
+    return j->error == NULL;
+}
+
+/* Eight hexadecimal digits. */
+static int ddp__hex_read(ddp__words word, uint32_t *value) {
+    ddp__json digits = ddp__json_of((char *)(uintptr_t)word.at, word.length);
+    uint32_t low;
+    if (word.length != 8 || !ddp__json_hex4(&digits, value) || !ddp__json_hex4(&digits, &low)) return 0;
+    *value = *value << 16 | low;
+    return 1;
+}
+
+/* Tensors fill the data without overlap or hole, and are as large as dtype and shape say; then by name. */
+static ddp_result ddp__header_check(const char *path, ddp__header *header, uint64_t data_bytes) {
+    ddp__stored *r = header->records;
+    uint64_t at = 0;
+    if (header->count > 1) qsort(r, (size_t)header->count, sizeof *r, ddp__stored_compare_place);
+    for (int i = 0; i < header->count; at = r[i++].end) {
+        const char *what = r[i].end < r[i].begin || r[i].end > data_bytes ? "lies outside of the file's data"
+                         : r[i].end - r[i].begin != r[i].count * (uint64_t)r[i].dtype->size ? "is not as large as its dtype and shape say"
+                         : r[i].begin < at ? "overlaps the one before it" : r[i].begin > at ? "has a hole before it" : NULL;
+        if (what)
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: tensor '%s' at bytes [%llu, %llu) of %llu %s", path, ddp__show(r[i].name).text, (unsigned long long)r[i].begin,
+                            (unsigned long long)r[i].end, (unsigned long long)data_bytes, what);
+    }
+    if (at != data_bytes)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s: the tensors end at byte %llu of the data, which has %llu", path, (unsigned long long)at, (unsigned long long)data_bytes);
+    if (header->count > 1) qsort(r, (size_t)header->count, sizeof *r, ddp__stored_compare);
+    for (int i = 1; i < header->count; i++)
+        if (ddp__stored_compare(&r[i - 1], &r[i]) == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s: tensor '%s' is there twice", path, ddp__show(r[i].name).text);
+    return DDP_OK;
+}
+
+/* "crc32c:name" tells the checksum of a tensor. */
+static ddp_result ddp__header_take_checksums(const char *path, ddp__header *header, const ddp__pair *pairs, int pair_count) {
+    for (int i = 0; i < pair_count; i++) {
+        ddp__words name = pairs[i].key;
+        ddp__stored *record;
+        if (name.length < 7 || memcmp(name.at, "crc32c:", 7) != 0) continue;
+        name.at += 7;
+        name.length -= 7;
+        record = ddp__stored_find(header, name);
+        if (!record) continue;
+        if (!ddp__hex_read(pairs[i].value, &record->crc))
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: the checksum of tensor '%s' is not 8 hexadecimal digits", path, ddp__show(name).text);
+        record->has_crc = 1;
+    }
+    return DDP_OK;
+}
+
+/* Reads the header text of a file with data_bytes bytes of data. The text is changed and must outlive the records, which are the caller's to free. */
+static ddp_result ddp__header_read(ddp_group *group, const char *path, char *text, size_t length, uint64_t data_bytes, ddp__header *header) {
+    ddp__json j = ddp__json_of(text, length);
+    ddp__pair *pairs = NULL;
+    ddp_result result = DDP_OK;
+    size_t colons = 1;
+    int pair_count = 0, count = 0, metadata = 0;
+    memset(header, 0, sizeof *header);
+    for (const char *at = text; (at = (const char *)memchr(at, ':', (size_t)(j.end - at))) != NULL; at++) colons++; /* no more keys than colons */
+    if (colons > INT32_MAX / 2) return ddp_fail(DDP_ERR_CORRUPT, "%s: the header has too many keys", path);
+    header->records = (ddp__stored *)ddp_group_malloc(group, (colons / 4 + 1) * sizeof *header->records); /* a tensor has four */
+    pairs = header->records ? (ddp__pair *)ddp_group_malloc(group, colons * sizeof *pairs) : NULL;
+    if (!pairs) return DDP_ERR_NO_MEMORY;
+    if (length == 0 || text[0] != '{') (void)ddp__json_fail(&j, "a header starts with {");
+    else j.at++;
+    while (ddp__json_more(&j, '}', &count)) {
+        ddp__stored *record = &header->records[header->count];
+        memset(record, 0, sizeof *record);
+        if (!ddp__json_name(&j, &record->name)) break;
+        if (!ddp__words_are(record->name, "__metadata__")) header->count += ddp__stored_read(&j, record);
+        else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
+        else (void)ddp__metadata_read(&j, pairs, &pair_count);
+    }
+    if (!ddp__json_end(&j)) result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
+    if (result == DDP_OK) result = ddp__header_check(path, header, data_bytes);
+    if (result == DDP_OK) result = ddp__header_take_checksums(path, header, pairs, pair_count);
+    ddp_group_mfree(group, pairs);
+    return result;
+}
+
 //== checkpoints ================================================================================== >>impl-checkpoint
-//== units ============================================================================================= >>impl-units
+#include <dirent.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#define DDP__STATE_FILE "state.json"
+#define DDP__STATE_START "{\"format\": \"ddp checkpoint\""
+#define DDP__DIR_MAX 1000                 /* bytes of a folder's path, ... */
+#define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
+#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes whose checksum is taken before they are written, while they lie in a cache */
+#define DDP__WINDOW ((uint64_t)8 << 20)    /* bytes of a file that are brought into memory at once */
+#define DDP__HOST_CALL 5                   /* the tag of collectives: buffers are host memory whatever the device is */
+#define DDP__CALL_BYTES 32768              /* at most so much in one collective: the tcp backend carries twice that */
+#define DDP__POPULATE_READ 22              /* MADV_POPULATE_READ, which older libc headers lack */
+
+/* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
+   extent: nothing. Every rank has the same list of tensors, each with its own boxes, which together tile each tensor. */
+typedef struct ddp__slice {
+    const char *name;
+    ddp_dtype dtype;
+    int ndim;
+    int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
+    void *data;
+    int file_kind; /* 0 = model-*, 1 = optimizer-* */
+} ddp__slice;
+
+static const char *const ddp__kind_names[2] = {"model", "optimizer"};
+
+/* --- agreeing --- */
+
+static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.op = op;
+    call.root = root;
+    call.tag = DDP__HOST_CALL;
+    call.send = call.recv = data;
+    call.count = count;
+    return ddp_group_call(group, &call, NULL);
+}
+
+/* data becomes op over ranks of data. */
+static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
+    size_t size = ddp_dtype_size(dtype), most = DDP__CALL_BYTES / size;
+    for (size_t at = 0; at < count; at += most)
+        DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
+    return DDP_OK;
+}
+
+/* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
+static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
+    struct { int32_t result; char text[508]; } cause;
+    int rank = ddp_rank(group);
+    int32_t first = own == DDP_OK ? INT32_MAX : rank;
+    memset(&cause, 0, sizeof cause);
+    cause.result = own;
+    if (own != DDP_OK)
+        snprintf(cause.text, sizeof cause.text, "rank %d/%d %s group=%s: %.400s", rank, ddp_world_size(group), who, ddp_group_name(group), ddp_last_error());
+    DDP__FSDP_TRY(ddp__host_reduce(group, &first, 1, DDP_I32, DDP_OP_MIN));
+    if (first == INT32_MAX) return DDP_OK;
+    DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &cause, sizeof cause, DDP_U8, DDP_OP_SUM, first));
+    return ddp_fail((ddp_result)cause.result, "%s", cause.text);
+}
+
+/* --- boxes --- */
+
+static ddp_tensor ddp__slice_tensor(const ddp__slice *s) {
+    ddp_tensor tensor = DDP_ZERO;
+    tensor.dtype = s->dtype;
+    tensor.ndim = s->ndim;
+    if (s->ndim > 0 && s->ndim <= DDP_MAX_NDIM) memcpy(tensor.shape, s->shape, sizeof tensor.shape[0] * (size_t)s->ndim);
+    return tensor;
+}
+
+static uint64_t ddp__slice_bytes(const ddp__slice *s) {
+    ddp_tensor tensor = ddp__slice_tensor(s);
+    return (uint64_t)ddp_tensor_count(&tensor) * ddp_dtype_size(s->dtype);
+}
+
+/* A box as runs of elements that lie together in the tensor; they come in ascending order, and so they lie in the box. */
+typedef struct ddp__box_runs {
+    const ddp__slice *slice;
+    int outer;                   /* dimensions that are walked; those behind them are one run */
+    int64_t index[DDP_MAX_NDIM];
+    uint64_t length, number, count; /* elements of a run; runs given and in all */
+} ddp__box_runs;
+
+static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
+    ddp__box_runs runs;
+    memset(&runs, 0, sizeof runs);
+    runs.slice = s;
+    runs.length = runs.count = 1;
+    for (runs.outer = s->ndim; runs.outer > 0;) {
+        int d = --runs.outer;
+        runs.length *= (uint64_t)s->extent[d];
+        if (s->extent[d] != s->shape[d]) break;
+    }
+    for (int d = 0; d < runs.outer; d++) runs.count *= (uint64_t)s->extent[d];
+    if (!s->data || runs.length == 0) runs.count = 0;
+    return runs;
+}
+
+/* The next run starts at element *at of the tensor and *from of the box; 0 after the last one. */
+static int ddp__runs_next(ddp__box_runs *runs, uint64_t *at, uint64_t *from) {
+    const ddp__slice *s = runs->slice;
+    if (runs->number == runs->count) return 0;
+    *at = 0;
+    for (int d = 0; d < s->ndim; d++) *at = *at * (uint64_t)s->shape[d] + (uint64_t)(s->offset[d] + runs->index[d]);
+    *from = runs->number++ * runs->length;
+    for (int d = runs->outer - 1; d >= 0 && ++runs->index[d] == s->extent[d]; d--) runs->index[d] = 0;
+    return 1;
+}
+
+/* A number of a box, modulo the prime 2^31 - 1, such that boxes tile a tensor when theirs add up to the tensor's: the product over dimensions of
+   x^(offset + extent) - x^offset, a polynomial that holds each element of the box once. Other boxes pass with a chance of 1e-5 at a point x, and there are two. */
+#define DDP__PRIME UINT64_C(2147483647)
+static uint64_t ddp__power(uint64_t x, uint64_t exponent) {
+    uint64_t power = 1;
+    for (; exponent; exponent >>= 1, x = x * x % DDP__PRIME)
+        if (exponent & 1) power = power * x % DDP__PRIME;
+    return power;
+}
+
+static uint64_t ddp__box_number(const ddp__slice *s, int whole, int point) {
+    uint64_t number = 1;
+    for (int d = 0; d < s->ndim; d++) {
+        uint64_t x = (UINT64_C(0x9e3779b97f4a7c15) * (uint64_t)(point * DDP_MAX_NDIM + d + 1) >> 24) % (DDP__PRIME - 3) + 2;
+        uint64_t from = whole ? 0 : (uint64_t)s->offset[d], to = whole ? (uint64_t)s->shape[d] : from + (uint64_t)s->extent[d];
+        number = number * ((ddp__power(x, to) + DDP__PRIME - ddp__power(x, from)) % DDP__PRIME) % DDP__PRIME;
+    }
+    return whole || s->data ? number : 0;
+}
+
+typedef struct ddp__key { ddp__words name; int kind, index; } ddp__key;
+
+static int ddp__key_compare(const void *a, const void *b) {
+    const ddp__key *left = (const ddp__key *)a, *right = (const ddp__key *)b;
+    return left->kind != right->kind ? left->kind - right->kind : ddp__words_compare(left->name, right->name);
+}
+
+/* What one rank can find wrong with its list. Leaves the list by name in keys. */
+static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__key *keys) {
+    for (int i = 0; i < count; i++) {
+        const ddp__slice *s = &slices[i];
+        ddp_tensor tensor = ddp__slice_tensor(s);
+        int64_t elements = ddp_tensor_count(&tensor);
+        size_t length = s->name ? strlen(s->name) : 0;
+        if (length == 0 || length > 10000 || strcmp(s->name, "__metadata__") == 0)
+            return ddp_fail(DDP_ERR_INVALID, "tensor %d has no name, or one that a file cannot have; name it", i);
+        for (const unsigned char *at = (const unsigned char *)s->name, *end = at + length; at < end;) {
+            int bytes = ddp__utf8_length(at, end);
+            if (bytes == 0) return ddp_fail(DDP_ERR_INVALID, "the name of tensor %d is not UTF-8", i);
+            at += bytes;
+        }
+        if (elements < 0 || elements > INT64_MAX / 16 || !ddp__file_dtype_of(s->dtype))
+            return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s' has an impossible shape or dtype", s->name);
+        for (int d = 0; d < s->ndim; d++)
+            if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] || s->offset[d] > s->shape[d] - s->extent[d])
+                return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s': rows [%lld, %lld + %lld) of dimension %d are outside of its %lld", s->name, (long long)s->offset[d],
+                                (long long)s->offset[d], (long long)s->extent[d], d, (long long)s->shape[d]);
+        keys[i].name = ddp__words_of(s->name);
+        keys[i].kind = s->file_kind != 0;
+        keys[i].index = i;
+    }
+    if (count > 1) qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
+    for (int i = 1; i < count; i++)
+        if (ddp__key_compare(&keys[i - 1], &keys[i]) == 0) return ddp_fail(DDP_ERR_INVALID, "two tensors have the name '%.100s'", slices[keys[i].index].name);
+    return DDP_OK;
+}
+
+/* Collective: every rank has the same tensors and options, and, to save, the boxes tile them. numbers: room for 3 per tensor. */
+static ddp_result ddp__slices_compare(ddp_group *group, const ddp__slice *slices, int count, const char *dir, const int64_t option[2], int tile,
+                                      int64_t *numbers) {
+    int64_t world_size = ddp_world_size(group), same[8];
+    same[0] = count, same[2] = option[0], same[4] = option[1], same[6] = (int64_t)ddp__crc32c(dir, strlen(dir));
+    for (int i = 0; i < 8; i += 2) same[i + 1] = -same[i];
+    DDP__FSDP_TRY(ddp__host_reduce(group, same, 8, DDP_I64, DDP_OP_MIN));
+    for (int i = 0; i < 8; i += 2)
+        if (same[i] != -same[i + 1])
+            return ddp_fail(DDP_ERR_MISMATCH, "ranks give different %s: %lld and %lld", i == 0 ? "numbers of tensors" : i == 6 ? "folders (hash of the name)" :
+                            "options", (long long)same[i], (long long)-same[i + 1]);
+    for (int i = 0; i < count; i++) {
+        const ddp__slice *s = &slices[i];
+        uint32_t hash = ddp__crc32c(s->name, strlen(s->name));
+        int32_t about[3];
+        about[0] = (int32_t)s->dtype, about[1] = s->ndim, about[2] = s->file_kind != 0;
+        hash = ddp__crc_feed(ddp__crc_feed(hash, about, sizeof about), s->shape, sizeof s->shape[0] * (size_t)s->ndim);
+        numbers[3 * i] = (int64_t)hash;
+        for (int point = 0; point < 2; point++) numbers[3 * i + 1 + point] = (int64_t)ddp__box_number(s, 0, point);
+    }
+    {
+        int64_t *own = numbers + 3 * (int64_t)count; /* the hashes once more, to compare the sum with: equal everywhere only if all are */
+        for (int i = 0; i < count; i++) own[i] = numbers[3 * i];
+        DDP__FSDP_TRY(ddp__host_reduce(group, numbers, 3 * (size_t)count, DDP_I64, DDP_OP_SUM));
+        for (int i = 0; i < count; i++)
+            if (numbers[3 * i] != own[i] * world_size)
+                return ddp_fail(DDP_ERR_MISMATCH, "tensor %d, here '%.100s' %s, is another one on other ranks", i, slices[i].name, ddp_dtype_name(slices[i].dtype));
+    }
+    for (int i = 0; tile && i < count; i++)
+        for (int point = 0; point < 2; point++)
+            if ((uint64_t)numbers[3 * i + 1 + point] % DDP__PRIME != ddp__box_number(&slices[i], 1, point))
+                return ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", slices[i].name);
+    return DDP_OK;
+}
+
+/* --- files and folders --- */
+
+static ddp_result ddp__file_fail(const char *what, const char *path) {
+    int error = errno;
+    return ddp_fail(DDP_ERR_SYSTEM, "%s %s: %s (errno %d)", what, path, strerror(error), error);
+}
+
+static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) {
+    const char *from = (const char *)data;
+    while (size) {
+        ssize_t written = pwrite(fd, from, (size_t)size, (off_t)at);
+        if (written < 0 && errno == EINTR) continue;
+        if (written == 0) errno = ENOSPC;
+        if (written <= 0) return ddp__file_fail("writing", path);
+        from += written;
+        at += (uint64_t)written;
+        size -= (uint64_t)written;
+    }
+    return DDP_OK;
+}
+
+/* A new file of size bytes, which then have room on the disk, starting with text. */
+static ddp_result ddp__file_make(const char *path, uint64_t size, const char *text, size_t length) {
+    struct rlimit limit;
+    ddp_result result = DDP_OK;
+    int fd = open(path, O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) return ddp__file_fail("creating", path);
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) { /* writing would raise a signal */
+        errno = EFBIG;
+        result = ddp__file_fail("making room in", path);
+    } else if (size > length) {
+        int error = (errno = 0, syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size)) == 0 ? 0 : errno;
+        if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) error = ftruncate(fd, (off_t)size) == 0 ? 0 : errno;
+        errno = error;
+        if (error) result = ddp__file_fail("making room in", path);
+    }
+    if (result == DDP_OK) result = ddp__write_all(fd, text, length, 0, path);
+    if (result == DDP_OK && fsync(fd) != 0) result = ddp__file_fail("syncing", path);
+    if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
+    return result;
+}
+
+static ddp_result ddp__folder_sync(const char *path) {
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), failed;
+    if (fd < 0) return ddp__file_fail("opening", path);
+    failed = fsync(fd) != 0 && errno != EINVAL; /* EINVAL: a file system that does not know it */
+    if (failed) (void)ddp__file_fail("syncing", path);
+    close(fd);
+    return failed ? DDP_ERR_SYSTEM : DDP_OK;
+}
+
+/* Is it the name of a file that a checkpoint consists of? */
+static int ddp__is_our_file(const char *name) {
+    if (strcmp(name, DDP__STATE_FILE) == 0) return 1;
+    for (int kind = 0; kind < 2; kind++) {
+        size_t length = strlen(ddp__kind_names[kind]);
+        if (strncmp(name, ddp__kind_names[kind], length) != 0) continue;
+        if (strcmp(name + length, ".safetensors.index.json") == 0) return 1;
+        if (name[length] == '-' && strlen(name + length) > 19 && strcmp(name + strlen(name) - 12, ".safetensors") == 0) return 1;
+    }
+    return 0;
+}
+
+enum { DDP__FOLDER_MISSING, DDP__FOLDER_EMPTY, DDP__FOLDER_OURS };
+
+/* What is at path; anything but a checkpoint of ours, whole or begun, is DDP_ERR_INVALID: it is not to be replaced. */
+static ddp_result ddp__folder_look(const char *path, int *kind) {
+    char stranger[256] = "", start[sizeof DDP__STATE_START] = "", state[DDP__PATH_MAX + 16];
+    struct dirent *entry;
+    DIR *folder = opendir(path);
+    int files = 0, fd;
+    *kind = DDP__FOLDER_MISSING;
+    if (!folder && errno == ENOENT) return DDP_OK;
+    if (!folder) return ddp__file_fail("opening", path);
+    while ((entry = readdir(folder)) != NULL) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        files++;
+        if (!ddp__is_our_file(entry->d_name)) snprintf(stranger, sizeof stranger, "%s", entry->d_name);
+    }
+    closedir(folder);
+    *kind = DDP__FOLDER_EMPTY;
+    if (files == 0) return DDP_OK;
+    if (stranger[0])
+        return ddp_fail(DDP_ERR_INVALID, "%s holds '%.100s', which is not part of a checkpoint: saving replaces the whole folder, so choose another or move it away",
+                        path, stranger);
+    snprintf(state, sizeof state, "%s/%s", path, DDP__STATE_FILE);
+    fd = open(state, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        ssize_t got = pread(fd, start, sizeof start - 1, 0);
+        close(fd);
+        if (got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0) { *kind = DDP__FOLDER_OURS; return DDP_OK; }
+    }
+    return ddp_fail(DDP_ERR_INVALID, "%s is not empty and has no " DDP__STATE_FILE " of ours: choose another folder, or empty it", path);
+}
+
+/* Deletes a checkpoint of ours, whole or begun, or an empty folder; nothing else. What tells that it is ours goes last. */
+static ddp_result ddp__folder_delete(const char *path) {
+    char file[DDP__PATH_MAX + 16];
+    struct dirent *entry;
+    DIR *folder;
+    int kind;
+    DDP__FSDP_TRY(ddp__folder_look(path, &kind));
+    if (kind == DDP__FOLDER_MISSING) return DDP_OK;
+    folder = opendir(path);
+    if (!folder) return ddp__file_fail("opening", path);
+    while ((entry = readdir(folder)) != NULL) {
+        if (!ddp__is_our_file(entry->d_name) || strcmp(entry->d_name, DDP__STATE_FILE) == 0) continue;
+        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
+        if (unlink(file) != 0 && errno != ENOENT) { closedir(folder); return ddp__file_fail("deleting", file); }
+    }
+    closedir(folder);
+    snprintf(file, sizeof file, "%s/%s", path, DDP__STATE_FILE);
+    if (unlink(file) != 0 && errno != ENOENT) return ddp__file_fail("deleting", file);
+    return rmdir(path) == 0 || errno == ENOENT ? DDP_OK : ddp__file_fail("deleting", path);
+}
+
+/* dir without slashes at its end; where it is a link, what it leads to. */
+static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
+    size_t length = dir ? strlen(dir) : 0;
+    const char *last;
+    struct stat info;
+    while (length > 1 && dir[length - 1] == '/') length--;
+    if (length == 0 || length > DDP__DIR_MAX) return ddp_fail(DDP_ERR_INVALID, "dir is NULL, empty or longer than %d bytes; name a folder", DDP__DIR_MAX);
+    memcpy(out, dir, length);
+    out[length] = '\0';
+    if (lstat(out, &info) == 0 && S_ISLNK(info.st_mode)) {
+        char *real = realpath(out, NULL);
+        int fits = real && strlen(real) <= DDP__DIR_MAX;
+        if (fits) memcpy(out, real, strlen(real) + 1);
+        if (!real) return ddp__file_fail("following the link", out);
+        free(real);
+        if (!fits) return ddp_fail(DDP_ERR_INVALID, "dir leads to a path longer than %d bytes", DDP__DIR_MAX);
+    }
+    last = strrchr(out, '/');
+    last = last ? last + 1 : out;
+    if (!*last || strcmp(last, ".") == 0 || strcmp(last, "..") == 0) return ddp_fail(DDP_ERR_INVALID, "dir is '%s'; name a folder that can be renamed", out);
+    return DDP_OK;
+}
+
+static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
+    const char *last = strrchr(path, '/');
+    if (!last) snprintf(out, DDP__PATH_MAX, ".");
+    else snprintf(out, DDP__PATH_MAX, "%.*s", last == path ? 1 : (int)(last - path), path);
+}
+
+/* --- saving --- */
+
+/* A file of the checkpoint that is being written: tensors [first, last) of the list `order`. */
+typedef struct ddp__out_file {
+    int kind, number, first, last;
+    uint64_t header_bytes, data_bytes; /* header: with its length */
+    uint32_t crc;                      /* of the header */
+} ddp__out_file;
+
+typedef struct ddp__saving {
+    ddp_group *group;
+    const ddp__slice *slices;
+    int count, keep;
+    size_t max_file_bytes;
+    char dir[DDP__PATH_MAX], tmp[DDP__PATH_MAX];
+    ddp__key *keys;                    /* room for the list by name, then its order in the files: by kind, as given */
+    uint64_t *begin;                   /* per tensor: where its bytes lie in its file's data */
+    uint32_t *crc;                     /* per tensor */
+    int64_t *numbers;                  /* room for 4 per tensor */
+    ddp__out_file *files;
+    int file_count, kind_count[2];
+    ddp__draft draft;
+} ddp__saving;
+
+static const char *ddp__out_name(const ddp__saving *s, const ddp__out_file *file, char out[64]) {
+    snprintf(out, 64, "%s-%05d-of-%05d.safetensors", ddp__kind_names[file->kind], file->number, s->kind_count[file->kind]);
+    return out;
+}
+
+static void ddp__draft_header_entry(ddp__draft *d, const ddp__slice *s, uint64_t begin, uint64_t end) {
+    ddp__draft_string(d, "", s->name);
+    ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_of(s->dtype)->name);
+    for (int i = 0; i < s->ndim; i++) ddp__draft_add(d, "%s%lld", i ? "," : "", (long long)s->shape[i]);
+    ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)begin, (unsigned long long)end);
+}
+
+/* The header of a file with its length in front, padded so that the data starts at a multiple of 8. Checksums are what crc has by now: the length is the same. */
+static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
+    ddp__draft *d = &s->draft;
+    uint64_t length;
+    d->length = 0;
+    ddp__draft_add(d, "12345678{\"__metadata__\":{\"format\":\"pt\""); /* what Python's loaders look for */
+    for (int i = file->first; i < file->last; i++) {
+        ddp__draft_add(d, ",");
+        ddp__draft_string(d, "crc32c:", s->slices[s->keys[i].index].name);
+        ddp__draft_add(d, ":\"%08x\"", s->crc[s->keys[i].index]);
+    }
+    ddp__draft_add(d, "}");
+    for (int i = file->first; i < file->last; i++) {
+        const ddp__slice *slice = &s->slices[s->keys[i].index];
+        uint64_t begin = s->begin[s->keys[i].index];
+        ddp__draft_add(d, ",");
+        ddp__draft_header_entry(d, slice, begin, begin + ddp__slice_bytes(slice));
+    }
+    ddp__draft_add(d, "}%*s", (int)(7 - d->length % 8), "");
+    length = d->length - 8;
+    for (int i = 0; i < 8 && !d->failed; i++) d->at[i] = (char)(length >> 8 * i & 255);
+}
+
+/* Deals the tensors to files. An entry of a header takes at most so much: the name twice, digits, words. */
+static ddp_result ddp__save_plan(ddp__saving *s) {
+    ddp__out_file *file = NULL;
+    uint64_t used = 0, limit = s->max_file_bytes ? s->max_file_bytes : (uint64_t)4 << 30;
+    int n = 0;
+    for (int kind = 0; kind < 2; kind++)
+        for (int i = 0; i < s->count; i++)
+            if ((s->slices[i].file_kind != 0) == kind) s->keys[n++].index = i;
+    for (int i = 0; i < s->count; i++) {
+        const ddp__slice *slice = &s->slices[s->keys[i].index];
+        uint64_t bytes = ddp__slice_bytes(slice), entry;
+        int kind = slice->file_kind != 0;
+        s->draft.length = 0;
+        ddp__draft_string(&s->draft, "", slice->name);
+        entry = 2 * s->draft.length + 160 + 21 * (uint64_t)slice->ndim;
+        if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
+            file = &s->files[s->file_count++];
+            memset(file, 0, sizeof *file);
+            file->kind = kind;
+            file->number = ++s->kind_count[kind];
+            file->first = i;
+            used = 64;
+        }
+        s->begin[s->keys[i].index] = file->data_bytes;
+        file->data_bytes += bytes;
+        file->last = i + 1;
+        used += bytes + entry;
+    }
+    for (int f = 0; f < s->file_count; f++) {
+        ddp__draft_header(s, &s->files[f]);
+        s->files[f].header_bytes = s->draft.length;
+        if (s->draft.length > DDP__HEADER_MAX) return ddp_fail(DDP_ERR_INVALID, "so many tensors of one file need a header of more than 100 MB; lower max_file_bytes");
+    }
+    return s->draft.failed ? DDP_ERR_NO_MEMORY : DDP_OK;
+}
+
+static ddp_result ddp__save_look(ddp__saving *s) {
+    char path[DDP__PATH_MAX + 16];
+    struct stat info;
+    int kind;
+    DDP__FSDP_TRY(ddp__folder_look(s->dir, &kind));
+    DDP__FSDP_TRY(ddp__folder_look(s->tmp, &kind));
+    snprintf(path, sizeof path, "%s.old", s->dir);
+    DDP__FSDP_TRY(ddp__folder_look(path, &kind));
+    for (int i = 1; i < s->keep; i++) {
+        snprintf(path, sizeof path, "%s.%d", s->dir, i);
+        DDP__FSDP_TRY(ddp__folder_look(path, &kind));
+        if (kind == DDP__FOLDER_MISSING) break;
+    }
+    ddp__parent_name(s->dir, path);
+    return stat(path, &info) == 0 ? DDP_OK : ddp__file_fail("the folder that dir is to be in,", path);
+}
+
+/* On rank 0: an empty folder beside dir, with all files, which have their size already. */
+static ddp_result ddp__save_begin(ddp__saving *s) {
+    char path[DDP__PATH_MAX + 80], name[64];
+    DDP__FSDP_TRY(ddp__save_look(s));
+    DDP__FSDP_TRY(ddp__folder_delete(s->tmp));
+    if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
+    snprintf(path, sizeof path, "%s/" DDP__STATE_FILE, s->tmp);
+    DDP__FSDP_TRY(ddp__file_make(path, 0, DDP__STATE_START, sizeof DDP__STATE_START - 1)); /* ours, but not whole yet */
+    for (int f = 0; f < s->file_count; f++) {
+        snprintf(path, sizeof path, "%s/%s", s->tmp, ddp__out_name(s, &s->files[f], name));
+        DDP__FSDP_TRY(ddp__file_make(path, s->files[f].header_bytes + s->files[f].data_bytes, NULL, 0));
+    }
+    return DDP_OK;
+}
+
+/* Writes this rank's runs of a tensor, whose bytes start at byte `at` of the file; *crc is their remainder within the whole tensor. */
+static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, const char *path, uint32_t *crc) {
+    ddp__box_runs runs = ddp__runs_of(slice);
+    uint64_t element = ddp_dtype_size(slice->dtype), total = ddp__slice_bytes(slice), to, from, done = 0, gap = 0;
+    uint32_t remainder = 0, shift = DDP__CRC_ONE; /* x^(8 * gap) */
+    while (ddp__runs_next(&runs, &to, &from)) {
+        uint64_t begin = to * element, size = runs.length * element;
+        const char *data = (const char *)slice->data + from * element;
+        if (begin - done != gap) { gap = begin - done; shift = ddp__crc_shift(gap); }
+        if (gap) remainder = ddp__crc_multiply(remainder, shift);
+        for (uint64_t piece, p = 0; p < size; p += piece) {
+            piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
+            remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
+            DDP__FSDP_TRY(ddp__write_all(fd, data + p, piece, at + begin + p, path));
+        }
+        done = begin + size;
+    }
+    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(total - done));
+    return DDP_OK;
+}
+
+static ddp_result ddp__save_slices(ddp__saving *s) {
+    for (int f = 0; f < s->file_count; f++) {
+        const ddp__out_file *file = &s->files[f];
+        char path[DDP__PATH_MAX + 80], name[64];
+        ddp_result result = DDP_OK;
+        int fd, some = 0;
+        for (int i = file->first; i < file->last && !some; i++) some = ddp__runs_of(&s->slices[s->keys[i].index]).count != 0;
+        if (!some) continue;
+        snprintf(path, sizeof path, "%s/%s", s->tmp, ddp__out_name(s, file, name));
+        fd = open(path, O_WRONLY | O_CLOEXEC);
+        if (fd < 0) return ddp__file_fail("opening", path);
+        for (int i = file->first; i < file->last && result == DDP_OK; i++) {
+            int t = s->keys[i].index;
+            result = ddp__save_slice(&s->slices[t], fd, file->header_bytes + s->begin[t], path, &s->crc[t]);
+        }
+        if (result == DDP_OK && fsync(fd) != 0) result = ddp__file_fail("syncing", path);
+        if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
+        DDP__FSDP_TRY(result);
+    }
+    return DDP_OK;
+}
+
+/* Collective: crc becomes the xor over ranks. A byte for each bit: the lowest bit of a sum of bits is their xor. */
+static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
+    unsigned char bits[64][32];
+    for (int first = 0; first < count; first += 64) {
+        int n = count - first < 64 ? count - first : 64;
+        for (int i = 0; i < n; i++)
+            for (int b = 0; b < 32; b++) bits[i][b] = (unsigned char)(crc[first + i] >> b & 1);
+        DDP__FSDP_TRY(ddp__host_reduce(group, bits, (size_t)n * 32, DDP_U8, DDP_OP_SUM));
+        for (int i = 0; i < n; i++) {
+            crc[first + i] = 0;
+            for (int b = 0; b < 32; b++) crc[first + i] |= (uint32_t)(bits[i][b] & 1) << b;
+        }
+    }
+    return DDP_OK;
+}
+
+/* A number that JSON can hold in full, or the bits of the double as a string. */
+static void ddp__draft_double(ddp__draft *d, double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value > -9e15 && value < 9e15 && value == (double)(int64_t)value && bits != UINT64_C(1) << 63) ddp__draft_add(d, "%lld", (long long)value);
+    else ddp__draft_add(d, "\"%016llx\"", (unsigned long long)bits);
+}
+
+static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state, const uint32_t index_crc[2]) {
+    ddp__draft *d = &s->draft;
+    const ddp_sampler_state *a = &state->sampler;
+    char name[64];
+    d->length = 0;
+    ddp__draft_add(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d,\n \"step\": %lld,\n", ddp_world_size(s->group), (long long)state->step);
+    ddp__draft_add(d, " \"sampler\": [%llu, %llu, %lld, %lld, %lld, %lld, %lld, %d, %d],\n \"scaler\": [", (unsigned long long)a->seed,
+                   (unsigned long long)a->epoch, (long long)a->dataset_size, (long long)a->position, (long long)a->block_offset,
+                   (long long)a->num_replicas, (long long)a->global_batch, (int)a->shuffle, (int)a->no_shuffle);
+    ddp__draft_double(d, state->scaler.scale);
+    ddp__draft_add(d, ", %lld],\n \"rng\": [", (long long)state->scaler.growth_tracker);
+    for (int i = 0; i < 4; i++) ddp__draft_add(d, "%s%llu", i ? ", " : "", (unsigned long long)state->rng[i]);
+    ddp__draft_add(d, "],\n \"user\": [");
+    for (int i = 0; i < 8; i++) {
+        if (i) ddp__draft_add(d, ", ");
+        ddp__draft_double(d, state->user[i]);
+    }
+    ddp__draft_add(d, "],\n \"files\": {");
+    for (int kind = 0; kind < 2; kind++)
+        if (s->kind_count[kind]) ddp__draft_add(d, "\n  \"%s.safetensors.index.json\": \"%08x\",", ddp__kind_names[kind], index_crc[kind]);
+    for (int f = 0; f < s->file_count; f++) ddp__draft_add(d, "\n  \"%s\": \"%08x\",", ddp__out_name(s, &s->files[f], name), s->files[f].crc);
+    if (s->file_count && !d->failed) d->length--;
+    ddp__draft_add(d, "},\n \"crc32c\": \"");
+    if (!d->failed) ddp__draft_add(d, "%08x\"}\n", ddp__crc32c(d->at, d->length));
+}
+
+static ddp_result ddp__draft_write(const ddp__draft *d, const char *path) { return d->failed ? DDP_ERR_NO_MEMORY : ddp__file_make(path, 0, d->at, d->length); }
+
+static ddp_result ddp__save_index(ddp__saving *s, int kind, uint32_t *crc) {
+    char path[DDP__PATH_MAX + 80], name[64];
+    ddp__draft *d = &s->draft;
+    uint64_t total = 0;
+    int entries = 0;
+    for (int f = 0; f < s->file_count; f++) if (s->files[f].kind == kind) total += s->files[f].data_bytes;
+    d->length = 0;
+    ddp__draft_add(d, "{\"metadata\": {\"total_size\": %llu}, \"weight_map\": {", (unsigned long long)total);
+    for (int f = 0; f < s->file_count; f++)
+        for (int i = s->files[f].first; s->files[f].kind == kind && i < s->files[f].last; i++) {
+            ddp__draft_add(d, entries++ ? ",\n  " : "\n  ");
+            ddp__draft_string(d, "", s->slices[s->keys[i].index].name);
+            ddp__draft_add(d, ": \"%s\"", ddp__out_name(s, &s->files[f], name));
+        }
+    ddp__draft_add(d, "}}\n");
+    if (!d->failed) *crc = ddp__crc32c(d->at, d->length);
+    snprintf(path, sizeof path, "%s/%s.safetensors.index.json", s->tmp, ddp__kind_names[kind]);
+    return ddp__draft_write(d, path);
+}
+
+/* On rank 0, once the data of all ranks is on disk: headers, lists of tensors, and last the state, which vouches for them. */
+static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
+    char path[DDP__PATH_MAX + 80], name[64];
+    uint32_t index_crc[2] = {0, 0};
+    for (int f = 0; f < s->file_count; f++) {
+        ddp__out_file *file = &s->files[f];
+        ddp_result result;
+        int fd;
+        ddp__draft_header(s, file);
+        if (s->draft.failed) return DDP_ERR_NO_MEMORY;
+        file->crc = ddp__crc32c(s->draft.at, s->draft.length);
+        snprintf(path, sizeof path, "%s/%s", s->tmp, ddp__out_name(s, file, name));
+        fd = open(path, O_WRONLY | O_CLOEXEC);
+        if (fd < 0) return ddp__file_fail("opening", path);
+        result = ddp__write_all(fd, s->draft.at, s->draft.length, 0, path);
+        if (result == DDP_OK && fsync(fd) != 0) result = ddp__file_fail("syncing", path);
+        if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
+        DDP__FSDP_TRY(result);
+    }
+    for (int kind = 0; kind < 2; kind++)
+        if (s->kind_count[kind]) DDP__FSDP_TRY(ddp__save_index(s, kind, &index_crc[kind]));
+    ddp__draft_state(s, state, index_crc);
+    snprintf(path, sizeof path, "%s/" DDP__STATE_FILE, s->tmp);
+    DDP__FSDP_TRY(ddp__draft_write(&s->draft, path));
+    return ddp__folder_sync(s->tmp);
+}
+
+/* Swaps two names. Where the file system cannot, what was at dir is at *previous for a moment before the new one is at dir: ddp__checkpoint_load looks there. */
+static ddp_result ddp__save_swap(ddp__saving *s, char previous[DDP__PATH_MAX + 16]) {
+    struct stat info;
+    int there = lstat(s->dir, &info) == 0;
+    snprintf(previous, DDP__PATH_MAX + 16, "%s", s->tmp);
+#if defined(SYS_renameat2)
+    if (there && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->dir, 2 /* RENAME_EXCHANGE */) == 0) return DDP_OK;
+#endif
+    snprintf(previous, DDP__PATH_MAX + 16, "%s.old", s->dir);
+    if (there) {
+        DDP__FSDP_TRY(ddp__folder_delete(previous)); /* of a save that was killed after its second rename */
+        if (rename(s->dir, previous) != 0) return ddp__file_fail("renaming", s->dir);
+    }
+    if (rename(s->tmp, s->dir) == 0) return DDP_OK;
+    (void)ddp__file_fail("renaming", s->tmp);
+    if (there && rename(previous, s->dir) != 0) return DDP_ERR_SYSTEM;
+    return DDP_ERR_SYSTEM;
+}
+
+/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1; what is one too many goes. */
+static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
+    char from[DDP__PATH_MAX + 16], to[DDP__PATH_MAX + 16];
+    int free_number = 1, kind;
+    if (s->keep == 1) return ddp__folder_delete(previous);
+    DDP__FSDP_TRY(ddp__folder_look(previous, &kind));
+    if (kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
+    for (;; free_number++) {
+        snprintf(to, sizeof to, "%s.%d", s->dir, free_number);
+        DDP__FSDP_TRY(ddp__folder_look(to, &kind));
+        if (kind == DDP__FOLDER_MISSING) break;
+        if (free_number == s->keep - 1) { DDP__FSDP_TRY(ddp__folder_delete(to)); break; }
+    }
+    for (; free_number > 1; free_number--) {
+        snprintf(from, sizeof from, "%s.%d", s->dir, free_number - 1);
+        snprintf(to, sizeof to, "%s.%d", s->dir, free_number);
+        if (rename(from, to) != 0) return ddp__file_fail("renaming", from);
+    }
+    snprintf(to, sizeof to, "%s.1", s->dir);
+    return rename(previous, to) == 0 ? DDP_OK : ddp__file_fail("renaming", previous);
+}
+
+/* On rank 0: from the swap on the new checkpoint is what dir holds; what becomes of the old one is no reason to fail. */
+static ddp_result ddp__save_commit(ddp__saving *s) {
+    char previous[DDP__PATH_MAX + 16], parent[DDP__PATH_MAX], text[440];
+    ddp__parent_name(s->dir, parent);
+    DDP__FSDP_TRY(ddp__save_swap(s, previous));
+    DDP__FSDP_TRY(ddp__folder_sync(parent));
+    if (ddp__save_rotate(s, previous) != DDP_OK) {
+        snprintf(text, sizeof text, "the checkpoint is saved, but the one before it could not be put away: %.350s", ddp_last_error());
+        ddp_group_log(s->group, text);
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_state *state) {
+    const char *who = "ddp_fsdp_save";
+    int64_t option[2];
+    size_t n = (size_t)s->count + 1;
+    ddp_result result = ddp__folder_name(dir, s->dir);
+    int rank = ddp_rank(s->group);
+    snprintf(s->tmp, sizeof s->tmp, "%.*s.tmp", DDP__DIR_MAX, s->dir);
+    s->keys = (ddp__key *)ddp_group_malloc(s->group, n * (sizeof *s->keys + sizeof *s->begin + 4 * sizeof *s->numbers + sizeof *s->files + sizeof *s->crc));
+    if (!s->keys && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) {
+        s->begin = (uint64_t *)(s->keys + n);
+        s->numbers = (int64_t *)(s->begin + n);
+        s->files = (ddp__out_file *)(s->numbers + 4 * n);
+        s->crc = (uint32_t *)(s->files + n);
+        memset(s->crc, 0, n * sizeof *s->crc);
+        result = ddp__slices_check(s->slices, s->count, s->keys);
+        if (s->keep < 0 && result == DDP_OK) result = ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep);
+        if (s->keep == 0) s->keep = 1;
+    }
+    DDP__FSDP_TRY(ddp__save_agree(s->group, who, result));
+    option[0] = (int64_t)s->max_file_bytes;
+    option[1] = s->keep;
+    DDP__FSDP_TRY(ddp__save_agree(s->group, who, ddp__slices_compare(s->group, s->slices, s->count, s->dir, option, 1, s->numbers)));
+    result = ddp__save_plan(s);
+    if (result == DDP_OK && rank == 0) result = ddp__save_begin(s);
+    result = ddp__save_agree(s->group, who, result);
+    if (result == DDP_OK) result = ddp__save_agree(s->group, who, ddp__save_slices(s));
+    if (result == DDP_OK) result = ddp__crc_combine(s->group, s->crc, s->count);
+    if (result == DDP_OK) {
+        for (int i = 0; i < s->count; i++) s->crc[i] = ddp__crc_finish(s->crc[i], ddp__slice_bytes(&s->slices[i]));
+        if (rank == 0) result = ddp__save_end(s, state);
+        if (result == DDP_OK && rank == 0) result = ddp__save_commit(s);
+        result = ddp__save_agree(s->group, who, result);
+    }
+    if (result != DDP_OK && rank == 0) {
+        char text[sizeof s->tmp];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        (void)ddp__folder_delete(s->tmp);
+        return ddp_fail(result, "%s", text);
+    }
+    return result;
+}
+
+/* Collective. Writes a checkpoint of at least one file; see ddp_fsdp_save. state may be NULL. */
+static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count, const ddp_fsdp_state *state,
+                                       size_t max_file_bytes, int keep) {
+    ddp_fsdp_state none;
+    ddp__saving saving;
+    ddp_result result;
+    memset(&none, 0, sizeof none);
+    memset(&saving, 0, sizeof saving);
+    saving.group = saving.draft.group = group;
+    saving.slices = slices;
+    saving.count = count;
+    saving.keep = keep;
+    saving.max_file_bytes = max_file_bytes;
+    result = ddp__save_run(&saving, dir, state ? state : &none);
+    if (saving.draft.at) ddp_group_mfree(group, saving.draft.at);
+    if (saving.keys) ddp_group_mfree(group, saving.keys);
+    return result;
+}
+
+/* --- loading --- */
+
+typedef struct ddp__in_file {
+    char name[256];
+    int kind;
+    uint32_t crc, want_crc;    /* of the header */
+    char *text;                /* the header */
+    uint64_t data_at, data_bytes;
+    const unsigned char *map;  /* the whole file */
+    size_t map_bytes;
+    ddp__header header;
+} ddp__in_file;
+
+/* Where a tensor of the list is: NULL = in no file. */
+typedef struct ddp__source { const ddp__in_file *file; const ddp__stored *record; } ddp__source;
+
+typedef struct ddp__loading {
+    ddp_group *group;
+    const ddp__slice *slices;
+    int count;
+    char dir[DDP__PATH_MAX];
+    ddp__key *keys;            /* the list by name */
+    ddp__source *sources;
+    uint32_t *crc;             /* per tensor: what the ranks' parts come to */
+    int64_t *numbers;
+    ddp__in_file *files;
+    int file_count, file_room;
+    int foreign;               /* no state.json: not written here, may lack checksums and have other float dtypes */
+    char *state_text, *index_text;
+    uint32_t state_crc;
+    ddp_fsdp_state state;
+    ddp__pair *map;            /* of a foreign index: tensor and file */
+    int map_count;
+} ddp__loading;
+
+static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) {
+    char *to = (char *)data;
+    while (size) {
+        ssize_t got = pread(fd, to, (size_t)size, (off_t)at);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return ddp__file_fail("reading", path);
+        if (got == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
+        to += got;
+        at += (uint64_t)got;
+        size -= (uint64_t)got;
+    }
+    return DDP_OK;
+}
+
+/* A whole small file; *text is NULL, and the result DDP_OK, when there is none. */
+static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text, size_t *length) {
+    char path[DDP__PATH_MAX + 300];
+    struct stat info;
+    ddp_result result = DDP_OK;
+    int fd;
+    *text = NULL;
+    snprintf(path, sizeof path, "%s/%s", l->dir, name);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
+    if (fstat(fd, &info) != 0) result = ddp__file_fail("reading", path);
+    else if ((uint64_t)info.st_size > DDP__HEADER_MAX) result = ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", path);
+    else {
+        *length = (size_t)info.st_size;
+        *text = (char *)ddp_group_malloc(l->group, *length + 1);
+        result = *text ? ddp__read_all(fd, *text, *length, 0, path) : DDP_ERR_NO_MEMORY;
+    }
+    close(fd);
+    return result;
+}
+
+static ddp__in_file *ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t want_crc) {
+    ddp__in_file *file;
+    if (l->file_count == l->file_room) {
+        int room = l->file_room * 2 + 16;
+        ddp__in_file *grown = (ddp__in_file *)ddp_group_malloc(l->group, (size_t)room * sizeof *grown);
+        if (!grown) return NULL;
+        if (l->file_count) memcpy(grown, l->files, (size_t)l->file_count * sizeof *grown);
+        if (l->files) ddp_group_mfree(l->group, l->files);
+        l->files = grown;
+        l->file_room = room;
+    }
+    file = &l->files[l->file_count++];
+    memset(file, 0, sizeof *file);
+    memcpy(file->name, name.at, name.length);
+    file->kind = strncmp(file->name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
+    file->want_crc = want_crc;
+    return file;
+}
+
+/* A plain name, which leads to no other folder. */
+static int ddp__is_plain_name(ddp__words name) {
+    return name.length > 0 && name.length < sizeof ((ddp__in_file *)0)->name && name.at[0] != '.' && !memchr(name.at, '/', name.length) && !memchr(name.at, '\0', name.length);
+}
+
+static ddp_result ddp__json_result(const ddp__loading *l, const char *name, const ddp__json *j) {
+    return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: damaged at byte %zu: %s", l->dir, name, (size_t)(j->at - j->begin), j->error);
+}
+
+/* A whole number, or the 16 hexadecimal digits of a double. */
+static int ddp__json_double(ddp__json *j, double *value) {
+    ddp__words word;
+    uint32_t high, low;
+    uint64_t bits;
+    int64_t whole;
+    if (ddp__json_peek(j) != '"') {
+        if (!ddp__json_i64(j, &whole)) return 0;
+        *value = (double)whole;
+        return 1;
+    }
+    if (!ddp__json_string(j, &word)) return 0;
+    if (word.length != 16) return ddp__json_fail(j, "the bits of a number have 16 digits");
+    word.length = 8;
+    if (!ddp__hex_read(word, &high)) return ddp__json_fail(j, "a digit is not hexadecimal");
+    word.at += 8;
+    if (!ddp__hex_read(word, &low)) return ddp__json_fail(j, "a digit is not hexadecimal");
+    bits = (uint64_t)high << 32 | low;
+    memcpy(value, &bits, sizeof bits);
+    return 1;
+}
+
+/* Exactly n entries of a list, into the places that `at` tells; kind: 'u' u64, 'i' i64, '4' i32, 'd' double. */
+static int ddp__json_list(ddp__json *j, const char *kinds, void *const *at) {
+    int count = 0, n = 0;
+    if (!ddp__json_need(j, '[', "a list is missing")) return 0;
+    for (; ddp__json_more(j, ']', &count); n++) {
+        int64_t number = 0;
+        int fine = !kinds[n] ? 0 : kinds[n] == 'u' ? ddp__json_u64(j, (uint64_t *)at[n]) : kinds[n] == 'd' ? ddp__json_double(j, (double *)at[n])
+                 : ddp__json_i64(j, kinds[n] == 'i' ? (int64_t *)at[n] : &number);
+        if (!fine) return ddp__json_fail(j, "a list has another length");
+        if (kinds[n] == '4' && number != (int32_t)number) return ddp__json_fail(j, "a number is too large");
+        if (kinds[n] == '4') *(int32_t *)at[n] = (int32_t)number;
+    }
+    return kinds[n] ? ddp__json_fail(j, "a list has another length") : j->error == NULL;
+}
+
+static int ddp__state_files(ddp__loading *l, ddp__json *j) {
+    ddp__words name, value;
+    uint32_t crc;
+    int count = 0;
+    if (!ddp__json_need(j, '{', "an object is missing")) return 0;
+    while (ddp__json_more(j, '}', &count)) {
+        if (!ddp__json_name(j, &name) || !ddp__json_string(j, &value)) return 0;
+        if (!ddp__hex_read(value, &crc) || !ddp__is_plain_name(name)) return ddp__json_fail(j, "not a file and its checksum");
+        if (!ddp__in_file_add(l, name, crc)) return ddp__json_fail(j, "there is no memory for the list of files");
+    }
+    return j->error == NULL;
+}
+
+static int ddp__state_read(ddp__loading *l, ddp__json *j) {
+    ddp_fsdp_state *s = &l->state;
+    ddp_sampler_state *a = &s->sampler;
+    void *const sampler[] = {&a->seed, &a->epoch, &a->dataset_size, &a->position, &a->block_offset, &a->num_replicas, &a->global_batch, &a->shuffle, &a->no_shuffle};
+    void *const scaler[] = {&s->scaler.scale, &s->scaler.growth_tracker}, *const rng[] = {&s->rng[0], &s->rng[1], &s->rng[2], &s->rng[3]};
+    void *const user[] = {&s->user[0], &s->user[1], &s->user[2], &s->user[3], &s->user[4], &s->user[5], &s->user[6], &s->user[7]};
+    int count = 0, seen = 0;
+    int64_t version = 0;
+    ddp__words key;
+    if (!ddp__json_need(j, '{', "an object is missing")) return 0;
+    while (ddp__json_more(j, '}', &count)) {
+        int fine = 1;
+        if (!ddp__json_name(j, &key)) return 0;
+        seen++;
+        if (ddp__words_are(key, "version")) fine = ddp__json_i64(j, &version);
+        else if (ddp__words_are(key, "step")) fine = ddp__json_i64(j, &s->step);
+        else if (ddp__words_are(key, "sampler")) fine = ddp__json_list(j, "uuiiiii44", sampler);
+        else if (ddp__words_are(key, "scaler")) fine = ddp__json_list(j, "di", scaler);
+        else if (ddp__words_are(key, "rng")) fine = ddp__json_list(j, "uuuu", rng);
+        else if (ddp__words_are(key, "user")) fine = ddp__json_list(j, "dddddddd", user);
+        else if (ddp__words_are(key, "files")) fine = ddp__state_files(l, j);
+        else seen--, fine = ddp__json_skip(j);
+        if (!fine) return 0;
+        if (seen == 1 && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
+    }
+    return ddp__json_end(j) && (seen == 7 ? 1 : ddp__json_fail(j, "something is missing"));
+}
+
+/* state.json ends with its own checksum, that of all bytes up to its digits. */
+static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
+    static const char tail[] = "\"crc32c\": \"01234567\"}\n";
+    size_t size = sizeof tail - 1, digits = length - 11;
+    ddp__words word;
+    ddp__json j;
+    uint32_t crc;
+    if (length < size || memcmp(l->state_text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0 || memcmp(l->state_text + length - size, tail, size - 11) != 0)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint", l->dir);
+    word.at = l->state_text + digits;
+    word.length = 8;
+    l->state_crc = ddp__crc32c(l->state_text, digits);
+    if (!ddp__hex_read(word, &crc) || crc != l->state_crc)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->dir, l->state_crc, word.at);
+    j = ddp__json_of(l->state_text, length);
+    return ddp__state_read(l, &j) ? DDP_OK : ddp__json_result(l, DDP__STATE_FILE, &j);
+}
+
+/* The indexes are in the list of state.json too: they are checked here, and leave the list, which goes on with tensor files alone. */
+static ddp_result ddp__load_check_indexes(ddp__loading *l) {
+    int kept = 0;
+    for (int f = 0; f < l->file_count; f++) {
+        ddp__in_file *file = &l->files[f];
+        size_t length = strlen(file->name);
+        if (length < 5 || strcmp(file->name + length - 5, ".json") != 0) { l->files[kept++] = *file; continue; }
+        DDP__FSDP_TRY(ddp__text_load(l, file->name, &l->index_text, &length));
+        if (!l->index_text) return ddp_fail(DDP_ERR_CORRUPT, "%s/%s is missing", l->dir, file->name);
+        if (ddp__crc32c(l->index_text, length) != file->want_crc)
+            return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: damaged, its checksum is not that of " DDP__STATE_FILE, l->dir, file->name);
+        ddp_group_mfree(l->group, l->index_text);
+        l->index_text = NULL;
+    }
+    l->file_count = kept;
+    return DDP_OK;
+}
+
+static int ddp__index_read(ddp__loading *l, ddp__json *j) {
+    ddp__words key;
+    int count = 0, entries = 0, found = 0;
+    if (!ddp__json_need(j, '{', "an object is missing")) return 0;
+    while (ddp__json_more(j, '}', &count)) {
+        if (!ddp__json_name(j, &key)) return 0;
+        if (!ddp__words_are(key, "weight_map")) { if (!ddp__json_skip(j)) return 0; continue; }
+        if (found++) return ddp__json_fail(j, "weight_map is there twice");
+        if (!ddp__json_need(j, '{', "an object is missing")) return 0;
+        while (ddp__json_more(j, '}', &entries)) {
+            ddp__pair *pair = &l->map[l->map_count++];
+            if (!ddp__json_name(j, &pair->key) || !ddp__json_string(j, &pair->value)) return 0;
+            if (!ddp__is_plain_name(pair->value)) return ddp__json_fail(j, "not the name of a file in the folder");
+        }
+    }
+    return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
+}
+
+/* A model from elsewhere: model.safetensors, or the files that its index names. */
+static ddp_result ddp__load_find_foreign(ddp__loading *l) {
+    static const char index_name[] = "model.safetensors.index.json";
+    size_t length = 0, colons = 1;
+    struct dirent *entry;
+    ddp__json j;
+    DIR *folder = opendir(l->dir);
+    int optimizer = 0;
+    if (!folder) return ddp__file_fail("opening", l->dir);
+    while ((entry = readdir(folder)) != NULL) optimizer += strncmp(entry->d_name, "optimizer", 9) == 0 && ddp__is_our_file(entry->d_name);
+    closedir(folder);
+    if (optimizer) return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->dir);
+    l->foreign = 1;
+    DDP__FSDP_TRY(ddp__text_load(l, index_name, &l->index_text, &length));
+    if (!l->index_text) return ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0) ? DDP_OK : DDP_ERR_NO_MEMORY;
+    for (size_t i = 0; i < length; i++) colons += l->index_text[i] == ':';
+    l->map = (ddp__pair *)ddp_group_malloc(l->group, colons * sizeof *l->map);
+    if (!l->map) return DDP_ERR_NO_MEMORY;
+    j = ddp__json_of(l->index_text, length);
+    if (!ddp__index_read(l, &j)) return ddp__json_result(l, index_name, &j);
+    if (l->map_count > 1) qsort(l->map, (size_t)l->map_count, sizeof *l->map, ddp__pair_compare);
+    for (int i = 0; i < l->map_count; i++) {
+        int f = 0;
+        if (i && ddp__pair_compare(&l->map[i - 1], &l->map[i]) == 0)
+            return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: tensor '%s' is there twice", l->dir, index_name, ddp__show(l->map[i].key).text);
+        while (f < l->file_count && !ddp__words_are(l->map[i].value, l->files[f].name)) f++;
+        if (f == l->file_count && !ddp__in_file_add(l, l->map[i].value, 0)) return DDP_ERR_NO_MEMORY;
+    }
+    for (int f = 0; f < l->file_count; f++) l->files[f].kind = 0;
+    return DDP_OK;
+}
+
+/* Reads and checks a file's header; the file stays mapped. */
+static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
+    char path[DDP__PATH_MAX + 300];
+    unsigned char size[8];
+    struct stat info;
+    uint64_t length = 0, bytes = 0;
+    ddp_result result;
+    int fd;
+    snprintf(path, sizeof path, "%s/%s", l->dir, file->name);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) return ddp_fail(DDP_ERR_CORRUPT, "%s is missing", path);
+    if (fd < 0) return ddp__file_fail("opening", path);
+    result = fstat(fd, &info) == 0 ? ddp__read_all(fd, size, sizeof size, 0, path) : ddp__file_fail("reading", path);
+    if (result == DDP_OK) {
+        bytes = (uint64_t)info.st_size - 8;
+        for (int i = 0; i < 8; i++) length |= (uint64_t)size[i] << 8 * i;
+        if (length > DDP__HEADER_MAX) result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, more than 100 MB", path, (unsigned long long)length);
+        else if (length > bytes) result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, the file has %llu behind its start", path,
+                                                   (unsigned long long)length, (unsigned long long)bytes);
+    }
+    if (result == DDP_OK) {
+        file->text = (char *)ddp_group_malloc(l->group, (size_t)length + 1);
+        result = file->text ? ddp__read_all(fd, file->text, length, 8, path) : DDP_ERR_NO_MEMORY;
+    }
+    if (result == DDP_OK) {
+        file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
+        file->data_at = 8 + length;
+        file->data_bytes = bytes - length;
+        if (!l->foreign && file->crc != file->want_crc)
+            result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header, bytes [0, %llu), is damaged: its checksum is %08x, not %08x", path,
+                              (unsigned long long)file->data_at, file->crc, file->want_crc);
+    }
+    if (result == DDP_OK) result = ddp__header_read(l->group, path, file->text, (size_t)length, file->data_bytes, &file->header);
+    if (result == DDP_OK) {
+        void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+        if (map == MAP_FAILED) result = ddp__file_fail("mapping", path);
+        else file->map = (const unsigned char *)map, file->map_bytes = (size_t)info.st_size;
+    }
+    close(fd);
+    return result;
+}
+
+/* "F32 [2,3]" */
+static ddp__shown ddp__show_shape(const char *dtype, int ndim, const int64_t *shape) {
+    ddp__shown shown;
+    size_t length = (size_t)snprintf(shown.text, sizeof shown.text, "%s [", dtype);
+    for (int d = 0; d < ndim && d < DDP_MAX_NDIM && length < sizeof shown.text - 24; d++)
+        length += (size_t)snprintf(shown.text + length, sizeof shown.text - length, d ? ",%lld" : "%lld", (long long)shape[d]);
+    snprintf(shown.text + length, sizeof shown.text - length, "%s]", ndim > DDP_MAX_NDIM ? ",..." : "");
+    return shown;
+}
+
+/* An error of a tensor in a file, with its byte range. */
+static ddp_result ddp__tensor_fail(const ddp__loading *l, ddp_result result, const ddp__in_file *file, const ddp__stored *r, const char *what) {
+    return ddp_fail(result, "%s/%s: tensor '%s' at bytes [%llu, %llu) of the file %s", l->dir, file->name, ddp__show(r->name).text,
+                    (unsigned long long)(file->data_at + r->begin), (unsigned long long)(file->data_at + r->end), what);
+}
+
+static int ddp__is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F64 || dtype == DDP_F16 || dtype == DDP_BF16; }
+
+static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
+    ddp__key key, *found;
+    const ddp__slice *s;
+    char what[400];
+    key.name = r->name;
+    key.kind = file->kind;
+    found = l->count ? (ddp__key *)bsearch(&key, l->keys, (size_t)l->count, sizeof key, ddp__key_compare) : NULL;
+    if (!found) {
+        snprintf(what, sizeof what, "(%s) is none of the %d tensors that are loaded", ddp__show_shape(r->dtype->name, r->ndim, r->shape).text, l->count);
+        return ddp__tensor_fail(l, DDP_ERR_MISMATCH, file, r, what);
+    }
+    s = &l->slices[found->index];
+    if (l->sources[found->index].file) return ddp__tensor_fail(l, DDP_ERR_CORRUPT, file, r, "is in another file too");
+    if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
+        (r->dtype->dtype != s->dtype && !(l->foreign && ddp__is_float(r->dtype->dtype) && ddp__is_float(s->dtype)))) {
+        snprintf(what, sizeof what, "is %s, and %s is to be loaded", ddp__show_shape(r->dtype->name, r->ndim, r->shape).text,
+                 ddp__show_shape(ddp__file_dtype_of(s->dtype)->name, s->ndim, s->shape).text);
+        return ddp__tensor_fail(l, DDP_ERR_MISMATCH, file, r, what);
+    }
+    if (!l->foreign && !r->has_crc) return ddp__tensor_fail(l, DDP_ERR_CORRUPT, file, r, "has no checksum");
+    l->sources[found->index].file = file;
+    l->sources[found->index].record = r;
+    return DDP_OK;
+}
+
+/* Finds, opens and checks all that can be checked without the data. */
+static ddp_result ddp__load_open(ddp__loading *l) {
+    size_t length = 0;
+    int in_files = 0;
+    DDP__FSDP_TRY(ddp__text_load(l, DDP__STATE_FILE, &l->state_text, &length));
+    if (l->state_text) {
+        DDP__FSDP_TRY(ddp__load_state(l, length));
+        DDP__FSDP_TRY(ddp__load_check_indexes(l));
+    } else DDP__FSDP_TRY(ddp__load_find_foreign(l));
+    for (int f = 0; f < l->file_count; f++) DDP__FSDP_TRY(ddp__in_file_open(l, &l->files[f]));
+    for (int i = 0; i < l->map_count; i++) {
+        int f = 0;
+        while (!ddp__words_are(l->map[i].value, l->files[f].name)) f++;
+        if (!ddp__stored_find(&l->files[f].header, l->map[i].key))
+            return ddp_fail(DDP_ERR_CORRUPT, "%s/%s has no tensor '%s', which the index says it has", l->dir, l->files[f].name, ddp__show(l->map[i].key).text);
+    }
+    for (int f = 0; f < l->file_count; f++)
+        for (int i = 0; i < l->files[f].header.count; i++, in_files++) DDP__FSDP_TRY(ddp__load_match(l, &l->files[f], &l->files[f].header.records[i]));
+    if (l->map && in_files != l->map_count) return ddp_fail(DDP_ERR_CORRUPT, "%s: the files have %d tensors, their index %d", l->dir, in_files, l->map_count);
+    for (int i = 0; i < l->count; i++)
+        if (!l->sources[i].file && !(l->foreign && l->slices[i].file_kind != 0))
+            return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->dir, l->slices[i].name,
+                            ddp__show_shape(ddp__file_dtype_of(l->slices[i].dtype)->name, l->slices[i].ndim, l->slices[i].shape).text);
+    return DDP_OK;
+}
+
+/* Bytes [begin, end) of a tensor, at most a window of them, are in memory and mapped afterwards: what the disk has to say about them is a result here, and not a
+   signal when they are touched. *ready: up to where they were already; starts at 0. */
+static ddp_result ddp__load_touch(const ddp__loading *l, const ddp__source *source, uint64_t begin, uint64_t end, uint64_t *ready) {
+    const ddp__in_file *file = source->file;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), total = source->record->end - source->record->begin, from = file->data_at + source->record->begin;
+    uint64_t low, high = begin + DDP__WINDOW < total ? begin + DDP__WINDOW : total;
+    if (end <= *ready) return DDP_OK;
+    if (begin < *ready) begin = *ready;
+    low = (from + begin) / page * page;
+    if (madvise((void *)(uintptr_t)(file->map + low), (size_t)(from + high - low), DDP__POPULATE_READ) != 0 && errno != EINVAL)
+        return ddp__tensor_fail(l, DDP_ERR_SYSTEM, file, source->record, "cannot be read: the disk fails, or the file has just been cut short");
+    *ready = high;
+    return DDP_OK;
+}
+
+/* Checksums: each rank reads rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what it copies afterwards. */
+static ddp_result ddp__load_sum(ddp__loading *l) {
+    uint64_t world_size = (uint64_t)ddp_world_size(l->group), rank = (uint64_t)ddp_rank(l->group);
+    for (int i = 0; i < l->count; i++) {
+        const ddp__source *source = &l->sources[i];
+        uint64_t total, rows, row_bytes, each, at, end, ready = 0;
+        if (!source->file || !source->record->has_crc) continue;
+        total = source->record->end - source->record->begin;
+        rows = l->slices[i].ndim && l->slices[i].shape[0] ? (uint64_t)l->slices[i].shape[0] : 1;
+        row_bytes = total / rows;
+        each = (rows + world_size - 1) / world_size * row_bytes;
+        at = each * rank < total ? each * rank : total;
+        end = at + each < total ? at + each : total;
+        for (uint64_t piece; at < end; at += piece) {
+            piece = end - at < DDP__WINDOW ? end - at : DDP__WINDOW;
+            DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece, &ready));
+            l->crc[i] = ddp__crc_feed(l->crc[i], source->file->map + source->file->data_at + source->record->begin + at, (size_t)piece);
+        }
+        l->crc[i] = ddp__crc_multiply(l->crc[i], ddp__crc_shift(total - end));
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__load_compare_sums(ddp__loading *l) {
+    for (int i = 0; i < l->count; i++) {
+        const ddp__stored *r = l->sources[i].record;
+        uint32_t crc = r ? ddp__crc_finish(l->crc[i], r->end - r->begin) : 0;
+        char what[100];
+        if (!r || !r->has_crc || crc == r->crc) continue;
+        snprintf(what, sizeof what, "is damaged: its checksum is %08x, not %08x", crc, r->crc);
+        return ddp__tensor_fail(l, DDP_ERR_CORRUPT, l->sources[i].file, r, what);
+    }
+    return DDP_OK;
+}
+
+/* Copies this rank's box, changing the dtype on the way where it is another one. */
+static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
+    const ddp__slice *s = &l->slices[index];
+    const ddp__source *source = &l->sources[index];
+    ddp__box_runs runs = ddp__runs_of(s);
+    uint64_t size = ddp_dtype_size(s->dtype), at, to, ready = 0, file_size, most;
+    double stage[512]; /* what cast reads is aligned */
+    if (!source->file) {
+        for (; ddp__runs_next(&runs, &at, &to);) memset((char *)s->data + to * size, 0, (size_t)(runs.length * size));
+        return DDP_OK;
+    }
+    file_size = (uint64_t)source->record->dtype->size;
+    most = s->dtype == source->record->dtype->dtype ? DDP__WINDOW / file_size : sizeof stage / file_size;
+    while (ddp__runs_next(&runs, &at, &to))
+        for (uint64_t n, done = 0; done < runs.length; done += n) {
+            const unsigned char *from = source->file->map + source->file->data_at + source->record->begin + (at + done) * file_size;
+            char *out = (char *)s->data + (to + done) * size;
+            n = runs.length - done < most ? runs.length - done : most;
+            DDP__FSDP_TRY(ddp__load_touch(l, source, (at + done) * file_size, (at + done + n) * file_size, &ready));
+            if (s->dtype == source->record->dtype->dtype) memcpy(out, from, (size_t)(n * size));
+            else {
+                memcpy(stage, from, (size_t)(n * file_size));
+                ddp_device_cpu()->cast(out, s->dtype, stage, source->record->dtype->dtype, (size_t)n);
+            }
+        }
+    return DDP_OK;
+}
+
+/* Collective: rank 0 says whether the checkpoint is at dir, or at dir.old, where a save leaves it for a moment on some file systems. */
+static ddp_result ddp__load_choose(ddp__loading *l) {
+    char old[DDP__PATH_MAX];
+    struct stat info;
+    int32_t which;
+    snprintf(old, sizeof old, "%.*s.old", DDP__DIR_MAX, l->dir);
+    which = stat(l->dir, &info) != 0 && stat(old, &info) == 0;
+    DDP__FSDP_TRY(ddp__host_call(l->group, DDP_CALL_BROADCAST, &which, 1, DDP_I32, DDP_OP_SUM, 0));
+    if (which) memcpy(l->dir, old, sizeof old);
+    return DDP_OK;
+}
+
+/* Collective: all ranks have read the same headers and state. */
+static ddp_result ddp__load_compare(ddp__loading *l) {
+    uint32_t all = l->state_crc;
+    int64_t same[2];
+    for (int f = 0; f < l->file_count; f++) all = ddp__crc_feed(all, &l->files[f].crc, sizeof l->files[f].crc);
+    same[0] = (int64_t)all;
+    same[1] = -same[0];
+    DDP__FSDP_TRY(ddp__host_reduce(l->group, same, 2, DDP_I64, DDP_OP_MIN));
+    return same[0] == -same[1] ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "%s: ranks find different checkpoints there; is the folder shared, and did a save end meanwhile?", l->dir);
+}
+
+static ddp_result ddp__load_run(ddp__loading *l, const char *dir, ddp_fsdp_state *state) {
+    const char *who = "ddp_fsdp_load";
+    const int64_t option[2] = {0, 0};
+    size_t n = (size_t)l->count + 1;
+    ddp_result result = ddp__folder_name(dir, l->dir);
+    l->keys = (ddp__key *)ddp_group_malloc(l->group, n * (sizeof *l->keys + sizeof *l->sources + 4 * sizeof *l->numbers + sizeof *l->crc));
+    if (!l->keys && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) {
+        l->sources = (ddp__source *)(l->keys + n);
+        l->numbers = (int64_t *)(l->sources + n);
+        l->crc = (uint32_t *)(l->numbers + 4 * n);
+        memset(l->sources, 0, n * sizeof *l->sources);
+        memset(l->crc, 0, n * sizeof *l->crc);
+        result = ddp__slices_check(l->slices, l->count, l->keys);
+    }
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, result));
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, ddp__slices_compare(l->group, l->slices, l->count, l->dir, option, 0, l->numbers)));
+    DDP__FSDP_TRY(ddp__load_choose(l));
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, ddp__load_open(l)));
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, ddp__load_compare(l)));
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, ddp__load_sum(l)));
+    DDP__FSDP_TRY(ddp__crc_combine(l->group, l->crc, l->count));
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, ddp__load_compare_sums(l)));
+    for (int i = 0; i < l->count && result == DDP_OK; i++) result = ddp__load_copy(l, i); /* the first write to the caller's memory */
+    DDP__FSDP_TRY(ddp__save_agree(l->group, who, result));
+    if (state && l->foreign) state->step = 0;
+    else if (state) *state = l->state;
+    if (l->foreign && ddp_rank(l->group) == 0) ddp_group_log(l->group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
+    return DDP_OK;
+}
+
+/* Collective. Fills this rank's boxes, which need not tile the tensors, from a checkpoint of any world size, or from a model of another program: then optimizer tensors
+   become zero and of *state, which may be NULL, only the step changes. On failure nothing has been written to, unless the disk failed between the check and the copy. */
+static ddp_result ddp__checkpoint_load(ddp_group *group, const char *dir, const ddp__slice *slices, int count, ddp_fsdp_state *state) {
+    ddp__loading loading;
+    ddp_result result;
+    memset(&loading, 0, sizeof loading);
+    loading.group = group;
+    loading.slices = slices;
+    loading.count = count;
+    result = ddp__load_run(&loading, dir, state);
+    for (int f = 0; f < loading.file_count; f++) {
+        ddp__in_file *file = &loading.files[f];
+        if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
+        ddp_group_mfree(group, file->header.records);
+        ddp_group_mfree(group, file->text);
+    }
+    ddp_group_mfree(group, loading.files);
+    ddp_group_mfree(group, loading.map);
+    ddp_group_mfree(group, loading.index_text);
+    ddp_group_mfree(group, loading.state_text);
+    ddp_group_mfree(group, loading.keys);
+    return result;
+}
+
+//== sharding: tables and memory ====================================================================== >>impl-sharding
+
+/* What each rank holds of a parameter of 5 rows on 3 ranks (chunk 2), under FULL_SHARD and under the strategies that keep values whole:
+
+       FULL_SHARD   shard  rank 0 |0 1|   rank 1 |2 3|   rank 2 |4 -|      padded to chunk rows, alike on every rank
+                    whole  a slot from gather to release |0 1 2 3 4|
+       otherwise    whole  |0 1 2 3 4| on every rank; the own rows are the shard, the others are as old as the last gather
+
+   A rank reads its peers' rows where they lie, if ddp_group_peer finds them (direct); otherwise they travel in wire blocks, one per rank. */
+
+enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
+enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE };
+enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
+enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
+
+typedef struct ddp__holding { /* one piece of memory */
+    void *memory, *raw, *node_raw;
+    size_t size, counted, node_counted;
+    int purpose, kind;
+    struct ddp__holding *next;
+} ddp__holding;
+
+typedef struct ddp__slot { /* memory for one unit's whole values, or whole gradients */
+    unsigned char *memory;
+    struct ddp__unit *reducing; /* gradients: whose reduction still reads it */
+    int busy;
+    struct ddp__slot *next;
+} ddp__slot;
+
+typedef struct ddp__weight { /* a parameter of a unit: one use */
+    ddp_fsdp_param *entry;
+    struct ddp__weight *source;  /* the use whose shard this one shares, or itself */
+    struct ddp__unit *unit;
+    const char *name;
+    ddp_dtype master_dtype, dtype, grad_dtype, wire_dtype; /* of master and sums; of what is gathered; of whole gradients; of what is added over ranks */
+    size_t rows, row_count, chunk, first, mine;            /* rows of the whole, elements of one; rows of a shard; this rank's rows */
+    size_t whole_at, grad_at, cast_at, shard_at, quant_at, sum_at; /* bytes from the start of the unit's memory of that kind */
+    size_t wire_at;              /* elements from the start of a wire block of wire_dtype */
+    unsigned char *shard, *master; /* this rank's rows: as they are gathered, and as they are updated */
+    int in_place;                /* the sum of its gradients lies in the whole gradients */
+} ddp__weight;
+
+typedef struct ddp__unit {
+    ddp_fsdp *fsdp;
+    char name[64];
+    int index, count, trained;
+    ddp__weight *weights;
+    size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, quant_bytes, sum_bytes, master_bytes;
+    size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
+    unsigned char *whole, *grads, *shard, *quant;
+    ddp__slot *whole_slot, *grad_slot;
+    unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of shards, or of whole gradients */
+    int depth;                     /* levels in use */
+    int state, in_use, attached;   /* attached: gradient memory is there for a backward */
+    int reduced;                   /* micro-batches of this step whose gradients were handed in */
+    ddp_work gathering, reducing;
+    ddp__slot *reducing_slot;
+    int has_reducing;
+} ddp__unit;
+
+struct ddp_fsdp {
+    ddp_fsdp_desc desc;
+    ddp_group *group;
+    const ddp_device *device;
+    int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
+    ddp_group *copies[2];          /* over which they are replicated */
+    int copy_count;
+    uint64_t divisor;              /* ranks times micro-batches */
+    int keeps_whole, reduces_each, direct, finished, no_grad;
+    ddp__unit *units;
+    ddp__weight *weights;
+    int unit_count, weight_count;
+    ddp__slot *whole_slots, *grad_slots;
+    size_t whole_slot_bytes, grad_slot_bytes;
+    unsigned char *cast, *narrow, *send, *receive; /* staging, see impl-reduce */
+    size_t cast_bytes, narrow_bytes, send_bytes, receive_bytes;
+    int *order, *order_now, order_count, now_count, order_cap; /* units in the order of gathers: in the last step, in this one */
+    int following;                 /* this step has had the last one's order so far */
+    int most_in_use, in_use, slots_ready;
+    uint64_t order_hash;
+    ddp_optimizer *optimizer;
+    ddp_param *masters;            /* what the optimizer sees */
+    ddp__weight **master_of;       /* the weight behind each of them */
+    int master_count;
+    ddp_tensor *sums;              /* their gradients, for the scaler */
+    ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
+    unsigned char *host_sums, *host_rows; /* there: gradients of this rank's rows; one parameter's rows on their way */
+    size_t host_rows_bytes;
+    ddp_exact_sum *squares;        /* the device's memory */
+    struct ddp__saver *saver;
+    ddp_fsdp_state state;
+    int64_t step;
+    ddp__holding *holdings;
+    size_t now[DDP__PURPOSES], peak[DDP__PURPOSES], total_now, total_peak, group_bytes, file_bytes;
+    int file;
+    off_t file_size;
+    void *own_raw;
+    size_t own_counted;
+};
+
+static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
+static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
+    char text[512];
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    (void)f;
+    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
+}
+
+/* Whether all ranks of a group have the same number. */
+static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *agreed) {
+    uint64_t low[2] = {number, ~number};
+    DDP__FSDP_TRY(ddp__host_reduce(group, low, 2, DDP_U64, DDP_OP_MIN));
+    *agreed = low[0] == ~low[1];
+    return DDP_OK;
+}
+
+static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
+    f->now[purpose] += add ? size : 0 - size;
+    f->total_now += add ? size : 0 - size;
+    if (f->now[purpose] > f->peak[purpose]) f->peak[purpose] = f->now[purpose];
+    if (f->total_now > f->total_peak) f->total_peak = f->total_now;
+}
+
+/* Host memory by the desc's allocator or the group's. */
+static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counted) {
+    if (!f->desc.alloc_fn) {
+        *counted = size + DDP_MALLOC_EXTRA;
+        return *raw = ddp_group_malloc(f->group, size);
+    }
+    *counted = size + 64;
+    *raw = f->desc.alloc_fn(size + 64, f->desc.user);
+    if (!*raw) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_fsdp group=%s: %zu bytes could not be allocated", ddp_group_name(f->group), size);
+    return *raw ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : NULL;
+}
+
+static void ddp__fsdp_unhost(ddp_fsdp *f, void *raw) {
+    if (f->desc.alloc_fn) f->desc.free_fn(raw, f->desc.user);
+    else ddp_group_mfree(f->group, raw);
+}
+
+/* The next pages of the offload file, mapped. */
+static void *ddp__fsdp_map(ddp_fsdp *f, size_t size) {
+    off_t start = f->file_size, page = (off_t)sysconf(_SC_PAGESIZE);
+    void *memory = MAP_FAILED;
+    if (ftruncate(f->file, start + (off_t)size) == 0) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, f->file, start);
+    if (memory == MAP_FAILED) {
+        ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes could not be mapped: %s", f->desc.offload_dir, size, strerror(errno));
+        return NULL;
+    }
+    f->file_size = (start + (off_t)size + page - 1) / page * page;
+    return memory;
+}
+
+/* Zeroed memory, counted under its purpose until ddp__fsdp_give or the end. Group memory: collective. */
+static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
+    ddp_result result = DDP_ERR_NO_MEMORY;
+    size_t node_counted;
+    void *node_raw, *memory = NULL;
+    ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, sizeof *h, &node_raw, &node_counted);
+    memset(out, 0, sizeof memory);
+    if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
+    if (!h) {
+        if (kind == DDP__MEMORY_GROUP) ddp_group_poison(f->group, result, ddp_last_error()); /* the others are about to wait for this rank */
+        return result;
+    }
+    memset(h, 0, sizeof *h);
+    if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
+    h->node_raw = node_raw;
+    h->node_counted = node_counted;
+    h->purpose = purpose;
+    h->kind = kind;
+    h->size = h->counted = size = size ? size : 64;
+    if (kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, size, &memory);
+    else if (kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, size, &memory);
+    else if (kind == DDP__MEMORY_FILE) result = (memory = ddp__fsdp_map(f, size)) != NULL ? DDP_OK : DDP_ERR_SYSTEM;
+    else if ((memory = ddp__fsdp_host(f, size, &h->raw, &h->counted)) != NULL) result = (memset(memory, 0, size), DDP_OK);
+    if (result != DDP_OK) {
+        ddp__fsdp_unhost(f, node_raw);
+        return result;
+    }
+    h->memory = memory;
+    h->next = f->holdings;
+    f->holdings = h;
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->node_counted, 1);
+    if (kind == DDP__MEMORY_FILE) f->file_bytes += size;
+    else ddp__fsdp_count(f, purpose, h->counted, 1);
+    if (kind == DDP__MEMORY_GROUP) f->group_bytes += size;
+    memcpy(out, &memory, sizeof memory);
+    return DDP_OK;
+}
+
+/* Gives memory of ddp__fsdp_take back. Group memory: collective. NULL is ignored. */
+static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
+    ddp__holding **link = &f->holdings, *h;
+    while (*link && (*link)->memory != memory) link = &(*link)->next;
+    if (!memory || !(h = *link)) return;
+    *link = h->next;
+    if (h->kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
+    else if (h->kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
+    else if (h->kind == DDP__MEMORY_FILE) munmap(memory, h->size);
+    else ddp__fsdp_unhost(f, h->raw);
+    if (h->kind == DDP__MEMORY_FILE) f->file_bytes -= h->size;
+    else ddp__fsdp_count(f, h->purpose, h->counted, 0);
+    if (h->kind == DDP__MEMORY_GROUP) f->group_bytes -= h->size;
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->node_counted, 0);
+    ddp__fsdp_unhost(f, h->node_raw);
+}
+
+/* Moments of the optimizer. */
+static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
+    ddp_fsdp *f = (ddp_fsdp *)user;
+    void *memory;
+    static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
+    return ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory) == DDP_OK ? memory : NULL;
+}
+
+static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_give((ddp_fsdp *)user, memory); }
+
+//== sharding: layout =================================================================================== >>impl-layout
+
+static size_t ddp__weight_bytes(const ddp__weight *w, size_t rows, ddp_dtype dtype) { return rows * w->row_count * ddp_dtype_size(dtype); }
+static size_t ddp__mine(const ddp__weight *w) { return w->mine * w->row_count; } /* elements of this rank's rows */
+static size_t ddp__rows_first(const ddp__weight *w, int rank) { size_t first = w->chunk * (size_t)rank; return first < w->rows ? first : w->rows; }
+static size_t ddp__rows_of(const ddp__weight *w, int rank) { return ddp__rows_first(w, rank + 1) - ddp__rows_first(w, rank); }
+
+/* A use of a parameter that an earlier one in reach of it has brought: the same unit's, or, where values stay whole, any. */
+static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->source != w && (w->source->unit == w->unit || f->keeps_whole); }
+static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
+
+static ddp_result ddp__weight_bad(const ddp_fsdp *f, const ddp__weight *w, const char *text) {
+    return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %s, parameter %s: %s", w->unit->name, w->name, text);
+}
+
+/* Which earlier use holds this one's shard. */
+static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
+    const ddp_tensor *value = &w->entry->param.value;
+    char text[256];
+    w->source = w;
+    for (ddp__weight *other = f->weights; other < w; other++) {
+        int same_name = !strcmp(other->name, w->entry->tied_to ? w->entry->tied_to : w->name);
+        int same_data = value->data && other->entry->param.value.data == value->data;
+        if (!w->entry->tied_to && same_name) {
+            snprintf(text, sizeof text, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
+            return ddp__weight_bad(f, w, text);
+        }
+        if (!same_data && !(w->entry->tied_to && same_name)) continue;
+        if (same_data && other->unit != w->unit && !w->entry->tied_to) {
+            snprintf(text, sizeof text, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
+            return ddp__weight_bad(f, w, text);
+        }
+        if (other->rows != w->rows || other->row_count != w->row_count || other->master_dtype != w->master_dtype || other->dtype != w->dtype)
+            return ddp__weight_bad(f, w, "is tied to a parameter of another shape or dtype");
+        w->source = other->source;
+        return DDP_OK;
+    }
+    if (w->entry->tied_to) {
+        snprintf(text, sizeof text, "tied_to=%.80s: no earlier parameter has that name", w->entry->tied_to);
+        return ddp__weight_bad(f, w, text);
+    }
+    if (!value->data && !f->desc.init_fn) return ddp__weight_bad(f, w, "has no values; set value.data, or init_fn of the desc");
+    return DDP_OK;
+}
+
+static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
+    const ddp_tensor *value = &w->entry->param.value;
+    ddp_dtype grad = w->entry->param.grad.dtype;
+    int64_t count = ddp_tensor_count(value), global = 0;
+    if (!w->entry->param.name || !w->entry->param.name[0]) return ddp__weight_bad(f, w, "has no name; checkpoints need one");
+    if (count < 0) return ddp__weight_bad(f, w, "its shape is not one: ndim or an entry is negative, or the product overflows");
+    if (!ddp__is_float(value->dtype)) return ddp__weight_bad(f, w, "its dtype is not a float; keep it outside the units");
+    if (grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad)) return ddp__weight_bad(f, w, "the dtype of its gradient is not a float");
+    for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
+    for (int i = 0; i < value->ndim && global; i++)
+        if (w->entry->global_offset[i] < 0 || w->entry->global_shape[i] < value->shape[i] ||
+            w->entry->global_offset[i] > w->entry->global_shape[i] - value->shape[i])
+            return ddp__weight_bad(f, w, "global_offset and its shape reach beyond global_shape");
+    w->rows = value->ndim ? (size_t)value->shape[0] : 1;
+    w->row_count = w->rows ? (size_t)count / w->rows : 0;
+    w->chunk = (w->rows + (size_t)f->world - 1) / (size_t)f->world;
+    w->first = ddp__rows_first(w, f->rank);
+    w->mine = ddp__rows_of(w, f->rank);
+    w->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
+    w->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
+    w->grad_dtype = grad != DDP_DTYPE_DEFAULT ? grad : w->dtype;
+    w->wire_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : w->grad_dtype;
+    return ddp__weight_find_source(f, w);
+}
+
+static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned place for size bytes */
+    size_t place = *at;
+    *at += ddp__fsdp_pad(size);
+    return place;
+}
+
+/* Where the parts of a unit lie in its memory of each kind. */
+static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
+    for (int i = 0; i < unit->count; i++) {
+        ddp__weight *w = &unit->weights[i];
+        size_t shard_count = w->chunk * w->row_count;
+        if (w->source == w) {
+            w->shard_at = ddp__lay(&unit->shard_bytes, shard_count * ddp_dtype_size(w->dtype));
+            w->quant_at = ddp__lay(&unit->quant_bytes, shard_count + (shard_count + 255) / 256 * sizeof(float));
+        }
+        if (!ddp__is_alias(f, w)) w->whole_at = ddp__lay(&unit->whole_bytes, ddp__weight_bytes(w, w->rows, w->dtype));
+        else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
+        if (!ddp__is_trained(w)) continue;
+        unit->trained++;
+        w->grad_at = ddp__lay(&unit->grad_bytes, ddp__weight_bytes(w, w->rows, w->grad_dtype));
+        w->cast_at = ddp__lay(&unit->cast_bytes, ddp__weight_bytes(w, w->rows, w->wire_dtype));
+        w->in_place = !f->reduces_each && w->grad_dtype == w->master_dtype && w->wire_dtype == w->master_dtype && (f->world == 1 || f->copy_count == 0);
+        if (!w->in_place) w->sum_at = ddp__lay(&unit->sum_bytes, shard_count * ddp_dtype_size(w->master_dtype));
+        w->wire_at = unit->wire_count[w->wire_dtype];
+        unit->wire_count[w->wire_dtype] += shard_count;
+    }
+}
+
+static size_t ddp__wire_bytes(const size_t *wire_count) { /* one block of each dtype */
+    size_t bytes = 0;
+    for (int d = 0; d <= DDP_U64; d++) bytes += ddp__fsdp_pad(wire_count[d] * ddp_dtype_size((ddp_dtype)d));
+    return bytes;
+}
+//== sharding: gather ==================================================================================== >>impl-gather
+
+enum { DDP__QUANT_BLOCK = 256 };
+
+static size_t ddp__quant_scales(const ddp__weight *w) { return (w->chunk * w->row_count + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
+
+/* This rank's rows in 8 bits: for each block of 256 a scale, then the values as round(x / scale); the scale takes the largest to 127. */
+static void ddp__quantize(const ddp__weight *w, unsigned char *out) {
+    size_t count = ddp__mine(w);
+    float *scale = (float *)(void *)out, x[DDP__QUANT_BLOCK];
+    int8_t *q = (int8_t *)(void *)(out + ddp__quant_scales(w) * sizeof(float));
+    for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
+        size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
+        float most = 0;
+        ddp_device_cpu()->cast(x, DDP_F32, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
+        for (size_t i = 0; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
+        scale[from / DDP__QUANT_BLOCK] = most / 127.0f; /* NaN and infinities spread over their block */
+        for (size_t i = 0; i < n; i++) q[from + i] = (int8_t)(most > 0 && most <= 3.402823466e38f ? lrintf(x[i] / most * 127.0f) : 0);
+    }
+}
+
+static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsigned char *in, size_t count) {
+    const float *scale = (const float *)(const void *)in;
+    const int8_t *q = (const int8_t *)(const void *)(in + ddp__quant_scales(w) * sizeof(float));
+    float x[DDP__QUANT_BLOCK];
+    for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
+        size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
+        float step = scale[from / DDP__QUANT_BLOCK];
+        for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
+        ddp_device_cpu()->cast(out + from * ddp_dtype_size(w->dtype), w->dtype, x, DDP_F32, n);
+    }
+}
+
+/* Makes this rank's rows of a unit ready for its peers, once the master values have changed. */
+static void ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
+    for (int i = 0; i < unit->count; i++) {
+        ddp__weight *w = &unit->weights[i];
+        if (w->source != w) continue;
+        if (f->desc.quantize_gather) ddp__quantize(w, unit->quant + w->quant_at);
+        else if (f->host) {
+            ddp_device_cpu()->cast(f->host_rows, w->dtype, w->master, w->master_dtype, ddp__mine(w));
+            f->device->copy(w->shard, f->host_rows, ddp__mine(w) * ddp_dtype_size(w->dtype));
+        }
+        else if (w->shard != w->master) f->device->cast(w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
+    }
+}
+
+/* Bytes of one use's rows of one rank on their way. */
+static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
+    size_t count = w->chunk * w->row_count;
+    return ddp__fsdp_pad(f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype));
+}
+
+static size_t ddp__unit_wire(const ddp_fsdp *f, const ddp__unit *unit) {
+    size_t bytes = 0;
+    for (int i = 0; i < unit->count; i++)
+        if (!ddp__is_alias(f, &unit->weights[i])) bytes += ddp__weight_wire(f, &unit->weights[i]);
+    return bytes;
+}
+
+/* Rank's published rows of w, where this rank can read them. */
+static const unsigned char *ddp__weight_published(ddp_fsdp *f, const ddp__weight *w, int rank) {
+    const ddp__weight *s = w->source;
+    const unsigned char *mine = f->desc.quantize_gather ? s->unit->quant : f->keeps_whole ? s->unit->whole : s->unit->shard, *base;
+    base = rank == f->rank ? mine : (const unsigned char *)ddp_group_peer(f->group, mine, rank);
+    if (f->desc.quantize_gather) return base + s->quant_at;
+    return base + (f->keeps_whole ? s->whole_at + ddp__weight_bytes(s, ddp__rows_first(s, rank), s->dtype) : s->shard_at);
+}
+
+static void ddp__weight_place(ddp_fsdp *f, const ddp__weight *w, int rank, const unsigned char *rows) {
+    unsigned char *out = w->unit->whole + w->whole_at + ddp__weight_bytes(w, ddp__rows_first(w, rank), w->dtype);
+    size_t count = ddp__rows_of(w, rank) * w->row_count;
+    if (!count || (rank == f->rank && f->keeps_whole)) return;
+    if (f->desc.quantize_gather) ddp__dequantize(w, out, rows, count);
+    else f->device->copy(out, rows, count * ddp_dtype_size(w->dtype));
+}
+
+/* Fills the whole values of a unit. A task. Peers' rows are read where they lie: nobody changes them between the barriers of two steps. Otherwise
+   each rank sends a block with its rows of all parameters. */
+static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
+    ddp__unit *unit = (ddp__unit *)argument;
+    ddp_fsdp *f = unit->fsdp;
+    size_t block = ddp__unit_wire(f, unit), at = 0;
+    for (int pack = !f->direct; pack >= 0; pack--) {
+        at = 0;
+        for (int i = 0; i < unit->count; i++) {
+            const ddp__weight *w = &unit->weights[i];
+            if (ddp__is_alias(f, w)) continue;
+            if (pack) f->device->copy(f->send + at, ddp__weight_published(f, w, f->rank),
+                                      f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype));
+            for (int r = 0; r < f->world && !pack; r++)
+                ddp__weight_place(f, w, r, f->direct ? ddp__weight_published(f, w, r) : f->receive + (size_t)r * block + at);
+            at += ddp__weight_wire(f, w);
+        }
+        if (pack) DDP__FSDP_TRY(ddp_all_gather(group, f->send, f->receive, block, DDP_U8, NULL));
+    }
+    return f->device->check ? f->device->check(group) : DDP_OK;
+}
+
+/* Free memory for a unit's whole values; allocates while the first step finds out how much is needed. */
+static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__slot *slot = f->whole_slots;
+    while (slot && slot->busy) slot = slot->next;
+    if (!slot) {
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *slot, &slot));
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot->memory));
+        slot->next = f->whole_slots;
+        f->whole_slots = slot;
+    }
+    slot->busy = 1;
+    unit->whole_slot = slot;
+    unit->whole = slot->memory;
+    return DDP_OK;
+}
+
+static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->desc.keep_after_forward; }
+
+/* Sends for the whole values of a unit; work tells when they are there. NULL: they are on return. */
+static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
+    ddp_result result;
+    if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
+    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
+    unit->state = result != DDP_OK ? DDP__UNIT_GONE : ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
+    return result;
+}
+
+static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
+    if (unit->state != DDP__UNIT_COMING) return DDP_OK;
+    unit->state = DDP__UNIT_THERE;
+    return ddp_wait(f->group, &unit->gathering);
+}
+
+/* The whole values of a unit are not needed, or out of date. */
+static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result = ddp__unit_arrive(f, unit);
+    unit->state = DDP__UNIT_GONE;
+    if (unit->whole_slot) {
+        unit->whole_slot->busy = 0;
+        unit->whole_slot = NULL;
+        unit->whole = NULL;
+    }
+    return result;
+}
+
+/* Whether the recorded order wants the unit within the next `reach` gathers. */
+static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
+    for (int i = f->now_count; i < f->now_count + reach && i < f->order_count; i++)
+        if (f->following && f->order[i] == unit) return 1;
+    return 0;
+}
+
+static int ddp__prefetch(const ddp_fsdp *f) { return f->desc.prefetch < 0 ? 0 : f->desc.prefetch; }
+
+/* Sends for the units that come next in the recorded order, and drops what was sent for and has not come up. */
+static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
+    size_t bytes = 0;
+    for (int u = 0; u < f->unit_count; u++) {
+        ddp__unit *unit = &f->units[u];
+        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, u, ddp__prefetch(f) > 0 ? ddp__prefetch(f) : 1))
+            DDP__FSDP_TRY(ddp__unit_drop(f, unit));
+        if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += unit->whole_bytes;
+    }
+    for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + ddp__prefetch(f) && i < f->order_count; i++) {
+        ddp__unit *unit = &f->units[f->order[i]];
+        if (unit->state != DDP__UNIT_GONE) continue;
+        if (!f->keeps_whole) bytes += unit->whole_bytes;
+        if (f->desc.max_gathered_bytes && bytes > f->desc.max_gathered_bytes) break;
+        DDP__FSDP_TRY(ddp__unit_fetch(f, unit, 1));
+    }
+    return DDP_OK;
+}
+
+/* Notes a gather in this step's order, and whether that is the last step's still. */
+static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
+    int *larger;
+    if (f->now_count == f->order_cap) {
+        int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count * f->desc.micro_batch_count;
+        for (int i = 0; i < 2; i++) {
+            int **list = i ? &f->order_now : &f->order;
+            DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
+            if (*list) memcpy(larger, *list, (size_t)f->order_cap * sizeof(int));
+            ddp__fsdp_give(f, *list);
+            *list = larger;
+        }
+        f->order_cap = cap;
+    }
+    f->following = f->following && f->now_count < f->order_count && f->order[f->now_count] == unit;
+    f->order_now[f->now_count++] = unit;
+    return DDP_OK;
+}
+
+//== sharding: reduce ==================================================================================== >>impl-shard-reduce
+
+/* The way of a unit's gradients. Sums have the master's dtype; what is added over ranks has the wire's.
+
+       whole gradients --(cast, if the wire has another dtype)--> added over ranks --> this rank's rows --(cast)--> level 0 --> pairs of micro-batches
+                                                                  direct: read where they lie, otherwise reduce_scatter of blocks
+       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the shard add up theirs afterwards. */
+
+static unsigned char *ddp__weight_sum(const ddp__weight *w, int level) {
+    const ddp__unit *unit = w->unit;
+    if (w->in_place) return unit->grads + w->grad_at + ddp__weight_bytes(w, w->first, w->grad_dtype);
+    return unit->level[level] + w->sum_at;
+}
+
+/* The three layouts that gradients have: whole as backward writes them, whole with the wire's dtype, and this rank's rows. */
+enum { DDP__GRADS, DDP__CASTED, DDP__SUMS };
+
+static ddp_dtype ddp__grads_at(const ddp__weight *w, int layout, size_t *at, size_t *count) {
+    *at = layout == DDP__GRADS ? w->grad_at : layout == DDP__CASTED ? w->cast_at : w->sum_at;
+    *count = (layout == DDP__SUMS ? w->mine : w->rows) * w->row_count;
+    return layout == DDP__GRADS ? w->grad_dtype : layout == DDP__CASTED ? w->wire_dtype : w->master_dtype;
+}
+
+/* Adds, or copies where left is NULL, memory of one layout. */
+static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst, const unsigned char *left, const unsigned char *right, int layout) {
+    for (int i = 0; i < unit->count; i++) {
+        const ddp__weight *w = &unit->weights[i];
+        size_t at, count;
+        ddp_dtype dtype = ddp__grads_at(w, layout, &at, &count);
+        if (!ddp__is_trained(w) || !count) continue;
+        if (left) f->device->add(dst + at, left + at, right + at, count, dtype);
+        else f->device->copy(dst + at, right + at, count * ddp_dtype_size(dtype));
+    }
+}
+
+/* Sums over ranks from where the whole gradients lie. from: this rank's, and its peers' in the same place. */
+static ddp_result ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int casted) {
+    const void *sources[DDP_MAX_LOCAL_RANKS];
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_BARRIER;
+    call.dtype = DDP_U8;
+    call.root = -1;
+    call.count = (size_t)unit->index + 1; /* the number of the barrier: ranks that reduce different units find out here */
+    DDP__FSDP_TRY(ddp_group_call(f->group, &call, NULL));
+    for (int i = 0; i < unit->count; i++) {
+        const ddp__weight *w = &unit->weights[i];
+        size_t at = (casted ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
+        unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
+        if (!ddp__is_trained(w) || !count) continue;
+        for (int r = 0; r < f->world; r++) sources[r] = (r == f->rank ? from : (const unsigned char *)ddp_group_peer(f->group, from, r)) + at;
+        ddp_reduce_tree(out, sources, f->world, count, w->wire_dtype, DDP_OP_SUM, 1);
+        if (out != sum) f->device->cast(sum, w->master_dtype, out, w->wire_dtype, count);
+    }
+    return ddp_barrier(f->group); /* the gradients may be overwritten */
+}
+
+/* Sums over ranks by a reduce_scatter per dtype on the wire. */
+static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int casted) {
+    size_t send_at = 0, receive_at = 0;
+    for (int d = 0; d <= DDP_U64; d++) {
+        size_t n = unit->wire_count[d], size = ddp_dtype_size((ddp_dtype)d);
+        if (!n) continue;
+        f->device->fill_zero(f->send + send_at, n * size * (size_t)f->world);
+        for (int i = 0; i < unit->count; i++) {
+            const ddp__weight *w = &unit->weights[i];
+            if (!ddp__is_trained(w) || w->wire_dtype != (ddp_dtype)d) continue;
+            for (int r = 0; r < f->world; r++)
+                if (ddp__rows_of(w, r))
+                    f->device->copy(f->send + send_at + ((size_t)r * n + w->wire_at) * size,
+                                    from + (casted ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, ddp__rows_first(w, r), w->wire_dtype),
+                                    ddp__weight_bytes(w, ddp__rows_of(w, r), w->wire_dtype));
+        }
+        DDP__FSDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
+        for (int i = 0; i < unit->count; i++) {
+            const ddp__weight *w = &unit->weights[i];
+            if (ddp__is_trained(w) && w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
+                f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, f->receive + receive_at + w->wire_at * size, w->wire_dtype, ddp__mine(w));
+        }
+        send_at += ddp__fsdp_pad(n * size * (size_t)f->world);
+        receive_at += ddp__fsdp_pad(n * size);
+    }
+    return DDP_OK;
+}
+
+/* Adds memory of a unit over the ranks that hold copies of it, run by run of one dtype. */
+static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory, int layout) {
+    for (int i = 0, next; i < unit->count; i = next) {
+        ddp_dtype dtype = DDP_DTYPE_DEFAULT;
+        size_t begin = 0, end = 0;
+        for (next = i; next < unit->count; next++) {
+            const ddp__weight *w = &unit->weights[next];
+            size_t at, count;
+            ddp_dtype own = ddp__grads_at(w, layout, &at, &count);
+            if (!ddp__is_trained(w)) continue;
+            if (dtype == DDP_DTYPE_DEFAULT) { dtype = own; begin = at; }
+            if (own != dtype) break;
+            end = at + count * ddp_dtype_size(own);
+        }
+        for (int c = 0; c < f->copy_count && dtype != DDP_DTYPE_DEFAULT && end > begin; c++)
+            DDP__FSDP_TRY(ddp_all_reduce(f->copies[c], memory + begin, memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype, DDP_OP_SUM, NULL));
+    }
+    return DDP_OK;
+}
+
+/* The sums of a micro-batch lie in level[depth]: pairs of equal size are added, older + newer, as a binary counter of micro-batches goes; after the last one all
+   that is left. number: of this micro-batch, from 0. */
+static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, int number, int layout) {
+    int last = number + 1 == f->desc.micro_batch_count;
+    unit->depth++;
+    for (int n = number; unit->depth > 1 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
+        unsigned char *left = unit->level[unit->depth - 2];
+        ddp__unit_add(f, unit, left, left, unit->level[unit->depth - 1], layout);
+        unit->depth--;
+    }
+}
+
+/* Adds the whole gradients of the micro-batches; after the last one the sum is where that one's gradients were. */
+static void ddp__unit_accumulate(ddp_fsdp *f, ddp__unit *unit, int number, unsigned char *from, int layout) {
+    if (number + 1 == f->desc.micro_batch_count) {
+        for (; unit->depth > 0; unit->depth--) ddp__unit_add(f, unit, from, unit->level[unit->depth - 1], from, layout);
+    } else if (unit->depth > 0 && (f->desc.plain_accumulation || (number & 1))) {
+        unsigned char *left = unit->level[--unit->depth];
+        ddp__unit_add(f, unit, left, left, from, layout);
+        ddp__unit_carry(f, unit, number >> 1, layout);
+    } else {
+        ddp__unit_add(f, unit, unit->level[unit->depth++], NULL, from, layout);
+    }
+}
+
+/* One micro-batch's gradients of a unit. A task. */
+static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
+    ddp__unit *unit = (ddp__unit *)argument;
+    ddp_fsdp *f = unit->fsdp;
+    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
+    int number = unit->reduced - 1, layout = DDP__GRADS;
+    for (int i = 0; i < unit->count; i++)
+        if (ddp__is_trained(&unit->weights[i]) && unit->weights[i].wire_dtype != unit->weights[i].grad_dtype) layout = DDP__CASTED;
+    for (int i = 0; i < unit->count && layout == DDP__CASTED; i++) {
+        const ddp__weight *w = &unit->weights[i];
+        if (ddp__is_trained(w)) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
+    }
+    if (layout == DDP__CASTED) from = f->cast;
+    if (!f->reduces_each) {
+        ddp__unit_accumulate(f, unit, number, from, layout);
+        if (number + 1 < f->desc.micro_batch_count) return f->device->check ? f->device->check(group) : DDP_OK;
+    }
+    if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, layout));
+    else if (f->direct) DDP__FSDP_TRY(ddp__reduce_direct(f, unit, from, layout == DDP__CASTED));
+    else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from, layout == DDP__CASTED));
+    for (int i = 0; i < unit->count && f->world == 1; i++) {
+        const ddp__weight *w = &unit->weights[i];
+        size_t at, count;
+        if (!ddp__is_trained(w) || w->in_place) continue;
+        ddp__grads_at(w, layout, &at, &count);
+        f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, w->wire_dtype, count);
+    }
+    if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+    if (f->reduces_each) ddp__unit_carry(f, unit, number, DDP__SUMS);
+    return f->device->check ? f->device->check(group) : DDP_OK;
+}
+
+/* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
+   choice follows from the order of calls alone, as group memory is taken by all ranks together. */
+static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result = DDP_OK;
+    if (unit->has_reducing) result = ddp_wait(f->group, &unit->reducing);
+    unit->has_reducing = 0;
+    if (unit->reducing_slot) {
+        unit->reducing_slot->busy = 0;
+        unit->reducing_slot->reducing = NULL;
+        unit->reducing_slot = NULL;
+    }
+    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
+}
+
+static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__slot *slot, **link, *oldest = NULL;
+    int behind = 0;
+    for (slot = f->grad_slots; slot && slot->busy; slot = slot->next) {
+        if (slot->reducing && !oldest) oldest = slot;
+        behind += slot->reducing != NULL;
+    }
+    if (!slot && behind > ddp__prefetch(f)) {
+        DDP__FSDP_TRY(ddp__reduce_wait(f, oldest->reducing));
+        slot = oldest;
+    }
+    if (!slot) {
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *slot, &slot));
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot->memory));
+        slot->next = f->grad_slots;
+        f->grad_slots = slot;
+    }
+    for (link = &f->grad_slots; *link != slot;) link = &(*link)->next; /* to the end: the list is in the order of use */
+    *link = slot->next;
+    while (*link) link = &(*link)->next;
+    *link = slot;
+    slot->next = NULL;
+    slot->busy = 1;
+    unit->grad_slot = slot;
+    unit->grads = slot->memory;
+    return DDP_OK;
+}
+
+/* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it always is the same. */
+static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
+    if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count) return DDP_OK;
+    if (f->reduces_each) DDP__FSDP_TRY(ddp__grad_slot_take(f, unit));
+    else DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
+    unit->attached = 1;
+    if (!f->desc.overwrite_gradients) f->device->fill_zero(unit->grads, unit->grad_bytes);
+    return DDP_OK;
+}
+
+static void ddp__grads_drop(ddp_fsdp *f, ddp__unit *unit) {
+    unit->attached = 0;
+    if (!f->reduces_each || !unit->grad_slot) return;
+    unit->grad_slot->busy = 0;
+    unit->grad_slot = NULL;
+    unit->grads = NULL;
+}
+
+//== sharding: the step =================================================================================== >>impl-step
+
+static ddp_result ddp__fsdp_compute(ddp_fsdp *f) { return f->device->enter ? f->device->enter(f->group, DDP_LANE_COMPUTE) : DDP_OK; }
+
+/* Gradients back to their own scale; whether one of them is not finite on any rank. */
+static ddp_result ddp__fsdp_unscale(ddp_fsdp *f) {
+    for (int i = 0; i < f->master_count; i++) {
+        f->sums[i] = f->masters[i].grad;
+        f->sums[i].data = ddp__weight_sum(f->master_of[i], 0);
+    }
+    return ddp_scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count);
+}
+
+/* Ends the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait does, then unscales. */
+static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
+    if (f->finished) return DDP_OK;
+    for (int u = 0; u < f->unit_count; u++)
+        if (f->units[u].trained && f->units[u].reduced != f->desc.micro_batch_count)
+            return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_unit_reduce for every unit in every micro-batch",
+                                 f->units[u].name, f->units[u].reduced, f->desc.micro_batch_count);
+    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(f, &f->units[u]));
+    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    for (int i = 0; i < f->weight_count; i++) {
+        const ddp__weight *w = &f->weights[i];
+        size_t count = ddp__mine(w);
+        if (!ddp__is_trained(w) || !count) continue;
+        if (f->divisor > 1) f->device->divide(ddp__weight_sum(w, 0), count, w->master_dtype, f->divisor);
+        if (w->source != w) f->device->add(ddp__weight_sum(w->source, 0), ddp__weight_sum(w->source, 0), ddp__weight_sum(w, 0), count, w->master_dtype);
+    }
+    f->finished = 1;
+    if (!f->desc.scaler) return f->device->check ? f->device->check(f->group) : DDP_OK;
+    return ddp__fsdp_unscale(f);
+}
+
+/* The exact sum of squares of all gradients over the ranks that they are split over. Replicas have the same one. */
+static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
+    ddp_exact_sum sum;
+    f->device->fill_zero(f->squares, sizeof sum);
+    for (int i = 0; i < f->master_count; i++) {
+        const ddp__weight *w = f->master_of[i];
+        if (ddp__mine(w)) f->device->sum_squares(f->squares, ddp__weight_sum(w, 0), w->mine, w->row_count, w->master_dtype);
+    }
+    if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    f->device->copy(&sum, f->squares, sizeof sum);
+    *norm = (float)sqrt(ddp_exact_sum_value(&sum));
+    return f->device->check ? f->device->check(f->group) : DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
+    float length;
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, __func__));
+    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_norm(fsdp, &length));
+    if (norm) *norm = length;
+    if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
+    for (int i = 0; i < fsdp->master_count; i++) {
+        const ddp__weight *w = fsdp->master_of[i];
+        if (ddp__mine(w)) fsdp->device->scale(ddp__weight_sum(w, 0), ddp__mine(w), w->master_dtype, max_norm / length);
+    }
+    return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
+}
+
+/* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
+static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
+    int same = 1;
+    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_arrive(f, &f->units[u]));
+    if (ddp_world_size(f->group) > 1) DDP__FSDP_TRY(ddp__fsdp_agree(f->group, f->order_hash, &same));
+    return same ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: ranks gathered or reduced units in different orders in this step; make the same calls on every rank",
+                                    ddp_rank(f->group), ddp_world_size(f->group), who, ddp_group_name(f->group));
+}
+
+/* Master values have changed: ranks may read each other's new rows once all have met. */
+static ddp_result ddp__fsdp_publish(ddp_fsdp *f) {
+    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    for (int u = 0; u < f->unit_count; u++) {
+        ddp__unit *unit = &f->units[u];
+        ddp__unit_publish(f, unit);
+        DDP__FSDP_TRY(ddp__unit_drop(f, unit));
+        if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
+    }
+    if (f->device->check) DDP__FSDP_TRY(f->device->check(f->group));
+    return f->world > 1 && f->direct ? ddp_barrier(f->group) : DDP_OK;
+}
+
+static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int grads) {
+    for (int i = 0; i < unit->count; i++) {
+        ddp__weight *w = &unit->weights[i];
+        unsigned char *whole = ddp__is_alias(f, w) ? w->source->unit->whole : unit->whole;
+        size_t at = ddp__is_alias(f, w) ? w->source->whole_at : w->whole_at;
+        w->entry->param.value.data = values && whole ? whole + at : NULL;
+        w->entry->param.grad.data = grads && ddp__is_trained(w) && unit->grads ? unit->grads + w->grad_at : NULL;
+    }
+}
+
+/* Ready for the next step: every gradient is forgotten. */
+static void ddp__fsdp_begin(ddp_fsdp *f) {
+    int *now = f->order_now;
+    for (int u = 0; u < f->unit_count; u++) f->units[u].reduced = f->units[u].depth = 0;
+    f->finished = 0;
+    f->order_now = f->order;
+    f->order = now;
+    f->order_count = f->now_count;
+    f->now_count = 0;
+    f->following = 1;
+    f->order_hash = UINT64_C(0xcbf29ce484222325);
+}
+
+/* Slots for the units that will be gathered ahead, once the first step has shown how many are in use at a time. */
+static ddp_result ddp__slots_complete(ddp_fsdp *f) {
+    int count = 0, wanted = f->most_in_use + ddp__prefetch(f);
+    if (f->slots_ready || ddp__has_own_whole(f) || f->order_count == 0) return DDP_OK;
+    f->slots_ready = 1;
+    if (wanted > f->unit_count) wanted = f->unit_count;
+    for (const ddp__slot *slot = f->whole_slots; slot; slot = slot->next) count++;
+    for (; count < wanted; count++) {
+        ddp__unit unit;
+        DDP__FSDP_TRY(ddp__whole_slot_take(f, &unit));
+    }
+    for (ddp__slot *slot = f->whole_slots; slot; slot = slot->next) slot->busy = 0;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_NEED(lr >= 0 && lr <= 3.402823466e38f, "lr=%g; pass a number that is not negative", (double)lr);
+    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, __func__));
+    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
+        DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+        for (int i = 0; i < fsdp->master_count && fsdp->host; i++) {
+            const ddp__weight *w = fsdp->master_of[i];
+            fsdp->device->copy(fsdp->masters[i].grad.data, ddp__weight_sum(w, 0), ddp__mine(w) * ddp_dtype_size(w->master_dtype));
+        }
+        if (fsdp->optimizer) DDP__FSDP_TRY(ddp_optimizer_step(fsdp->optimizer, lr));
+        fsdp->step++;
+        if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
+    }
+    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
+    for (int u = 0; u < fsdp->unit_count; u++) {
+        ddp__unit *unit = &fsdp->units[u];
+        unit->in_use = 0;
+        ddp__grads_drop(fsdp, unit);
+        ddp__unit_point(fsdp, unit, fsdp->keeps_whole, !fsdp->reduces_each);
+    }
+    fsdp->in_use = 0;
+    ddp__fsdp_begin(fsdp);
+    DDP__FSDP_TRY(ddp__slots_complete(fsdp));
+    return ddp__fetch_ahead(fsdp);
+}
+//== sharding: checkpoints ================================================================================= >>impl-saver
+
+/* A save on its way: the slices and a copy of what they point to. */
+typedef struct ddp__saver {
+    ddp_group *group;          /* of its own, where a thread saves */
+    ddp__slice *slices;
+    char *names;
+    int count, capacity;
+    unsigned char *copy;
+    size_t copy_bytes;
+    ddp_fsdp_state state;
+    char dir[4096];
+    pthread_t thread;
+    int running;
+    ddp_result result;
+    char text[512];
+    ddp_fsdp *fsdp;
+} ddp__saver;
+
+enum { DDP__STATES_MAX = 3, DDP__NAME_ROOM = 192 };
+enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of what this rank holds: what it is to write, all, or none */
+
+static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group; }
+static int ddp__fsdp_is_replica(const ddp_fsdp *f) { return f->desc.replicas && ddp_rank(f->desc.replicas) > 0; }
+
+static ddp_result ddp__saver_create(ddp_fsdp *f) {
+    ddp__saver *s;
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *s, &f->saver));
+    s = f->saver;
+    s->fsdp = f;
+    s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * DDP__NAME_ROOM, &s->names));
+    return f->desc.save_in_background ? ddp_group_split(ddp__fsdp_file_group(f), 0, ddp_rank(ddp__fsdp_file_group(f)), &s->group) : DDP_OK;
+}
+
+/* One tensor of the checkpoint: this rank's rows of it. Where each rank has every row, the ranks of the group take a share each. tensor: rows of w. */
+static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state, const ddp_tensor *tensor, int list) {
+    ddp__saver *s = f->saver;
+    ddp__slice *slice = &s->slices[s->count];
+    const ddp_tensor *value = &w->entry->param.value;
+    size_t ranks = f->world == 1 && list == DDP__LIST_SHARE ? (size_t)ddp_world_size(f->group) : 1, share = (w->rows + ranks - 1) / ranks;
+    size_t skip = ranks > 1 ? share * (size_t)ddp_rank(f->group) : 0, rows = w->mine;
+    int64_t global = 0;
+    if (ranks > 1) {
+        if (skip > w->rows) skip = w->rows;
+        rows = w->rows - skip < share ? w->rows - skip : share;
+    }
+    memset(slice, 0, sizeof *slice);
+    slice->name = s->names + (size_t)s->count * DDP__NAME_ROOM;
+    snprintf(s->names + (size_t)s->count++ * DDP__NAME_ROOM, DDP__NAME_ROOM, state ? "%s.%s" : "%s", w->name, state);
+    slice->dtype = tensor->dtype;
+    slice->ndim = value->ndim;
+    slice->file_kind = state != NULL;
+    for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
+    for (int i = 0; i < value->ndim; i++) {
+        slice->shape[i] = global ? w->entry->global_shape[i] : value->shape[i];
+        slice->offset[i] = (global ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));
+        slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
+    }
+    slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
+    if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) return;
+    slice->data = NULL; /* nothing of it is held here */
+    if (slice->ndim) slice->extent[0] = 0;
+}
+
+/* Every tensor of the checkpoint, the same list on every rank. */
+static ddp_result ddp__saver_list(ddp_fsdp *f, int list) {
+    int master = 0;
+    f->saver->count = 0;
+    for (int i = 0; i < f->weight_count; i++) {
+        ddp__weight *w = &f->weights[i];
+        ddp_tensor tensor = w->entry->param.value;
+        if (w->source != w) continue;
+        if (strlen(w->name) + 32 > DDP__NAME_ROOM) return ddp__fsdp_bad("ddp_fsdp_save", f->group, "the name of parameter %s is longer than %d bytes", w->name, DDP__NAME_ROOM - 33);
+        tensor.dtype = w->master_dtype;
+        tensor.data = w->master;
+        ddp__saver_add(f, w, NULL, &tensor, list);
+        if (!ddp__is_trained(w)) continue;
+        for (int k = 0; k < DDP__STATES_MAX; k++) {
+            const char *name;
+            if (ddp_optimizer_get_state(f->optimizer, master, k, &name, &tensor) != DDP_OK) break;
+            ddp__saver_add(f, w, name, &tensor, list);
+        }
+        master++;
+    }
+    return DDP_OK;
+}
+
+/* Bytes of a slice that this rank holds. */
+static size_t ddp__slice_held(const ddp__slice *slice) {
+    size_t bytes = slice->data ? ddp_dtype_size(slice->dtype) : 0;
+    for (int d = 0; d < slice->ndim; d++) bytes *= (size_t)slice->extent[d];
+    return bytes;
+}
+
+/* Puts the slices into memory of their own: what a thread writes, or what a device's host can read. */
+static ddp_result ddp__saver_copy(ddp_fsdp *f) {
+    ddp__saver *s = f->saver;
+    size_t bytes = 0, at = 0;
+    for (int i = 0; i < s->count; i++) bytes += ddp__fsdp_pad(ddp__slice_held(&s->slices[i]));
+    if (bytes > s->copy_bytes) {
+        ddp__fsdp_give(f, s->copy);
+        s->copy_bytes = 0;
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, bytes, &s->copy));
+        s->copy_bytes = bytes;
+    }
+    for (int i = 0; i < s->count; i++) {
+        size_t held = ddp__slice_held(&s->slices[i]);
+        if (held) f->device->copy(s->copy + at, s->slices[i].data, held);
+        if (held) s->slices[i].data = s->copy + at;
+        at += ddp__fsdp_pad(held);
+    }
+    return f->device->check ? f->device->check(f->group) : DDP_OK;
+}
+
+static ddp_result ddp__saver_write(ddp__saver *s, ddp_group *group) {
+    return ddp__checkpoint_save(group, s->dir, s->slices, s->count, &s->state, s->fsdp->desc.max_file_bytes, s->fsdp->desc.keep_checkpoints);
+}
+
+static void *ddp__saver_main(void *argument) {
+    ddp__saver *s = (ddp__saver *)argument;
+    s->result = ddp__saver_write(s, s->group);
+    if (s->result != DDP_OK) snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
+    return NULL;
+}
+
+/* A failure of one replica is everybody's, in its words. */
+static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_result result) {
+    return f->desc.replicas && !f->desc.checkpoint_group ? ddp__save_agree(f->desc.replicas, who, result) : result;
+}
+
+DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
+    ddp__saver *s;
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    s = fsdp->saver;
+    if (!s->running) return DDP_OK;
+    if (s->running == 2) pthread_join(s->thread, NULL);
+    s->running = 0;
+    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", s->result == DDP_OK ? DDP_OK : ddp_fail(s->result, "%s", s->text));
+}
+
+static void ddp__saver_destroy(ddp_fsdp *f) {
+    if (!f->saver) return;
+    if (f->saver->running == 2) pthread_join(f->saver->thread, NULL);
+    f->saver->running = 0;
+    ddp_group_destroy(f->saver->group);
+}
+
+DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
+    ddp__saver *s;
+    int replica, writes, host;
+    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
+    s = fsdp->saver;
+    DDP__FSDP_NEED(strlen(dir) < sizeof s->dir, "dir is longer than %zu bytes", sizeof s->dir - 1);
+    DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
+    replica = ddp__fsdp_is_replica(fsdp);
+    writes = !replica || fsdp->desc.checkpoint_group;
+    host = fsdp->device == ddp_device_cpu();
+    snprintf(s->dir, sizeof s->dir, "%s", dir);
+    DDP__FSDP_TRY(ddp__saver_list(fsdp, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE));
+    if (writes && (fsdp->desc.save_in_background || !host)) DDP__FSDP_TRY(ddp__saver_copy(fsdp));
+    s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
+    s->state.step = fsdp->step;
+    if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);
+    if (!fsdp->desc.save_in_background) return ddp__fsdp_share_result(fsdp, __func__, writes ? ddp__saver_write(s, ddp__fsdp_file_group(fsdp)) : DDP_OK);
+    s->result = DDP_OK;
+    s->running = 1;
+    if (!writes) return DDP_OK;
+    if (pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
+    else ddp__saver_main(s); /* no thread to be had: it is written now */
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
+    ddp__saver *s;
+    int host;
+    size_t at = 0;
+    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
+    DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    s = fsdp->saver;
+    host = fsdp->device == ddp_device_cpu();
+    DDP__FSDP_TRY(ddp__saver_list(fsdp, DDP__LIST_ALL));
+    if (!host) DDP__FSDP_TRY(ddp__saver_copy(fsdp));
+    s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
+    DDP__FSDP_TRY(ddp__fsdp_share_result(fsdp, __func__, ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), dir, s->slices, s->count, &s->state)));
+    if (!host) DDP__FSDP_TRY(ddp__saver_list(fsdp, DDP__LIST_ALL));
+    for (int i = 0; i < s->count && !host; i++) {
+        size_t bytes = ddp__slice_held(&s->slices[i]);
+        if (bytes) fsdp->device->copy(s->slices[i].data, s->copy + at, bytes);
+        at += ddp__fsdp_pad(bytes);
+    }
+    if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP__FSDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
+    fsdp->step = s->state.step;
+    if (fsdp->desc.state) *fsdp->desc.state = s->state;
+    if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
+    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
+    return ddp_fsdp_drop_gradients(fsdp);
+}
+
+//== sharding: create and destroy ======================================================================= >>impl-create
+
+static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const ddp_fsdp_desc *desc) {
+    const char *who = "ddp_fsdp_create";
+    ddp_fsdp_desc *d = &f->desc;
+    *d = *desc;
+    if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
+    if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
+    if ((unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE) return ddp__fsdp_bad(who, group, "offload=%d is unknown", (int)d->offload);
+    if (d->param_dtype != DDP_DTYPE_DEFAULT && !ddp__is_float(d->param_dtype)) return ddp__fsdp_bad(who, group, "param_dtype is not a float");
+    if (d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp__is_float(d->reduce_dtype)) return ddp__fsdp_bad(who, group, "reduce_dtype is not a float");
+    if (d->micro_batch_count < 0) return ddp__fsdp_bad(who, group, "micro_batch_count=%d is negative", d->micro_batch_count);
+    if (!d->alloc_fn != !d->free_fn) return ddp__fsdp_bad(who, group, "set both alloc_fn and free_fn, or neither");
+    if (d->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
+    if (d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD) return ddp__fsdp_bad(who, group, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step");
+    if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
+    if (!d->micro_batch_count) d->micro_batch_count = 1;
+    if (!d->prefetch) d->prefetch = 1;
+    if (!d->offload_dir) d->offload_dir = ".";
+    if (!d->keep_checkpoints) d->keep_checkpoints = 1;
+    f->group = group;
+    f->device = ddp_group_device(group);
+    f->unit_count = d->unit_count;
+    if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST) d->offload = DDP_FSDP_OFFLOAD_NONE; /* it lies there */
+    if (f->device != ddp_device_cpu() && (d->quantize_gather || d->offload == DDP_FSDP_OFFLOAD_FILE))
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_fsdp_create group=%s: %s works on CPU memory alone, this group has %s; leave it out", ddp_group_name(group),
+                        d->quantize_gather ? "quantize_gather" : "offload to a file", f->device->name);
+    f->world = d->strategy == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(group);
+    f->rank = f->world > 1 ? ddp_rank(group) : 0;
+    if (f->world == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
+    if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
+    f->divisor = (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->keeps_whole = d->strategy != DDP_FSDP_FULL_SHARD;
+    f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
+    f->file = -1;
+    return DDP_OK;
+}
+
+/* Tables of units and weights, described and laid out. */
+static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
+    int next = 0;
+    for (int u = 0; u < f->unit_count; u++) {
+        const ddp_fsdp_unit_desc *d = &f->desc.units[u];
+        if (!d->params || d->param_count < 1) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %d (%s) has no parameters", u, d->name ? d->name : "no name");
+        f->weight_count += d->param_count;
+    }
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->unit_count * sizeof *f->units, &f->units));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->weights, &f->weights));
+    for (int u = 0; u < f->unit_count; u++) {
+        const ddp_fsdp_unit_desc *d = &f->desc.units[u];
+        ddp__unit *unit = &f->units[u];
+        unit->fsdp = f;
+        unit->index = u;
+        unit->weights = f->weights + next;
+        unit->count = d->param_count;
+        if (d->name) snprintf(unit->name, sizeof unit->name, "%s", d->name);
+        else snprintf(unit->name, sizeof unit->name, "unit %d", u);
+        for (int i = 0; i < unit->count; i++, next++) {
+            ddp__weight *w = &f->weights[next];
+            w->entry = &d->params[i];
+            w->unit = unit;
+            w->name = w->entry->param.name ? w->entry->param.name : "(no name)";
+            DDP__FSDP_TRY(ddp__weight_describe(f, w));
+        }
+    }
+    for (int u = 0; u < f->unit_count; u++) ddp__unit_layout(f, &f->units[u]);
+    return DDP_OK;
+}
+
+static uint64_t ddp__fsdp_hash(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* The first thing that ranks describe differently is an error on all of them. */
+static ddp_result ddp__fsdp_compare(ddp_fsdp *f) {
+    const ddp_fsdp_desc *d = &f->desc;
+    int64_t whole[] = {d->strategy, d->unit_count, f->weight_count, d->param_dtype, d->reduce_dtype, d->micro_batch_count, d->plain_accumulation, d->prefetch,
+                       (int64_t)d->max_gathered_bytes, d->keep_after_forward, d->quantize_gather, d->replicas ? ddp_world_size(d->replicas) : 0, d->scaler != NULL,
+                       d->save_in_background, d->skip_initial_broadcast, (int64_t)d->optimizer.kind};
+    int same;
+    if (ddp_world_size(f->group) == 1) return DDP_OK;
+    DDP__FSDP_TRY(ddp__fsdp_agree(f->group, ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), whole, sizeof whole), &same));
+    if (!same)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
+                        "prefetch or another option); give every rank the same", ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group));
+    for (int i = 0; i < f->weight_count; i++) {
+        const ddp__weight *w = &f->weights[i];
+        int64_t numbers[6] = {w->unit->index, (int64_t)w->rows, (int64_t)w->row_count, w->grad_dtype, w->source - f->weights, 2 * w->entry->frozen + (w->entry->param.value.data != NULL)};
+        uint64_t hash = ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), w->name, strlen(w->name)), numbers, sizeof numbers);
+        DDP__FSDP_TRY(ddp__fsdp_agree(f->group, hash ^ (uint64_t)w->entry->param.value.dtype, &same));
+        if (!same)
+            return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: unit %s, parameter %s: ranks describe parameter number %d differently (name, shape, dtype, unit, tie)",
+                            ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group), w->unit->name, w->name, i);
+    }
+    return DDP_OK;
+}
+
+/* Levels of the binary counter: sums of shards, or of whole gradients besides the one that backward writes. */
+static int ddp__fsdp_levels(const ddp_fsdp *f) {
+    int levels = 0;
+    for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) levels++;
+    if (f->desc.plain_accumulation && levels > 1) levels = 1;
+    return f->reduces_each ? levels + 1 : levels;
+}
+
+static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
+    int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+    static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
+    size_t master_at = 0;
+    unsigned char *master = NULL;
+    if (unit->whole_bytes && ddp__has_own_whole(f))
+        DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
+    if (f->desc.quantize_gather && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, shared, unit->quant_bytes, &unit->quant));
+    else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
+    if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
+    for (int i = 0; i < unit->count; i++) {
+        ddp__weight *w = &unit->weights[i];
+        int separate = w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
+        if (w->source == w && separate) unit->master_bytes += ddp__fsdp_pad(w->chunk * w->row_count * ddp_dtype_size(w->master_dtype));
+    }
+    if (unit->master_bytes)
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, kinds[f->desc.offload], unit->master_bytes, &master));
+    for (int i = 0; i < unit->count; i++) {
+        ddp__weight *w = &unit->weights[i];
+        if (w->source != w) continue;
+        if (!f->desc.quantize_gather) w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
+        w->master = w->shard;
+        if (w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather)
+            w->master = master + ddp__lay(&master_at, w->chunk * w->row_count * ddp_dtype_size(w->master_dtype));
+    }
+    for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
+        size_t bytes = f->reduces_each ? unit->sum_bytes : l < levels ? unit->cast_bytes : 0;
+        if (l == 0 && bytes < unit->sum_bytes) bytes = unit->sum_bytes;
+        if (unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_DEVICE, bytes, &unit->level[l]));
+    }
+    return DDP_OK;
+}
+
+static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
+
+/* Where the optimizer works beside the device. */
+static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
+    ddp_group_desc alone = DDP_ZERO;
+    size_t sums = 0;
+    alone.init_method = "self://";
+    DDP__FSDP_TRY(ddp_group_create(&f->host, &alone));
+    for (int i = 0; i < f->weight_count; i++) {
+        const ddp__weight *w = &f->weights[i];
+        size_t bytes = ddp__mine(w) * ddp_dtype_size(w->master_dtype);
+        ddp__size_at_least(&f->host_rows_bytes, bytes);
+        if (w->source == w && ddp__is_trained(w)) sums += ddp__fsdp_pad(bytes);
+    }
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, f->host_rows_bytes, &f->host_rows));
+    return ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_HOST, sums, &f->host_sums);
+}
+
+/* What all units share: the largest of them says how much. */
+static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
+    int packs = f->world > 1 && !f->direct;
+    for (int u = 0; u < f->unit_count; u++) {
+        const ddp__unit *unit = &f->units[u];
+        ddp__size_at_least(&f->whole_slot_bytes, unit->whole_bytes);
+        ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
+        for (int i = 0; i < unit->count; i++) {
+            const ddp__weight *w = &unit->weights[i];
+            if (!ddp__is_trained(w)) continue;
+            if (w->wire_dtype != w->grad_dtype) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
+            if (w->wire_dtype != w->master_dtype && f->world > 1) ddp__size_at_least(&f->narrow_bytes, w->chunk * w->row_count * ddp_dtype_size(w->wire_dtype));
+        }
+        if (!packs) continue;
+        ddp__size_at_least(&f->send_bytes, ddp__unit_wire(f, unit));
+        ddp__size_at_least(&f->send_bytes, (ddp__wire_bytes(unit->wire_count) + 64) * (size_t)f->world);
+        ddp__size_at_least(&f->receive_bytes, ddp__unit_wire(f, unit) * (size_t)f->world);
+        ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
+    }
+    if (f->cast_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
+    if (f->narrow_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->narrow_bytes, &f->narrow));
+    if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
+    if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
+    return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares, &f->squares);
+}
+
+/* The offload file loses its name at once. */
+static ddp_result ddp__fsdp_open_file(ddp_fsdp *f) {
+    char path[4096];
+    if (f->desc.offload != DDP_FSDP_OFFLOAD_FILE) return DDP_OK;
+    snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
+    f->file = mkstemp(path);
+    if (f->file < 0) return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
+                                     strerror(errno));
+    unlink(path);
+    return fcntl(f->file, F_SETFD, FD_CLOEXEC) == 0 ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create: fcntl: %s", strerror(errno));
+}
+
+static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
+    DDP__FSDP_TRY(ddp__fsdp_open_file(f));
+    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
+    f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
+    for (int u = 0; u < f->unit_count; u++) {
+        const ddp__unit *unit = &f->units[u];
+        const unsigned char *shared = unit->quant ? unit->quant : unit->shard ? unit->shard : unit->whole;
+        for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
+    }
+    return ddp__fsdp_take_staging(f);
+}
+
+/* Puts rows into the master copy, from the device's memory or from the host's. */
+static ddp_result ddp__weight_set(ddp_fsdp *f, ddp__weight *w, const void *rows, ddp_dtype dtype) {
+    const void *from = rows;
+    if (f->host) f->device->copy(f->host_rows, from, ddp__mine(w) * ddp_dtype_size(dtype)), from = f->host_rows;
+    (f->host ? ddp_device_cpu() : f->device)->cast(w->master, w->master_dtype, from, dtype, ddp__mine(w));
+    return f->device->check ? f->device->check(f->group) : DDP_OK;
+}
+
+/* The first values of this rank's rows. */
+static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
+    const ddp_tensor *value = &w->entry->param.value;
+    unsigned char *rows = w->master;
+    ddp_result result;
+    if (value->data && !f->desc.skip_initial_broadcast) {
+        if (f->desc.replicas) DDP__FSDP_TRY(ddp_broadcast(f->desc.replicas, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
+        DDP__FSDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
+    }
+    if (!ddp__mine(w)) return DDP_OK;
+    if (value->data) return ddp__weight_set(f, w, (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype), value->dtype);
+    if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
+    result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
+    f->device->copy(w->master, rows, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
+    ddp__fsdp_give(f, rows);
+    return result;
+}
+
+/* The optimizer sees this rank's rows of each trained parameter. */
+static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
+    ddp_optimizer_desc d = f->desc.optimizer;
+    size_t host_at = 0;
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->sums, &f->sums));
+    for (int i = 0; i < f->weight_count; i++) {
+        ddp__weight *w = &f->weights[i];
+        ddp_param *p = &f->masters[f->master_count];
+        if (w->source != w || !ddp__is_trained(w)) continue;
+        p->name = w->name;
+        p->value = w->entry->param.value;
+        p->value.dtype = w->master_dtype;
+        p->value.data = w->master;
+        if (p->value.ndim) p->value.shape[0] = (int64_t)w->mine;
+        else if (!w->mine) { p->value.ndim = 1; p->value.shape[0] = 0; }
+        p->grad = p->value;
+        p->grad.data = f->host ? f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype)) : ddp__weight_sum(w, 0);
+        f->master_of[f->master_count++] = w;
+    }
+    if (!f->master_count) return DDP_OK;
+    d.params = f->masters;
+    d.param_count = f->master_count;
+    d.shard_group = f->world > 1 ? f->group : NULL;
+    d.state_alloc_fn = ddp__fsdp_state_alloc;
+    d.state_free_fn = ddp__fsdp_state_free;
+    d.state_user = f;
+    return ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+}
+
+static ddp_result ddp__fsdp_join_scaler(ddp_fsdp *f) {
+    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
+    for (int i = 0; i < 2 && d; i++) {
+        ddp_group *group = i ? f->desc.replicas : f->group;
+        int known = !group || ddp_world_size(group) == 1;
+        for (int g = 0; g < d->group_count; g++) known |= d->groups[g] == group;
+        if (known) continue;
+        if (d->group_count == 4) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "the scaler has four groups already; leave those of this object to it");
+        d->groups[d->group_count++] = group;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
+    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    DDP__FSDP_TRY(ddp__fsdp_compare(f));
+    DDP__FSDP_TRY(ddp__fsdp_take_memory(f));
+    for (int i = 0; i < f->weight_count; i++)
+        if (f->weights[i].source == &f->weights[i]) DDP__FSDP_TRY(ddp__weight_fill(f, &f->weights[i]));
+    DDP__FSDP_TRY(ddp__fsdp_make_optimizer(f));
+    DDP__FSDP_TRY(ddp__fsdp_join_scaler(f));
+    DDP__FSDP_TRY(ddp__saver_create(f));
+    for (int i = 0; i < f->weight_count; i++) {
+        ddp_param *p = &f->weights[i].entry->param;
+        p->value.dtype = f->weights[i].dtype;
+        p->grad = p->value;
+        p->grad.dtype = f->weights[i].grad_dtype;
+    }
+    for (int u = 0; u < f->unit_count; u++) ddp__unit_point(f, &f->units[u], f->keeps_whole, !f->reduces_each);
+    DDP__FSDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
+    DDP__FSDP_TRY(ddp__fsdp_publish(f));
+    ddp__fsdp_begin(f);
+    return DDP_OK;
+}
+
+static void ddp__fsdp_free(ddp_fsdp *f) {
+    ddp_fsdp last;
+    ddp__saver_destroy(f);
+    for (int u = 0; u < f->unit_count && f->units; u++) {
+        ddp__reduce_wait(f, &f->units[u]);
+        ddp__unit_arrive(f, &f->units[u]);
+    }
+    ddp_optimizer_destroy(f->optimizer);
+    for (int i = 0; i < f->weight_count && f->weights; i++)
+        if (f->weights[i].entry) f->weights[i].entry->param.value.data = f->weights[i].entry->param.grad.data = NULL;
+    while (f->holdings) ddp__fsdp_give(f, f->holdings->memory);
+    if (f->file >= 0) close(f->file);
+    ddp_group_destroy(f->host);
+    last = *f;
+    ddp__fsdp_unhost(&last, last.own_raw);
+}
+
+DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
+    ddp_fsdp first, *f;
+    ddp_result result;
+    char text[512];
+    DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
+    *out = NULL;
+    memset(&first, 0, sizeof first);
+    DDP__FSDP_TRY(ddp__fsdp_desc_resolve(&first, group, desc));
+    f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
+    if (!f) return DDP_ERR_NO_MEMORY;
+    *f = first;
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
+    result = ddp__fsdp_describe(f);
+    if (result == DDP_OK) {
+        result = ddp__fsdp_build(f);
+        if (result != DDP_OK) {
+            snprintf(text, sizeof text, "%s", ddp_last_error());
+            if (result != DDP_ERR_MISMATCH) ddp_group_poison(group, result, text); /* the others wait for this rank, or have failed too */
+            ddp_fail(result, "%s", text);
+        }
+    }
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    if (result == DDP_OK) *out = f;
+    else {
+        for (int i = 0; i < f->weight_count && f->weights && result != DDP_OK; i++) f->weights[i].entry = NULL; /* the caller's values stay */
+        ddp__fsdp_free(f);
+        ddp_fail(result, "%s", text);
+    }
+    return result;
+}
+
+DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
+    if (fsdp) ddp__fsdp_free(fsdp);
+}
+//== sharding: memory and wrapping ======================================================================= >>impl-wrap
+
+static void ddp__bytes_of(ddp_fsdp_bytes *out, const size_t *purpose, size_t total) {
+    out->shards = purpose[DDP__OF_SHARDS];
+    out->gathered = purpose[DDP__OF_GATHERED];
+    out->gradients = purpose[DDP__OF_GRADIENTS];
+    out->optimizer = purpose[DDP__OF_OPTIMIZER];
+    out->communication = purpose[DDP__OF_COMMUNICATION];
+    out->bookkeeping = purpose[DDP__OF_BOOKKEEPING];
+    out->total = total;
+}
+
+/* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
+static void ddp__fsdp_predict(const ddp_fsdp *f, size_t *purpose) {
+    const ddp_optimizer_desc *o = &f->desc.optimizer;
+    double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
+    double states = o->kind == DDP_OPTIMIZER_ADAMW || o->kind == DDP_OPTIMIZER_LAMB ? 2 : o->kind == DDP_OPTIMIZER_LARS ? o->momentum >= 0 : o->momentum > 0;
+    int own_master = f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather, window = 1 + ddp__prefetch(f);
+    for (int i = 0; i < f->weight_count; i++) {
+        const ddp__weight *p = &f->weights[i];
+        double count = (double)p->rows * (double)p->row_count, wide = (double)ddp_dtype_size(p->master_dtype);
+        if (p->source == p) {
+            bytes[DDP__OF_SHARDS] += f->keeps_whole ? count * (double)ddp_dtype_size(p->dtype) : f->desc.quantize_gather ? 0 : count * (double)ddp_dtype_size(p->dtype) / w;
+            if ((own_master || p->dtype != p->master_dtype) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_SHARDS] += count * wide / w;
+            if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / w * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
+            if (ddp__is_trained(p) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_OPTIMIZER] += states * count * wide / w;
+        }
+        if (!ddp__is_alias(f, p)) sum_whole += count * (double)ddp_dtype_size(p->dtype);
+        if (!ddp__is_trained(p)) continue;
+        if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * count * wide / w;
+        else bytes[DDP__OF_GRADIENTS] += (1 + levels) * count * (double)ddp_dtype_size(p->grad_dtype) + (p->in_place || levels > 0 ? 0 : count * wide / w);
+    }
+    if (window > f->unit_count) window = f->unit_count;
+    if (f->desc.keep_after_forward && !f->keeps_whole) bytes[DDP__OF_GATHERED] += sum_whole;
+    else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)window * (double)f->whole_slot_bytes;
+    if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes);
+    for (int i = 0; i < DDP__PURPOSES; i++) purpose[i] = (size_t)(bytes[i] + 0.5);
+}
+
+DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
+    size_t predicted[DDP__PURPOSES], total = 0;
+    DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
+    ddp__fsdp_predict(fsdp, predicted);
+    for (int i = 0; i < DDP__PURPOSES; i++) total += predicted[i];
+    ddp__bytes_of(&memory->now, fsdp->now, fsdp->total_now);
+    ddp__bytes_of(&memory->peak, fsdp->peak, fsdp->total_peak);
+    ddp__bytes_of(&memory->predicted, predicted, total);
+    memory->group_bytes = fsdp->group_bytes;
+    memory->file_bytes = fsdp->file_bytes;
+    return DDP_OK;
+}
+
+/* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not. "*" is one part. */
+static size_t ddp__prefix_match(const char *prefix, const char *name) {
+    const char *at = name;
+    while (*prefix) {
+        if (*prefix == '*') {
+            size_t part = strcspn(at, ".");
+            if (!part) return 0;
+            at += part;
+            prefix++;
+        } else if (*prefix == *at) {
+            prefix++;
+            at++;
+        } else if (*prefix == '.' && !prefix[1] && !*at) {
+            break;
+        } else {
+            return 0;
+        }
+    }
+    if (at > name && at[-1] == '.') at--;
+    return *at == '.' || !*at ? (size_t)(at - name) : 0;
+}
+
+/* Bytes of a parameter's name that name its unit: the longest match. 0 = the root. */
+static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
+    size_t longest = 0;
+    for (int p = 0; p < d->prefix_count; p++) {
+        size_t match = ddp__prefix_match(d->prefixes[p], name);
+        if (match > longest) longest = match;
+    }
+    return longest;
+}
+
+/* The first parameter of the same unit. */
+static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wrap_desc *d, size_t *length) {
+    *length = ddp__wrap_length(d, params[index].name);
+    for (int i = 0; i < index; i++)
+        if (ddp__wrap_length(d, params[i].name) == *length && !strncmp(params[i].name, params[index].name, *length)) return i;
+    return index;
+}
+
+DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc, ddp_fsdp_unit_desc *out, int cap) {
+    int units = 0, placed = 0;
+    size_t full = desc && desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20, length;
+    DDP__FSDP_NEED(params && param_count > 0 && desc && desc->storage && (out || cap == 0), "params, desc, its storage or out is NULL");
+    DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count), "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
+    for (int i = 0; i < param_count; i++) DDP__FSDP_NEED(params[i].name && params[i].name[0], "parameter %d has no name", i);
+    for (int p = 0; p < desc->prefix_count; p++) {
+        int used = 0;
+        for (int i = 0; i < param_count && !used; i++) used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
+        DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
+    }
+    for (int i = 0; i < param_count; i++) {
+        size_t bytes = 0;
+        int first = placed, last = i;
+        length = 0;
+        if (desc->prefix_count && ddp__wrap_first(params, i, desc, &length) != i) continue; /* came with an earlier one */
+        for (int k = i; k < param_count && (desc->prefix_count || bytes < full); k++) {
+            size_t unused;
+            if (desc->prefix_count && ddp__wrap_first(params, k, desc, &unused) != i) continue;
+            memset(&desc->storage[placed], 0, sizeof desc->storage[placed]);
+            desc->storage[placed].param = params[k];
+            desc->storage[placed++].index = last = k;
+            bytes += (size_t)(ddp_tensor_count(&params[k].value) > 0 ? ddp_tensor_count(&params[k].value) : 0) * ddp_dtype_size(params[k].value.dtype);
+        }
+        if (units < cap) {
+            memset(&out[units], 0, sizeof out[units]);
+            out[units].params = desc->storage + first;
+            out[units].param_count = placed - first;
+            if (desc->prefix_count) {
+                char *name = desc->storage[first].unit;
+                snprintf(name, sizeof desc->storage[first].unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
+                out[units].name = name;
+            }
+        }
+        units++;
+        if (!desc->prefix_count) i = last;
+    }
+    DDP__FSDP_NEED(units <= cap, "there are %d units, out has room for %d", units, cap);
+    return units;
+}
+//== public ============================================================================================ >>impl-public
+
+#define DDP__UNIT_NEED(fsdp, unit)                                      \
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");                               \
+    DDP__FSDP_NEED((unit) >= 0 && (unit) < (fsdp)->unit_count, "unit=%d, there are units 0 to %d", unit, (fsdp)->unit_count - 1)
+
+/* Whole values of the unit, and of those units whose whole values it shares. */
+static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
+    for (int i = 0; i < unit->count && f->keeps_whole; i++) {
+        ddp__unit *other = unit->weights[i].source->unit;
+        if (other == unit) continue;
+        if (other->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, other, 0));
+        DDP__FSDP_TRY(ddp__unit_arrive(f, other));
+    }
+    if (unit->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, unit, 0));
+    return ddp__unit_arrive(f, unit);
+}
+
+static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
+
+DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
+    ddp__unit *u;
+    ddp_result result;
+    DDP__UNIT_NEED(fsdp, unit);
+    u = &fsdp->units[unit];
+    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+    if (!fsdp->no_grad) DDP__FSDP_TRY(ddp__order_note(fsdp, unit));
+    ddp__order_hash(fsdp, 0, unit);
+    result = ddp__unit_bring(fsdp, u);
+    if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
+    if (!u->in_use && ++fsdp->in_use > fsdp->most_in_use) fsdp->most_in_use = fsdp->in_use;
+    u->in_use = 1;
+    result = ddp__grads_attach(fsdp, u);
+    if (result == DDP_OK) result = ddp__fetch_ahead(fsdp);
+    if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
+    ddp__unit_point(fsdp, u, 1, u->attached);
+    return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
+    ddp__unit *u;
+    DDP__UNIT_NEED(fsdp, unit);
+    u = &fsdp->units[unit];
+    DDP__FSDP_NEED(u->in_use, "unit %s is not gathered", u->name);
+    u->in_use = 0;
+    fsdp->in_use--;
+    if (u->attached) ddp__grads_drop(fsdp, u);
+    ddp__unit_point(fsdp, u, fsdp->keeps_whole, !fsdp->reduces_each);
+    if (fsdp->keeps_whole || ddp__is_next(fsdp, unit, ddp__prefetch(fsdp) > 0 ? ddp__prefetch(fsdp) : 1)) return DDP_OK;
+    if (fsdp->desc.keep_after_forward && !fsdp->no_grad && u->trained && u->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
+    return ddp__unit_drop(fsdp, u);
+}
+
+DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
+    ddp__unit *u;
+    ddp_result result;
+    DDP__UNIT_NEED(fsdp, unit);
+    u = &fsdp->units[unit];
+    DDP__FSDP_NEED(u->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
+                   u->name, u->reduced);
+    DDP__FSDP_NEED(!u->trained || u->attached, "unit %s has no gradients; gather it before its backward", u->name);
+    ddp__order_hash(fsdp, 1, unit);
+    if (!u->trained) return DDP_OK;
+    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+    DDP__FSDP_TRY(ddp__reduce_wait(fsdp, u));
+    u->reduced++;
+    u->attached = 0;
+    if (fsdp->reduces_each) {
+        u->reducing_slot = u->grad_slot;
+        u->reducing_slot->reducing = u;
+        u->grad_slot = NULL;
+        u->grads = NULL;
+        ddp__unit_point(fsdp, u, 1, 0);
+    }
+    result = ddp_group_enqueue(fsdp->group, ddp__reduce_task, u, &u->reducing);
+    u->has_reducing = result == DDP_OK;
+    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(fsdp, result, __func__, u);
+}
+
+DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    fsdp->no_grad = on != 0;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    for (int u = 0; u < fsdp->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, &fsdp->units[u]));
+    for (int u = 0; u < fsdp->unit_count; u++) ddp__grads_drop(fsdp, &fsdp->units[u]);
+    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    ddp__fsdp_begin(fsdp);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
+    const ddp__weight *w;
+    ddp_tensor rows;
+    DDP__UNIT_NEED(fsdp, unit);
+    DDP__FSDP_NEED(param >= 0 && param < fsdp->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, fsdp->units[unit].name, fsdp->units[unit].count - 1);
+    w = &fsdp->units[unit].weights[param];
+    rows = w->entry->param.value;
+    rows.dtype = w->master_dtype;
+    if (rows.ndim) rows.shape[0] = (int64_t)w->mine;
+    if (!rows.ndim && !w->mine) { rows.ndim = 1; rows.shape[0] = 0; }
+    rows.data = ddp__mine(w) ? w->source->master : NULL;
+    if (value) *value = rows;
+    if (first_row) *first_row = (int64_t)w->first;
+    if (!grad) return DDP_OK;
+    if (ddp__is_trained(w)) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, w->unit));
+    rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
+    *grad = rows;
+    return DDP_OK;
+}
 
 #endif /* DDP_IMPLEMENTATION or DDP_FSDP_IMPLEMENTATION */
 

@@ -1,3 +1,3 @@
-/*  implementation.c - the bodies of ddp.h, compiled once per flavour for the tests that need none of its private names. */
+/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for the tests that need none of its private names. */
 #define DDP_IMPLEMENTATION
-#include "ddp.h"
+#include "ddp_fsdp.h"

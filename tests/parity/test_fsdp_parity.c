@@ -1,0 +1,414 @@
+/*  test_fsdp_parity.c - W ranks under any strategy end with the bits of one process that adds the same micro-batches pairwise.
+
+    The reference is plain: it holds every value, adds the micro-batches' gradients as a binary counter does, divides once, adds the two uses of the tied matrix,
+    clips by the exact norm and steps with ddp_optimizer on whole tensors. Gradients are made of the gathered values and of noise that the micro-batch, the use and
+    the element name, so that one wrong row anywhere shows in every later step.
+
+    Shapes: rows that W does not divide, fewer rows than ranks, a scalar, two dtypes in one unit, a matrix with a second use in another unit. */
+#include "ddp_fsdp.h"
+#include "../support/ranks.h"
+#include "../support/relay.h"
+
+enum { STEPS = 4, USES = 8, UNITS = 3, MOST = 72, TIED_USE = 7 };
+
+static const struct shape { const char *name; ddp_dtype dtype; int unit, ndim, rows, columns; } shapes[USES] = {
+    {"wte", DDP_F32, 0, 2, 13, 5}, {"wpe", DDP_F32, 0, 2, 7, 5}, {"h.w", DDP_F32, 1, 2, 9, 4},  {"h.b", DDP_F32, 1, 1, 9, 1},
+    {"h.s", DDP_F32, 1, 0, 1, 1},  {"h.d", DDP_F64, 1, 2, 6, 2}, {"ln", DDP_F32, 2, 1, 2, 1}, {"head", DDP_F32, 2, 2, 13, 5}};
+
+typedef struct plan {
+    ddp_fsdp_strategy strategy;
+    int micro_batches, replicas; /* per rank; ranks / replicas is the group that things are split over */
+    int prefetch, keep, half, overwrite, plain, gathers; /* half: bf16 values, f32 sums; gathers: 1 = no release between forward and backward */
+    ddp_optimizer_kind kind;
+    int early;                   /* values by init_fn */
+    int packed;                  /* ranks do not see each other's memory */
+    int first, last;             /* steps [first, last); 0, 0 = all. From a checkpoint unless first is 0, to one unless last is STEPS */
+    int background;
+} plan;
+
+typedef struct whole { double value[USES][MOST]; float norm[STEPS]; } whole; /* what training ends with */
+
+static whole *expected;
+static char folder[48]; /* of checkpoints */
+
+static double noise(uint64_t seed) { return (double)(int64_t)ranks_mix(seed) / 9223372036854775808.0; }
+static int elements(int use) { return shapes[use].rows * shapes[use].columns; }
+static double first_value(int use, int i) { return (double)(float)(0.3 * noise((uint64_t)(use == TIED_USE ? 0 : use) * 1000 + (uint64_t)i)); }
+
+static double gradient(int use, int i, double value, int step, int micro_batch) {
+    return (double)(float)(0.2 * value + noise((uint64_t)(((step * 64 + micro_batch) * USES + use) * 100 + i)));
+}
+
+static double load(const void *memory, ddp_dtype dtype, int i) {
+    double d = 0;
+    if (dtype == DDP_F64) return ((const double *)memory)[i];
+    float f = 0;
+    ddp_device_cpu()->cast(&f, DDP_F32, (const char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, 1);
+    return d + (double)f;
+}
+
+static void store(void *memory, ddp_dtype dtype, int i, double value) {
+    ddp_device_cpu()->cast((char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, &value, DDP_F64, 1);
+}
+
+static void tensor_of(ddp_tensor *t, int use, void *data, ddp_dtype dtype) {
+    memset(t, 0, sizeof *t);
+    t->data = data;
+    t->dtype = dtype;
+    t->ndim = shapes[use].ndim;
+    t->shape[0] = shapes[use].rows;
+    t->shape[1] = shapes[use].columns;
+    for (int d = t->ndim; d < 2; d++) t->shape[d] = 0;
+}
+
+static ddp_optimizer_desc optimizer_of(const plan *p) {
+    ddp_optimizer_desc d = DDP_ZERO;
+    d.kind = p->kind;
+    d.weight_decay = 0.1f;
+    d.decay_matrices_only = 1;
+    if (p->kind == DDP_OPTIMIZER_SGD) d.momentum = 0.9f;
+    return d;
+}
+
+//== the reference ==========================================================================
+
+typedef struct stack { void *sum[32]; int size[32], depth; } stack;
+
+static void add_arrays(void *left, const void *right, int count, ddp_dtype dtype) {
+    for (int i = 0; i < count; i++) {
+        if (dtype == DDP_F64) ((double *)left)[i] += ((const double *)right)[i];
+        else ((float *)left)[i] += ((const float *)right)[i];
+    }
+}
+
+/* A binary counter: equal sizes are added, older + newer; at the end all that is left, from the newest on. */
+static void stack_push(stack *s, void *sum, int count, ddp_dtype dtype, int last) {
+    s->sum[s->depth] = sum;
+    s->size[s->depth++] = 1;
+    while (s->depth > 1 && (last || s->size[s->depth - 2] == s->size[s->depth - 1])) {
+        s->depth--;
+        add_arrays(s->sum[s->depth - 1], s->sum[s->depth], count, dtype);
+        s->size[s->depth - 1] += s->size[s->depth];
+        free(s->sum[s->depth]);
+    }
+}
+
+static ddp_result reference(ddp_group *group, void *user) {
+    const plan *p = (const plan *)user;
+    int total = p->micro_batches; /* of all ranks */
+    char *value[USES], *grad[USES], *gathered[USES];
+    ddp_param params[USES];
+    ddp_optimizer_desc desc = optimizer_of(p);
+    ddp_optimizer *optimizer;
+    int count = 0, at[USES];
+    for (int u = 0; u < USES; u++) {
+        value[u] = u == TIED_USE ? value[0] : (char *)calloc(MOST * 2, sizeof(double));
+        grad[u] = (char *)calloc(MOST * 2, sizeof(double));
+        gathered[u] = (char *)calloc(MOST * 2, sizeof(double));
+        for (int i = 0; i < elements(u); i++) store(value[u], shapes[u].dtype, i, first_value(u, i));
+        if (u == TIED_USE) continue;
+        at[count] = u;
+        memset(&params[count], 0, sizeof params[count]);
+        params[count].name = shapes[u].name;
+        tensor_of(&params[count].value, u, value[u], shapes[u].dtype);
+        tensor_of(&params[count].grad, u, grad[u], shapes[u].dtype);
+        count++;
+    }
+    desc.params = params;
+    desc.param_count = count;
+    RANKS_OK(group, ddp_optimizer_create(&optimizer, group, &desc));
+    for (int step = 0; step < STEPS; step++) {
+        ddp_exact_sum sum;
+        float norm;
+        for (int u = 0; u < USES; u++) {
+            stack s;
+            ddp_dtype seen = p->half ? DDP_BF16 : shapes[u].dtype;
+            memset(&s, 0, sizeof s);
+            ddp_device_cpu()->cast(gathered[u], seen, value[u], shapes[u].dtype, (size_t)elements(u));
+            for (int m = 0; m < total; m++) {
+                void *part = calloc(MOST, sizeof(double));
+                for (int i = 0; i < elements(u); i++) {
+                    char narrow[8];
+                    store(narrow, seen, 0, gradient(u, i, load(gathered[u], seen, i), step, m));
+                    store(part, shapes[u].dtype, i, load(narrow, seen, 0));
+                }
+                stack_push(&s, part, elements(u), shapes[u].dtype, m + 1 == total);
+            }
+            memcpy(grad[u], s.sum[0], MOST * sizeof(double));
+            free(s.sum[0]);
+            for (int i = 0; i < elements(u); i++) {
+                if (shapes[u].dtype == DDP_F64) ((double *)grad[u])[i] /= total;
+                else ((float *)grad[u])[i] /= (float)total;
+            }
+        }
+        add_arrays(grad[0], grad[TIED_USE], elements(0), DDP_F32);
+        ddp_exact_sum_clear(&sum);
+        for (int k = 0; k < count; k++)
+            ddp_device_cpu()->sum_squares(&sum, grad[at[k]], (size_t)shapes[at[k]].rows, (size_t)shapes[at[k]].columns, shapes[at[k]].dtype);
+        norm = (float)sqrt(ddp_exact_sum_value(&sum));
+        expected->norm[step] = norm;
+        if (norm > 0.5f)
+            for (int k = 0; k < count; k++) ddp_device_cpu()->scale(grad[at[k]], (size_t)elements(at[k]), shapes[at[k]].dtype, 0.5f / norm);
+        RANKS_OK(group, ddp_optimizer_step(optimizer, 0.05f));
+    }
+    for (int u = 0; u < USES; u++)
+        for (int i = 0; i < elements(u); i++) expected->value[u][i] = load(value[u], shapes[u].dtype, i);
+    ddp_optimizer_destroy(optimizer);
+    for (int u = 0; u < USES; u++) {
+        if (u != TIED_USE) free(value[u]);
+        free(grad[u]);
+        free(gathered[u]);
+    }
+    return DDP_OK;
+}
+
+//== sharded ================================================================================
+
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    int use = param->index;
+    (void)user;
+    for (int64_t i = 0; i < row_count * shapes[use].columns; i++)
+        store(out, shapes[use].dtype, (int)i, first_value(use, (int)(first_row * shapes[use].columns + i)));
+    return DDP_OK;
+}
+
+static void describe(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, void **memory, const plan *p, int rank) {
+    static const char *const names[UNITS] = {"embed", "h", "head"};
+    memset(params, 0, USES * sizeof *params);
+    memset(units, 0, UNITS * sizeof *units);
+    for (int u = 0; u < USES; u++) {
+        ddp_fsdp_unit_desc *unit = &units[shapes[u].unit];
+        memory[u] = p->early ? NULL : u == TIED_USE ? memory[0] : calloc(MOST, sizeof(double));
+        params[u].param.name = shapes[u].name;
+        params[u].index = u;
+        tensor_of(&params[u].param.value, u, memory[u], shapes[u].dtype);
+        if (u == TIED_USE) params[u].tied_to = "wte";
+        for (int i = 0; i < elements(u) && memory[u]; i++) store(memory[u], shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
+        if (!unit->param_count++) unit->params = &params[u];
+        unit->name = names[shapes[u].unit];
+    }
+}
+
+static void backward(const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite) {
+    for (int k = 0; k < unit->param_count; k++) {
+        const ddp_fsdp_param *param = &unit->params[k];
+        int use = (int)(param - params);
+        for (int i = 0; i < elements(use); i++) {
+            double before = overwrite ? 0 : load(param->param.grad.data, param->param.grad.dtype, i); /* zero, or it shows */
+            store(param->param.grad.data, param->param.grad.dtype, i,
+                  before + gradient(use, i, load(param->param.value.data, param->param.value.dtype, i), step, micro_batch));
+        }
+    }
+}
+
+static ddp_result train_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params, int step) {
+    int rank = ddp_rank(group), world = ddp_world_size(group);
+    int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
+    float norm = 0;
+    for (int m = 0; m < p->micro_batches; m++) {
+        for (int u = 0; u < UNITS; u++) {
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            if (!p->gathers) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        }
+        for (int u = UNITS - 1; u >= 0; u--) {
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            backward(&units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite);
+            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        }
+    }
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
+    RANKS_CHECK(group, memcmp(&norm, &expected->norm[step], sizeof norm) == 0, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)expected->norm[step]);
+    RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+    return DDP_OK;
+}
+
+static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params) {
+    RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
+    for (int u = 0; u < UNITS; u++) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        for (int k = 0; k < units[u].param_count; k++) {
+            int use = (int)(units[u].params + k - params);
+            ddp_tensor rows;
+            int64_t first;
+            for (int i = 0; i < elements(use); i++) {
+                double want = expected->value[use][i], have = load(params[use].param.value.data, params[use].param.value.dtype, i);
+                char narrow[8];
+                store(narrow, params[use].param.value.dtype, 0, want);
+                want = load(narrow, params[use].param.value.dtype, 0);
+                RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "%s[%d] is %.17g, want %.17g", shapes[use].name, i, have, want);
+            }
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, k, &rows, NULL, &first));
+            for (int64_t i = 0; rows.data && i < ddp_tensor_count(&rows); i++) {
+                double want = expected->value[use][first * shapes[use].columns + i], have = load(rows.data, rows.dtype, (int)i);
+                RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "shard of %s[%d] is %.17g, want %.17g", shapes[use].name, (int)i, have, want);
+            }
+        }
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    (void)p;
+    return DDP_OK;
+}
+
+static ddp_result train(ddp_group *group, void *user) {
+    const plan *p = (const plan *)user;
+    ddp_fsdp_param params[USES];
+    ddp_fsdp_unit_desc units[UNITS];
+    ddp_fsdp_desc desc = DDP_ZERO;
+    ddp_group *part = group, *below = NULL, *copies = NULL;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_state state = DDP_ZERO;
+    ddp_result result = DDP_OK;
+    void *memory[USES];
+    int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas;
+    if (p->replicas > 1) {
+        RANKS_OK(group, ddp_group_split(group, rank / inner, rank, &part));
+        RANKS_OK(group, ddp_group_split(group, rank % inner, rank, &copies));
+    }
+    if (p->packed) RANKS_OK(group, relay_over(&part, below = part));
+    describe(params, units, memory, p, rank);
+    desc.units = units;
+    desc.unit_count = UNITS;
+    desc.strategy = p->strategy;
+    desc.replicas = copies;
+    desc.micro_batch_count = p->micro_batches;
+    desc.prefetch = p->prefetch;
+    desc.keep_after_forward = p->keep;
+    desc.overwrite_gradients = p->overwrite;
+    desc.optimizer = optimizer_of(p);
+    desc.init_fn = fill;
+    desc.state = &state;
+    desc.save_in_background = p->background;
+    if (p->half) { desc.param_dtype = DDP_BF16; desc.reduce_dtype = DDP_F32; }
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &desc));
+    for (int u = 0; u < USES; u++)
+        if (u != TIED_USE) free(memory[u]);
+    if (p->first) {
+        RANKS_OK(group, ddp_fsdp_load(fsdp, folder));
+        RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g", (long long)state.step, state.user[3]);
+    }
+    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, fsdp, p, units, params, step);
+    if (result == DDP_OK && p->last && p->last < STEPS) {
+        state.user[3] = 0.1 * p->last;
+        RANKS_OK(group, ddp_fsdp_save(fsdp, folder));
+        RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
+    } else if (result == DDP_OK) {
+        result = check_values(group, fsdp, p, units, params);
+    }
+    if (result != DDP_OK) return result;
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    if (part != group) ddp_group_destroy(part);
+    if (below && below != group) ddp_group_destroy(below);
+    ddp_group_destroy(copies);
+    return DDP_OK;
+}
+
+//== cases ==================================================================================
+
+static int failures, runs;
+
+static const char *const strategies[] = {"FULL_SHARD", "SHARD_GRAD", "SHARD_OPTIM", "NO_SHARD"};
+
+/* What training by p with so many micro-batches in all ends with. */
+static ddp_result expect(ranks_mode mode, plan p, int total) {
+    ddp_group_desc self = DDP_ZERO;
+    ddp_group *alone;
+    ddp_result result;
+    p.micro_batches = total;
+    memset(expected, 0, sizeof *expected);
+    if (!ranks_joins(mode)) return ranks_run(RANKS_THREADS, 1, 20000, reference, &p);
+    self.init_method = "self://"; /* every process makes its own */
+    result = ddp_group_create(&alone, &self);
+    if (result == DDP_OK) result = reference(alone, &p);
+    if (result == DDP_OK) ddp_group_destroy(alone);
+    return result;
+}
+
+static void run(ranks_mode mode, int world, plan p) {
+    ddp_result result = ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p);
+    runs++;
+    if (result == DDP_OK) return;
+    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d steps %d to %d: %s: %s\n",
+            strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, (int)p.kind, p.early, p.gathers,
+            p.packed, p.first, p.last, ddp_result_name(result), ddp_last_error());
+    failures++;
+}
+
+/* A checkpoint of one strategy on some ranks goes on with another on others: four micro-batches in all. */
+static void run_resumed(ranks_mode mode) {
+    static const struct { ddp_fsdp_strategy strategy; int world, replicas, half; } turns[][3] = {
+        {{DDP_FSDP_FULL_SHARD, 4, 1, 0}, {DDP_FSDP_NO_SHARD, 2, 1, 0}, {DDP_FSDP_SHARD_GRAD, 1, 1, 0}},
+        {{DDP_FSDP_NO_SHARD, 4, 1, 0}, {DDP_FSDP_FULL_SHARD, 4, 2, 0}, {DDP_FSDP_SHARD_OPTIM, 2, 1, 0}},
+        {{DDP_FSDP_SHARD_OPTIM, 1, 1, 1}, {DDP_FSDP_FULL_SHARD, 2, 1, 1}, {DDP_FSDP_NO_SHARD, 4, 2, 1}}};
+    for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
+        plan p;
+        ddp_result result;
+        memset(&p, 0, sizeof p);
+        p.half = turns[t][0].half;
+        result = expect(mode, p, 4);
+        for (int k = 0; k < 3 && result == DDP_OK; k++) {
+            p.strategy = turns[t][k].strategy;
+            p.replicas = turns[t][k].replicas;
+            p.micro_batches = 4 / turns[t][k].world;
+            p.first = k;
+            p.last = k == 2 ? STEPS : k + 1;
+            p.packed = (int)t == k;
+            p.background = k == 1 && !p.packed; /* a relay makes no groups */
+            run(mode, turns[t][k].world, p);
+        }
+        failures += result != DDP_OK;
+    }
+}
+
+/* Each strategy on `world` ranks with every number of micro-batches in the promise; the other choices take turns. */
+static void run_world(ranks_mode mode, int world) {
+    static const int micro[4] = {1, 2, 4, 3};
+    int turn = world;
+    for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD; s++) {
+        int each = s <= DDP_FSDP_SHARD_GRAD, even = (world & (world - 1)) == 0;
+        for (int m = 0; m < 4; m++)
+            for (int replicas = 1; replicas <= 2; replicas++, turn++) {
+                plan p;
+                if (each ? micro[m] > 1 && !even : micro[m] == 3 && world > 1) continue; /* not in the promise */
+                if (replicas == 2 && (world != 4 || ((m & 1) && s != DDP_FSDP_FULL_SHARD))) continue;
+                memset(&p, 0, sizeof p);
+                p.strategy = (ddp_fsdp_strategy)s;
+                p.micro_batches = micro[m];
+                p.replicas = replicas;
+                p.prefetch = turn % 3 == 0 ? -1 : turn % 3;
+                p.keep = turn % 5 == 0 && s == DDP_FSDP_FULL_SHARD;
+                p.half = turn % 4 == 1;
+                p.overwrite = turn / 2 % 2;
+                p.kind = (ddp_optimizer_kind)(turn % 7 < 4 ? turn % 7 : 0);
+                p.early = turn % 3 == 1;
+                p.gathers = turn % 5 == 2;
+                p.packed = turn % 2 && world > 1;
+                if (expect(mode, p, micro[m] * world) == DDP_OK) run(mode, world, p);
+                else failures++;
+            }
+    }
+}
+
+int main(int argc, char **argv) {
+    ranks_mode mode;
+    char command[128];
+    expected = (whole *)ranks_shared(sizeof *expected);
+    watchdog_start(120);
+    snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getpid());
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) == 0 && ranks_joins(mode)) {
+        const char *size = getenv("OMPI_COMM_WORLD_SIZE");
+        run_world(mode, size ? atoi(size) : 1);
+    } else {
+        for (int threads = 0; threads < 2; threads++) {
+            mode = threads ? RANKS_THREADS : RANKS_PROCESSES;
+            if (argc > 1 && strcmp(argv[1], ranks_mode_name(mode))) continue;
+            for (int world = 1; world <= 4; world++) run_world(mode, world);
+            run_resumed(mode);
+        }
+        snprintf(command, sizeof command, "rm -rf %s %s.*", folder, folder);
+        if (system(command) != 0) failures++;
+    }
+    printf("%d runs, %d failures\n", runs, failures);
+    return failures != 0 || runs == 0;
+}

@@ -1,0 +1,67 @@
+/*  relay.h - a backend that hands every call to another group and shows nobody each other's memory: what a layer does when data has to travel.
+
+    ddp_group *far;
+    relay_over(&far, group);      collective; destroy far before group */
+#ifndef DDP_TEST_RELAY_H
+#define DDP_TEST_RELAY_H
+
+static ddp_result relay_open(ddp_group *group, void **state) {
+    *state = ddp_group_backend_user(group);
+    return DDP_OK;
+}
+
+static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
+    (void)group;
+    return ddp_group_call((ddp_group *)state, call, NULL);
+}
+
+/* In their turn: the group below has one caller at a time. */
+typedef struct relay_memory { ddp_group *below; size_t size_bytes; void *memory; } relay_memory;
+
+static ddp_result relay_take(ddp_group *group, void *argument) {
+    relay_memory *m = (relay_memory *)argument;
+    (void)group;
+    return m->memory ? ddp_group_free(m->below, m->memory) : ddp_group_alloc(m->below, m->size_bytes, &m->memory);
+}
+
+static ddp_result relay_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
+    relay_memory m = DDP_ZERO;
+    ddp_result result;
+    m.below = (ddp_group *)state;
+    m.size_bytes = size_bytes;
+    result = ddp_group_enqueue(group, relay_take, &m, NULL);
+    *out = m.memory;
+    return result;
+}
+
+static ddp_result relay_free(ddp_group *group, void *state, void *memory) {
+    relay_memory m = DDP_ZERO;
+    m.below = (ddp_group *)state;
+    m.memory = memory;
+    return ddp_group_enqueue(group, relay_take, &m, NULL);
+}
+
+static ddp_result relay_status(const ddp_group *group, void *state) {
+    (void)group;
+    return ddp_group_cause((ddp_group *)state);
+}
+
+static void relay_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    (void)group;
+    ddp_group_poison((ddp_group *)state, cause, text);
+}
+
+static void relay_close(ddp_group *group, void *state) {
+    (void)group;
+    (void)state;
+}
+
+static ddp_result relay_over(ddp_group **out, ddp_group *group) {
+    static const ddp_backend relay = {"relay", relay_open, relay_run, NULL, NULL, NULL, NULL, relay_alloc, relay_free, relay_status, relay_poison, relay_close, 0,
+                                      DDP_ORDER_TREE, NULL, NULL};
+    ddp_group_desc desc = DDP_ZERO;
+    desc.backend = &relay;
+    return ddp_group_create_on(out, group, &desc);
+}
+
+#endif

@@ -1,0 +1,86 @@
+/*  fuzz_checkpoint.c - bytes of anybody's choice where a checkpoint has JSON: a libFuzzer harness.
+
+    The first byte chooses what the rest is: h = header of a tensor file (its data as long as the largest end that is right), s = state.json, i = index of a
+    model, v = any value. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_checkpoint.c; corpus/ is where it starts from. */
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define DDP_IMPLEMENTATION
+#include "../../ddp_fsdp.h"
+
+static ddp_group *alone;
+
+static void *fuzz_alloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
+static void fuzz_free(void *memory, void *user) { (void)user; free(memory); }
+
+/* Data that end at the last number in the text, so that headers which are right in themselves are met often. */
+static uint64_t last_number(const char *text, size_t length) {
+    uint64_t number = 0;
+    while (length && (text[length - 1] < '0' || text[length - 1] > '9')) length--;
+    for (uint64_t scale = 1; length && text[length - 1] >= '0' && text[length - 1] <= '9' && scale < 1000000000; length--, scale *= 10)
+        number += scale * (uint64_t)(text[length - 1] - '0');
+    return number;
+}
+
+/* What a header that is accepted promises to those who use it. */
+static void check_header(const ddp__header *header, uint64_t data_bytes) {
+    uint64_t total = 0;
+    for (int i = 0; i < header->count; i++) {
+        const ddp__stored *r = &header->records[i];
+        if (r->begin > r->end || r->end > data_bytes || r->end - r->begin != r->count * (uint64_t)r->dtype->size) abort();
+        if (i && ddp__stored_compare(r - 1, r) >= 0) abort();
+        if (ddp__stored_find(header, r->name) != r) abort();
+        total += r->end - r->begin;
+    }
+    if (total != data_bytes) abort();
+}
+
+static void free_loading(ddp__loading *l) {
+    ddp_group_mfree(alone, l->files);
+    ddp_group_mfree(alone, l->map);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    ddp__loading loading;
+    ddp__header header;
+    ddp__json j;
+    size_t length = size ? size - 1 : 0;
+    char *text;
+    if (!alone) {
+        ddp_group_desc desc = DDP_ZERO;
+        desc.init_method = "self://";
+        desc.alloc_fn = fuzz_alloc;
+        desc.free_fn = fuzz_free;
+        if (ddp_group_create(&alone, &desc) != DDP_OK) abort();
+        (void)ddp__checkpoint_save;
+        (void)ddp__checkpoint_load;
+    }
+    if (size == 0) return 0;
+    memset(&loading, 0, sizeof loading);
+    loading.group = alone;
+    text = (char *)malloc(length ? length : 1); /* of exact size */
+    memcpy(text, data + 1, length);
+    j = ddp__json_of(text, length);
+    if (data[0] == 'h') {
+        uint64_t data_bytes = last_number(text, length);
+        if (ddp__header_read(alone, "fuzz", text, length, data_bytes, &header) == DDP_OK) check_header(&header, data_bytes);
+        ddp_group_mfree(alone, header.records);
+    } else if (data[0] == 's') {
+        if (!ddp__state_read(&loading, &j) && !j.error) abort();
+        free_loading(&loading);
+    } else if (data[0] == 'i') {
+        size_t colons = 1;
+        for (size_t i = 0; i < length; i++) colons += text[i] == ':';
+        loading.map = (ddp__pair *)ddp_group_malloc(alone, colons * sizeof *loading.map);
+        if (!ddp__index_read(&loading, &j) && !j.error) abort();
+        free_loading(&loading);
+    } else {
+        if (!(ddp__json_skip(&j) && ddp__json_end(&j)) != (j.error != NULL)) abort();
+        if (j.at > j.end) abort();
+    }
+    free(text);
+    return 0;
+}

@@ -1,0 +1,255 @@
+/*  test_json.c - what stands between a checkpoint and damage: checksums, the JSON reader, and headers of tensor files.
+
+    Checksums against a bit-by-bit reference, by instructions and by tables, in one piece and in runs in any order. Texts that are not JSON, and headers
+    that do not describe a file, are refused with a reason; the reader never looks beyond the text's end (AddressSanitizer watches copies of exact size). */
+#include "../support/unit.h"
+
+#include "../support/watchdog.h"
+
+#define DDP_IMPLEMENTATION
+#include "../../ddp_fsdp.h"
+
+#include "../support/random.h"
+
+static ddp_group *alone;
+
+//== checksums ==============================================================================
+
+/* The definition, a bit at a time. */
+static uint32_t reference_crc(const unsigned char *data, size_t size) {
+    uint32_t crc = 0xffffffffu;
+    for (size_t i = 0; i < size; i++) {
+        crc ^= data[i];
+        for (int b = 0; b < 8; b++) crc = crc & 1 ? crc >> 1 ^ 0x82f63b78u : crc >> 1;
+    }
+    return ~crc;
+}
+
+static void test_crc_values(void **state) {
+    unsigned char zeros[32] = {0}, *random = (unsigned char *)malloc(120000);
+    (void)state;
+    assert_int_equal(ddp__crc32c("123456789", 9), 0xe3069283u);
+    assert_int_equal(ddp__crc32c(zeros, 32), 0x8a9136aau); /* RFC 3720 */
+    assert_int_equal(ddp__crc32c("", 0), 0);
+    for (int i = 0; i < 120000; i++) random[i] = (unsigned char)random_u64();
+    for (size_t size = 0; size < 120000; size += 1 + size * 3 / 8) {
+        uint32_t want = reference_crc(random + 3, size - (size > 3 ? 3 : 0));
+        assert_int_equal(ddp__crc32c(random + 3, size - (size > 3 ? 3 : 0)), want);
+        assert_int_equal(~ddp__crc_portable(0xffffffffu, random + 3, size - (size > 3 ? 3 : 0)), want);
+    }
+    free(random);
+}
+
+/* Runs of a whole, each times the shift by what follows it, in random order. */
+static void test_crc_of_runs(void **state) {
+    unsigned char data[5000];
+    (void)state;
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)random_u64();
+    for (int trial = 0; trial < 20; trial++) {
+        size_t size = random_u64() % sizeof data, cut[9] = {0}, count = 0;
+        uint32_t remainder = 0;
+        while (count < 8 && cut[count] < size) {
+            size_t more = random_u64() % size + 1;
+            cut[count + 1] = cut[count] + more < size && count < 7 ? cut[count] + more : size;
+            count++;
+        }
+        for (size_t i = count; i-- > 0;)
+            remainder ^= ddp__crc_multiply(ddp__crc_feed(0, data + cut[i], cut[i + 1] - cut[i]), ddp__crc_shift(size - cut[i + 1]));
+        assert_int_equal(ddp__crc_finish(remainder, size), reference_crc(data, size));
+    }
+}
+
+//== JSON ===================================================================================
+
+/* A copy of exact size, so that a byte beyond it is seen by AddressSanitizer. */
+static ddp__json json_of(const char *text, size_t length) {
+    char *copy = (char *)malloc(length ? length : 1);
+    memcpy(copy, text, length);
+    return ddp__json_of(copy, length);
+}
+
+static const char *skip_error(const char *text) {
+    ddp__json j = json_of(text, strlen(text));
+    const char *error;
+    if (ddp__json_skip(&j)) (void)ddp__json_end(&j);
+    error = j.error;
+    free(j.begin);
+    return error;
+}
+
+static void test_json_accepts(void **state) {
+    static const char *const good[] = {"{}", "[]", " [ ] ", "0", "-0", "1.5e-3", "-12E+7", "\"\"", "true", "false", "null", "[1,2,[3,{\"a\":[]}],{}]",
+        "{\"a\":1,\"b\":{\"c\":[null,true]}}", "\"\\u00e9\\ud83d\\ude00\\n\\/\"", "\"\xc3\xa9\xf0\x9f\x98\x80\"", "[[[[[]]]]]", "\n\t\r {\"x\" : [ 1 , 2 ] } "};
+    (void)state;
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++)
+        if (skip_error(good[i])) fail_msg("%s: %s", good[i], skip_error(good[i]));
+}
+
+static void test_json_refuses(void **state) {
+    static const char *const bad[] = {"", " ", "{", "[", "[1", "[1,", "[1,]", "[,1]", "{\"a\"}", "{\"a\":}", "{\"a\":1,}", "{a:1}", "{\"a\":1 \"b\":2}", "01", "-", "+1",
+        "1.", ".5", "1e", "1e+", "0x10", "tru", "nulll", "\"", "\"\\", "\"\\x\"", "\"\\u12\"", "\"\\u12g4\"", "\"\\ud800\"", "\"\\ud800\\u0041\"", "\"\\udc00\"",
+        "\"\x01\"", "\"\xff\"", "\"\xc0\x80\"", "\"\xed\xa0\x80\"", "\"\xf4\x90\x80\x80\"", "\"\xe0\x80\x80\"", "\"\xc3\"", "{} {}", "[}", "{]", "1 2", "'a'", "NaN",
+        "\xef\xbb\xbf{}", "[1}", "{\"a\":1]", "- 1"};
+    char deep[200];
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        if (!skip_error(bad[i])) fail_msg("accepted: %s", bad[i]);
+    memset(deep, '[', sizeof deep);
+    deep[sizeof deep - 1] = '\0';
+    assert_non_null(strstr(skip_error(deep), "too deeply"));
+    memset(deep + 64, ']', 64);
+    deep[128] = '\0';
+    assert_null(skip_error(deep));
+}
+
+static void test_json_values(void **state) {
+    static const char text[] = "[18446744073709551615, -9223372036854775808, 9223372036854775807, \"a\\u0000\\u20ac\\\"\"]";
+    static const char *const wrong[] = {"18446744073709551616", "-1", "1.0", "1e3", "\"1\""};
+    ddp__json j = json_of(text, sizeof text - 1);
+    ddp__words word;
+    uint64_t u;
+    int64_t i;
+    (void)state;
+    assert_true(ddp__json_take(&j, '[') && ddp__json_u64(&j, &u) && u == UINT64_MAX);
+    assert_true(ddp__json_take(&j, ',') && ddp__json_i64(&j, &i) && i == INT64_MIN);
+    assert_true(ddp__json_take(&j, ',') && ddp__json_i64(&j, &i) && i == INT64_MAX);
+    assert_true(ddp__json_take(&j, ',') && ddp__json_string(&j, &word) && word.length == 6 && memcmp(word.at, "a\0\xe2\x82\xac\"", 6) == 0);
+    assert_true(ddp__json_take(&j, ']') && ddp__json_end(&j));
+    free(j.begin);
+    for (size_t n = 0; n < sizeof wrong / sizeof *wrong; n++) {
+        j = json_of(wrong[n], strlen(wrong[n]));
+        assert_false(ddp__json_u64(&j, &u));
+        assert_non_null(j.error);
+        free(j.begin);
+    }
+    j = json_of("9223372036854775808", 19);
+    assert_false(ddp__json_i64(&j, &i));
+    free(j.begin);
+}
+
+/* What a checkpoint's numbers go through. */
+static void test_doubles_round_trip(void **state) {
+    double values[] = {0, -0.0, 1, -65536, 0.1, 1e300, -5e-324, 9e15, 1e16, 9007199254740993.0, INFINITY, -INFINITY, NAN, 65536};
+    (void)state;
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        ddp__draft d = {alone, NULL, 0, 0, 0};
+        ddp__json j;
+        double back = 7;
+        ddp__draft_double(&d, values[i]);
+        j = json_of(d.at, d.length);
+        assert_true(ddp__json_double(&j, &back) && ddp__json_end(&j));
+        assert_memory_equal(&back, &values[i], sizeof back);
+        free(j.begin);
+        ddp_group_mfree(alone, d.at);
+    }
+}
+
+//== headers ================================================================================
+
+static ddp_result read_header(const char *text, size_t length, uint64_t data_bytes, ddp__header *header) {
+    ddp__json j = json_of(text, length);
+    ddp_result result = ddp__header_read(alone, "a.safetensors", j.begin, length, data_bytes, header);
+    if (result != DDP_OK) free(j.begin);
+    return result; /* the text of a good one is leaked to its records; see drop */
+}
+
+static void drop(ddp__header *header, char *text) {
+    ddp_group_mfree(alone, header->records);
+    free(text);
+}
+
+static void test_header(void **state) {
+    static const char text[] = "{\"b\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[2,26]},\"__metadata__\":{\"format\":\"pt\",\"crc32c:b\":\"0123abcd\"},"
+        "\"a\":{\"data_offsets\":[0,2],\"shape\":[],\"dtype\":\"BF16\"},\"e\":{\"dtype\":\"I64\",\"shape\":[4,0],\"data_offsets\":[26,26]}}   ";
+    ddp__header header;
+    ddp__stored *b;
+    char *copy = (char *)malloc(sizeof text - 1);
+    (void)state;
+    memcpy(copy, text, sizeof text - 1);
+    assert_int_equal(ddp__header_read(alone, "a", copy, sizeof text - 1, 26, &header), DDP_OK);
+    assert_int_equal(header.count, 3);
+    b = ddp__stored_find(&header, ddp__words_of("b"));
+    assert_true(b && b->ndim == 2 && b->shape[0] == 2 && b->shape[1] == 3 && b->begin == 2 && b->end == 26 && b->dtype->dtype == DDP_F32);
+    assert_true(b->has_crc && b->crc == 0x0123abcd);
+    assert_null(ddp__stored_find(&header, ddp__words_of("c")));
+    assert_false(ddp__stored_find(&header, ddp__words_of("a"))->has_crc);
+    drop(&header, copy);
+    copy = (char *)malloc(2);
+    memcpy(copy, "{}", 2);
+    assert_int_equal(ddp__header_read(alone, "a", copy, 2, 0, &header), DDP_OK);
+    assert_int_equal(header.count, 0);
+    drop(&header, copy);
+}
+
+#define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+
+static void test_header_refused(void **state) {
+    static const struct { const char *text, *says; } bad[] = {
+        {"", "starts with {"}, {" {}", "starts with {"}, {"[]", "starts with {"}, {"{}", "end at byte 0"}, {"{} x", "follows"},
+        {"{" T("a", "F32", "[2]", "[0,8]") "}", "end at byte 8"},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[3]", "[4,16]") "}", "overlaps"},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("b", "F32", "[1]", "[12,16]") "}", "hole"},
+        {"{" T("a", "F32", "[3]", "[4,16]") "}", "hole"}, {"{" T("a", "F32", "[4]", "[0,20]") "}", "outside"}, {"{" T("a", "F32", "[4]", "[16,0]") "}", "outside"},
+        {"{" T("a", "F32", "[5]", "[0,16]") "}", "not as large"}, {"{" T("a", "F99", "[4]", "[0,16]") "}", "dtype that is not known"},
+        {"{" T("a", "F32", "[-4]", "[0,16]") "}", "negative"}, {"{" T("a", "F32", "[4.0]", "[0,16]") "}", "not whole"},
+        {"{" T("a", "F32", "[4294967296,4294967296,4]", "[0,16]") "}", "too large"}, {"{" T("a", "F32", "[4]", "[0,16,20]") "}", "two numbers"},
+        {"{" T("a", "F32", "[4]", "[0]") "}", "two numbers"}, {"{" T("a", "F32", "4", "[0,16]") "}", "list"},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("a", "F32", "[2]", "[8,16]") "}", "twice"},
+        {"{" T("a", "F32", "[2]", "[0,8]") "," T("\\u0061", "F32", "[2]", "[8,16]") "}", "twice"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4]}}", "each once"}, {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16]}}", "each once"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16],\"x\":1}}", "each once"}, {"{\"a\":3}", "object"},
+        {"{\"__metadata__\":{\"x\":\"1\",\"x\":\"2\"}," T("a", "F32", "[4]", "[0,16]") "}", "key twice"},
+        {"{\"__metadata__\":{},\"__metadata__\":{}," T("a", "F32", "[4]", "[0,16]") "}", "metadata is there twice"},
+        {"{\"__metadata__\":{\"x\":1}," T("a", "F32", "[4]", "[0,16]") "}", "string"},
+        {"{\"__metadata__\":{\"crc32c:a\":\"1234567\"}," T("a", "F32", "[4]", "[0,16]") "}", "8 hexadecimal"},
+        {"{\"__metadata__\":{\"crc32c:a\":\"1234567g\"}," T("a", "F32", "[4]", "[0,16]") "}", "8 hexadecimal"},
+        {"{" T("\xff", "F32", "[4]", "[0,16]") "}", "UTF-8"}, {"{" T("a", "F32", "[4]", "[0,16]"), "closing"}, {"{" T("a", "F32", "[4]", "[0,16]") ",}", "string"}};
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        ddp__header header;
+        ddp_result result = read_header(bad[i].text, strlen(bad[i].text), 16, &header);
+        if (result != DDP_ERR_CORRUPT || !strstr(ddp_last_error(), bad[i].says) || !strstr(ddp_last_error(), "a.safetensors"))
+            fail_msg("%s gives %s: %s", bad[i].text, ddp_result_name(result), result == DDP_OK ? "" : ddp_last_error());
+        ddp_group_mfree(alone, header.records);
+    }
+}
+
+/* Every text that is cut off is refused, and every byte that is changed leads to an answer. */
+static void test_header_cut_and_flipped(void **state) {
+    static const char text[] = "{\"__metadata__\":{\"format\":\"pt\",\"crc32c:a\":\"01234567\"}," T("a", "F32", "[2,2]", "[0,16]") "," T("\xc3\xa9", "U8", "[]", "[16,17]") "}";
+    (void)state;
+    for (size_t length = 0; length < sizeof text - 1; length++) {
+        ddp__header header;
+        assert_int_equal(read_header(text, length, 17, &header), DDP_ERR_CORRUPT);
+        ddp_group_mfree(alone, header.records);
+    }
+    for (size_t at = 0; at < sizeof text - 1; at++)
+        for (int bit = 0; bit < 8; bit++) {
+            ddp__header header;
+            char *copy = (char *)malloc(sizeof text - 1);
+            ddp_result result;
+            memcpy(copy, text, sizeof text - 1);
+            copy[at] = (char)(copy[at] ^ 1 << bit);
+            result = ddp__header_read(alone, "a", copy, sizeof text - 1, 17, &header);
+            assert_true(result == DDP_OK || result == DDP_ERR_CORRUPT);
+            drop(&header, copy);
+        }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_crc_values), cmocka_unit_test(test_crc_of_runs), cmocka_unit_test(test_json_accepts), cmocka_unit_test(test_json_refuses),
+        cmocka_unit_test(test_json_values), cmocka_unit_test(test_doubles_round_trip), cmocka_unit_test(test_header), cmocka_unit_test(test_header_refused),
+        cmocka_unit_test(test_header_cut_and_flipped),
+    };
+    ddp_group_desc desc = DDP_ZERO;
+    int failures;
+    watchdog_start(60);
+    desc.init_method = "self://";
+    if (ddp_group_create(&alone, &desc) != DDP_OK) return 2;
+    failures = cmocka_run_group_tests(tests, NULL, NULL);
+    ddp_group_destroy(alone);
+    (void)ddp__checkpoint_save;
+    (void)ddp__checkpoint_load;
+    return failures;
+}
