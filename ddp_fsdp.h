@@ -3524,7 +3524,7 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
     for (int i = 0; i < unit->count && f->world == 1; i++) {
         const ddp__weight *w = &unit->weights[i];
         size_t at, count;
-        if (!ddp__is_trained(w) || w->in_place) continue;
+        if (!ddp__is_trained(w) || (w->in_place && layout == DDP__GRADS)) continue;
         ddp__grads_at(w, layout, &at, &count);
         f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, w->wire_dtype, count);
     }
