@@ -3111,6 +3111,10 @@ static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
         }
         if (other->rows != w->rows || other->row_count != w->row_count || other->master_dtype != w->master_dtype || other->dtype != w->dtype)
             return ddp__weight_bad(f, w, "is tied to a parameter of another shape or dtype");
+        if (!other->entry->frozen != !w->entry->frozen) {
+            snprintf(text, sizeof text, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
+            return ddp__weight_bad(f, w, text);
+        }
         w->source = other->source;
         return DDP_OK;
     }
