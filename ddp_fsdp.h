@@ -3539,16 +3539,21 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 
 /* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
    choice follows from the order of calls alone, as group memory is taken by all ranks together. */
-static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
+static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = DDP_OK;
     if (unit->has_reducing) result = ddp_wait(f->group, &unit->reducing);
     unit->has_reducing = 0;
+    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
+}
+
+static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result = ddp__reduce_end(f, unit);
     if (unit->reducing_slot) {
         unit->reducing_slot->busy = 0;
         unit->reducing_slot->reducing = NULL;
         unit->reducing_slot = NULL;
     }
-    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
+    return result;
 }
 
 static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
@@ -4542,7 +4547,7 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)w->first;
     if (!grad) return DDP_OK;
-    if (ddp__is_trained(w)) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, w->unit));
+    if (ddp__is_trained(w)) DDP__FSDP_TRY(ddp__reduce_end(fsdp, w->unit)); /* its memory stays taken: who looks is this rank's business */
     rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
     *grad = rows;
     return DDP_OK;
