@@ -4527,8 +4527,14 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     for (int u = 0; u < fsdp->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, &fsdp->units[u]));
-    for (int u = 0; u < fsdp->unit_count; u++) ddp__grads_drop(fsdp, &fsdp->units[u]);
+    for (int u = 0; u < fsdp->unit_count; u++) {
+        ddp__unit *unit = &fsdp->units[u];
+        ddp__grads_drop(fsdp, unit);
+        ddp__unit_point(fsdp, unit, fsdp->keeps_whole || unit->in_use, !fsdp->reduces_each);
+    }
+    fsdp->order_hash = 0; /* ranks that had come apart start anew too */
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+    if (fsdp->finished && fsdp->desc.scaler) fsdp->desc.scaler->unscaled = fsdp->desc.scaler->found_inf = 0;
     ddp__fsdp_begin(fsdp);
     return DDP_OK;
 }
