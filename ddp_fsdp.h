@@ -3622,6 +3622,8 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
         if (f->units[u].trained && f->units[u].reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_unit_reduce for every unit in every micro-batch",
                                  f->units[u].name, f->units[u].reduced, f->desc.micro_batch_count);
+    if (f->desc.scaler && f->desc.scaler->unscaled)
+        return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(f, &f->units[u]));
     DDP__FSDP_TRY(ddp__fsdp_compute(f));
     for (int i = 0; i < f->weight_count; i++) {
