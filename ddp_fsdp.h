@@ -2943,6 +2943,7 @@ struct ddp_fsdp {
     ddp_param *masters;            /* what the optimizer sees */
     ddp__weight **master_of;       /* the weight behind each of them */
     int master_count;
+    ddp_group *lent[2];            /* groups that the scaler has from here */
     ddp_tensor *sums;              /* their gradients, for the scaler */
     ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
     unsigned char *host_sums, *host_rows; /* there: gradients of this rank's rows; one parameter's rows on their way */
@@ -4230,9 +4231,18 @@ static ddp_result ddp__fsdp_join_scaler(ddp_fsdp *f) {
         for (int g = 0; g < d->group_count; g++) known |= d->groups[g] == group;
         if (known) continue;
         if (d->group_count == 4) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "the scaler has four groups already; leave those of this object to it");
-        d->groups[d->group_count++] = group;
+        d->groups[d->group_count++] = f->lent[i] = group;
     }
     return DDP_OK;
+}
+
+/* The scaler outlives this object, its groups may not. */
+static void ddp__fsdp_leave_scaler(ddp_fsdp *f) {
+    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
+    int kept = 0;
+    for (int g = 0; d && g < d->group_count; g++)
+        if (d->groups[g] != f->lent[0] && d->groups[g] != f->lent[1]) d->groups[kept++] = d->groups[g];
+    if (d) d->group_count = kept;
 }
 
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
@@ -4264,6 +4274,7 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         ddp__reduce_wait(f, &f->units[u]);
         ddp__unit_arrive(f, &f->units[u]);
     }
+    ddp__fsdp_leave_scaler(f);
     ddp_optimizer_destroy(f->optimizer);
     for (int i = 0; i < f->weight_count && f->weights; i++)
         if (f->weights[i].entry) f->weights[i].entry->param.value.data = f->weights[i].entry->param.grad.data = NULL;
