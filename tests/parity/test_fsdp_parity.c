@@ -4,10 +4,20 @@
     clips by the exact norm and steps with ddp_optimizer on whole tensors. Gradients are made of the gathered values and of noise that the micro-batch, the use and
     the element name, so that one wrong row anywhere shows in every later step.
 
+    tests/gpu/test_fsdp.cu is the same over device memory.
+
     Shapes: rows that W does not divide, fewer rows than ranks, a scalar, two dtypes in one unit, a matrix with a second use in another unit. */
-#include "ddp_fsdp.h"
+#include "../../ddp_fsdp.h"
 #include "../support/ranks.h"
 #include "../support/relay.h"
+
+#if defined(FSDP_ON_DEVICE)
+#define OFFLOAD DDP_FSDP_OFFLOAD_HOST
+#define RELAYED 0 /* data always travels */
+#else
+#define OFFLOAD DDP_FSDP_OFFLOAD_FILE
+#define RELAYED 1
+#endif
 
 enum { STEPS = 4, USES = 8, UNITS = 3, MOST = 72, TIED_USE = 7 };
 
@@ -24,6 +34,7 @@ typedef struct plan {
     int packed;                  /* ranks do not see each other's memory */
     int first, last;             /* steps [first, last); 0, 0 = all. From a checkpoint unless first is 0, to one unless last is STEPS */
     int background;
+    ddp_fsdp_offload offload;
 } plan;
 
 typedef struct whole { double value[USES][MOST]; float norm[STEPS]; } whole; /* what training ends with */
@@ -172,36 +183,49 @@ static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t r
     return DDP_OK;
 }
 
-static void describe(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, void **memory, const plan *p, int rank) {
+static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, void **memory, const plan *p, int rank) {
     static const char *const names[UNITS] = {"embed", "h", "head"};
     memset(params, 0, USES * sizeof *params);
     memset(units, 0, UNITS * sizeof *units);
     for (int u = 0; u < USES; u++) {
         ddp_fsdp_unit_desc *unit = &units[shapes[u].unit];
-        memory[u] = p->early ? NULL : u == TIED_USE ? memory[0] : calloc(MOST, sizeof(double));
+        double near[MOST];
+        memory[u] = u == TIED_USE ? memory[0] : NULL;
+        if (!p->early && u != TIED_USE) RANKS_OK(part, ddp_group_device(part)->alloc(part, sizeof near, &memory[u]));
         params[u].param.name = shapes[u].name;
         params[u].index = u;
         tensor_of(&params[u].param.value, u, memory[u], shapes[u].dtype);
         if (u == TIED_USE) params[u].tied_to = "wte";
-        for (int i = 0; i < elements(u) && memory[u]; i++) store(memory[u], shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
+        for (int i = 0; i < elements(u); i++) store(near, shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
+        if (memory[u]) ddp_group_device(part)->copy(memory[u], near, (size_t)elements(u) * ddp_dtype_size(shapes[u].dtype));
         if (!unit->param_count++) unit->params = &params[u];
         unit->name = names[shapes[u].unit];
     }
+    return DDP_OK;
 }
 
-static void backward(const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite) {
+/* A tensor's elements on the host, and back. */
+static void fetch(ddp_group *part, void *near, const ddp_tensor *far) {
+    size_t bytes = (size_t)ddp_tensor_count(far) * ddp_dtype_size(far->dtype);
+    if (bytes) ddp_group_device(part)->copy(near, far->data, bytes);
+}
+
+static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite) {
     for (int k = 0; k < unit->param_count; k++) {
-        const ddp_fsdp_param *param = &unit->params[k];
-        int use = (int)(param - params);
+        const ddp_param *param = &unit->params[k].param;
+        int use = (int)(unit->params + k - params);
+        double value[MOST], grad[MOST];
+        fetch(part, value, &param->value);
+        fetch(part, grad, &param->grad);
         for (int i = 0; i < elements(use); i++) {
-            double before = overwrite ? 0 : load(param->param.grad.data, param->param.grad.dtype, i); /* zero, or it shows */
-            store(param->param.grad.data, param->param.grad.dtype, i,
-                  before + gradient(use, i, load(param->param.value.data, param->param.value.dtype, i), step, micro_batch));
+            double before = overwrite ? 0 : load(grad, param->grad.dtype, i); /* zero, or it shows */
+            store(grad, param->grad.dtype, i, before + gradient(use, i, load(value, param->value.dtype, i), step, micro_batch));
         }
+        ddp_group_device(part)->copy(param->grad.data, grad, (size_t)elements(use) * ddp_dtype_size(param->grad.dtype));
     }
 }
 
-static ddp_result train_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params, int step) {
+static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params, int step) {
     int rank = ddp_rank(group), world = ddp_world_size(group);
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float norm = 0;
@@ -212,7 +236,7 @@ static ddp_result train_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p, co
         }
         for (int u = UNITS - 1; u >= 0; u--) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-            backward(&units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite);
+            backward(part, &units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite);
             RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
             RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
         }
@@ -223,30 +247,37 @@ static ddp_result train_step(ddp_group *group, ddp_fsdp *fsdp, const plan *p, co
     return DDP_OK;
 }
 
-static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params) {
+/* Whether elements first to first + count of a parameter have the bits that they must have in this dtype. */
+static ddp_result check_rows(ddp_group *group, const char *what, int use, const void *rows, ddp_dtype dtype, int first, int count) {
+    for (int i = 0; i < count; i++) {
+        char narrow[8];
+        double want, have = load(rows, dtype, i);
+        store(narrow, dtype, 0, expected->value[use][first + i]);
+        want = load(narrow, dtype, 0);
+        RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "%s of %s[%d] is %.17g, want %.17g", what, shapes[use].name, first + i, have, want);
+    }
+    return DDP_OK;
+}
+
+static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, int offloaded, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params) {
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
     for (int u = 0; u < UNITS; u++) {
         RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
         for (int k = 0; k < units[u].param_count; k++) {
             int use = (int)(units[u].params + k - params);
+            double near[MOST];
             ddp_tensor rows;
             int64_t first;
-            for (int i = 0; i < elements(use); i++) {
-                double want = expected->value[use][i], have = load(params[use].param.value.data, params[use].param.value.dtype, i);
-                char narrow[8];
-                store(narrow, params[use].param.value.dtype, 0, want);
-                want = load(narrow, params[use].param.value.dtype, 0);
-                RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "%s[%d] is %.17g, want %.17g", shapes[use].name, i, have, want);
-            }
+            fetch(part, near, &params[use].param.value);
+            RANKS_OK(group, check_rows(group, "value", use, near, params[use].param.value.dtype, 0, elements(use)));
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, k, &rows, NULL, &first));
-            for (int64_t i = 0; rows.data && i < ddp_tensor_count(&rows); i++) {
-                double want = expected->value[use][first * shapes[use].columns + i], have = load(rows.data, rows.dtype, (int)i);
-                RANKS_CHECK(group, memcmp(&want, &have, sizeof want) == 0, "shard of %s[%d] is %.17g, want %.17g", shapes[use].name, (int)i, have, want);
-            }
+            if (!rows.data) continue;
+            if (offloaded) memcpy(near, rows.data, (size_t)ddp_tensor_count(&rows) * ddp_dtype_size(rows.dtype));
+            else fetch(part, near, &rows);
+            RANKS_OK(group, check_rows(group, "shard", use, near, rows.dtype, (int)first * shapes[use].columns, (int)ddp_tensor_count(&rows)));
         }
         RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
     }
-    (void)p;
     return DDP_OK;
 }
 
@@ -266,7 +297,14 @@ static ddp_result train(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_group_split(group, rank % inner, rank, &copies));
     }
     if (p->packed) RANKS_OK(group, relay_over(&part, below = part));
-    describe(params, units, memory, p, rank);
+#if defined(FSDP_ON_DEVICE)
+    device_rank device;
+    ddp_group *host = part, *host_copies = copies;
+    RANKS_OK(group, device_rank_open(&device, host, 64));
+    part = device.group;
+    if (copies) RANKS_OK(group, device_group(host_copies, device.stream, &copies));
+#endif
+    RANKS_OK(group, describe(part, params, units, memory, p, rank));
     desc.units = units;
     desc.unit_count = UNITS;
     desc.strategy = p->strategy;
@@ -278,26 +316,34 @@ static ddp_result train(ddp_group *group, void *user) {
     desc.optimizer = optimizer_of(p);
     desc.init_fn = fill;
     desc.state = &state;
+    desc.offload = p->offload;
+    desc.offload_dir = "/tmp";
     desc.save_in_background = p->background;
     if (p->half) { desc.param_dtype = DDP_BF16; desc.reduce_dtype = DDP_F32; }
     RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &desc));
     for (int u = 0; u < USES; u++)
-        if (u != TIED_USE) free(memory[u]);
+        if (u != TIED_USE && memory[u]) ddp_group_device(part)->free(part, memory[u]);
     if (p->first) {
         RANKS_OK(group, ddp_fsdp_load(fsdp, folder));
         RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g", (long long)state.step, state.user[3]);
     }
-    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, fsdp, p, units, params, step);
+    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, p, units, params, step);
     if (result == DDP_OK && p->last && p->last < STEPS) {
         state.user[3] = 0.1 * p->last;
         RANKS_OK(group, ddp_fsdp_save(fsdp, folder));
         RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
     } else if (result == DDP_OK) {
-        result = check_values(group, fsdp, p, units, params);
+        result = check_values(group, part, fsdp, p->offload != DDP_FSDP_OFFLOAD_NONE, units, params);
     }
     if (result != DDP_OK) return result;
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
+#if defined(FSDP_ON_DEVICE)
+    if (copies) ddp_group_destroy(copies);
+    RANKS_OK(group, device_rank_close(&device));
+    part = host;
+    copies = host_copies;
+#endif
     if (part != group) ddp_group_destroy(part);
     if (below && below != group) ddp_group_destroy(below);
     ddp_group_destroy(copies);
@@ -329,9 +375,9 @@ static void run(ranks_mode mode, int world, plan p) {
     ddp_result result = ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p);
     runs++;
     if (result == DDP_OK) return;
-    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d steps %d to %d: %s: %s\n",
+    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d offload=%d steps %d to %d: %s: %s\n",
             strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, (int)p.kind, p.early, p.gathers,
-            p.packed, p.first, p.last, ddp_result_name(result), ddp_last_error());
+            p.packed, (int)p.offload, p.first, p.last, ddp_result_name(result), ddp_last_error());
     failures++;
 }
 
@@ -353,7 +399,7 @@ static void run_resumed(ranks_mode mode) {
             p.micro_batches = 4 / turns[t][k].world;
             p.first = k;
             p.last = k == 2 ? STEPS : k + 1;
-            p.packed = (int)t == k;
+            p.packed = RELAYED && (int)t == k;
             p.background = k == 1 && !p.packed; /* a relay makes no groups */
             run(mode, turns[t][k].world, p);
         }
@@ -383,13 +429,15 @@ static void run_world(ranks_mode mode, int world) {
                 p.kind = (ddp_optimizer_kind)(turn % 7 < 4 ? turn % 7 : 0);
                 p.early = turn % 3 == 1;
                 p.gathers = turn % 5 == 2;
-                p.packed = turn % 2 && world > 1;
+                p.offload = turn % 4 == 3 ? OFFLOAD : DDP_FSDP_OFFLOAD_NONE;
+                p.packed = RELAYED && turn % 2 && world > 1;
                 if (expect(mode, p, micro[m] * world) == DDP_OK) run(mode, world, p);
                 else failures++;
             }
     }
 }
 
+/* [threads|processes|mpi [W ...]]: everything, without arguments. */
 int main(int argc, char **argv) {
     ranks_mode mode;
     char command[128];
@@ -401,10 +449,16 @@ int main(int argc, char **argv) {
         run_world(mode, size ? atoi(size) : 1);
     } else {
         for (int threads = 0; threads < 2; threads++) {
+            int worlds = 0;
             mode = threads ? RANKS_THREADS : RANKS_PROCESSES;
             if (argc > 1 && strcmp(argv[1], ranks_mode_name(mode))) continue;
-            for (int world = 1; world <= 4; world++) run_world(mode, world);
-            run_resumed(mode);
+            for (int world = 1; world <= 4; world++) {
+                int wanted = argc < 3;
+                for (int i = 2; i < argc; i++) wanted |= atoi(argv[i]) == world;
+                if (wanted) run_world(mode, world);
+                worlds += wanted;
+            }
+            if (worlds == 4) run_resumed(mode);
         }
         snprintf(command, sizeof command, "rm -rf %s %s.*", folder, folder);
         if (system(command) != 0) failures++;
