@@ -571,6 +571,7 @@ static DDP__HD float ddp__cuda_sqrt(float a) { return __fsqrt_rn(a); }
 static DDP__HD double ddp__cuda_add(double a, double b) { return __dadd_rn(a, b); }
 static DDP__HD double ddp__cuda_mul(double a, double b) { return __dmul_rn(a, b); }
 static DDP__HD double ddp__cuda_div(double a, double b) { return __ddiv_rn(a, b); }
+static DDP__HD double ddp__cuda_sqrt(double a) { return __dsqrt_rn(a); }
 #else
 static DDP__HD float ddp__cuda_add(float a, float b) { return a + b; }
 static DDP__HD float ddp__cuda_mul(float a, float b) { return a * b; }
@@ -579,6 +580,7 @@ static DDP__HD float ddp__cuda_sqrt(float a) { return sqrtf(a); }
 static DDP__HD double ddp__cuda_add(double a, double b) { return a + b; }
 static DDP__HD double ddp__cuda_mul(double a, double b) { return a * b; }
 static DDP__HD double ddp__cuda_div(double a, double b) { return a / b; }
+static DDP__HD double ddp__cuda_sqrt(double a) { return sqrt(a); }
 #endif
 
 static DDP__HD uint32_t ddp__cuda_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -1440,6 +1442,64 @@ template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_c
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, d->count, 4), stream, function);
 }
 
+/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB. Not the two above: those take 16-bit gradients and write copies. */
+template <class T, int ADAM> struct ddp__cuda_update {
+    enum { WIDTH = 16 / sizeof(T) };
+    T *value, *grad, *state0, *state1;
+    T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;
+    int lamb, first, nesterov;
+
+    /* b + factor a */
+    static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
+    template <int N> DDP__HD void adam(T *w, T *g, size_t at) const {
+        T m[N], v[N];
+        ddp__cuda_get<N>(m, state0, at);
+        ddp__cuda_get<N>(v, state1, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            T d;
+            m[i] = add(ddp__cuda_mul(beta1, m[i]), rest1, g[i]);
+            v[i] = add(ddp__cuda_mul(beta2, v[i]), rest2, ddp__cuda_mul(g[i], g[i]));
+            d = ddp__cuda_div(ddp__cuda_mul(rate, m[i]), add(eps, root, ddp__cuda_sqrt(v[i])));
+            g[i] = decay != 0 ? add(d, decay, w[i]) : d;
+            w[i] = ddp__cuda_add(ddp__cuda_mul(keep, w[i]), -d);
+        }
+        ddp__cuda_put<N>(m, state0, at);
+        ddp__cuda_put<N>(v, state1, at);
+        if (lamb) ddp__cuda_put<N>(g, grad, at);
+        else ddp__cuda_put<N>(w, value, at);
+    }
+    template <int N> DDP__HD void sgd(T *w, T *g, size_t at) const {
+        T m[N] = {};
+        if (state0 && !first) ddp__cuda_get<N>(m, state0, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) {
+            T d = ddp__cuda_mul(scale, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
+            m[i] = first ? d : add(ddp__cuda_mul(beta1, m[i]), rest1, d);
+            if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
+            w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
+        }
+        if (state0) ddp__cuda_put<N>(m, state0, at);
+        ddp__cuda_put<N>(w, value, at);
+    }
+    template <int N> DDP__HD void run(size_t at) const {
+        T w[N], g[N];
+        ddp__cuda_get<N>(w, value, at);
+        ddp__cuda_get<N>(g, grad, at);
+        if (ADAM) adam<N>(w, g, at);
+        else sgd<N>(w, g, at);
+    }
+};
+
+template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
+    ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->rest1, (T)u->beta2,
+                                   (T)u->rest2, (T)u->root, (T)u->eps, (T)u->keep, (T)u->decay, (T)u->scale, u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov};
+    const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
+    uint32_t mask = (1u << f.WIDTH) - 1;
+    for (int i = 0; i < (ADAM ? 4 : u->state0 ? 3 : 2); i++) mask = ddp__cuda_heads(mask, arrays[i], (int)sizeof(T), f.WIDTH);
+    return ddp__cuda_each(f, ddp__cuda_split_of(mask, u->count, f.WIDTH), stream, "ddp_device_cuda update");
+}
+
 //== 8 bits ======================================================================================= >>impl-quantise
 
 /* A row is a block of 256 elements, eight to a lane; the last one may be short. Magnitudes compare as integers, where NaN is the largest. */
@@ -1731,6 +1791,15 @@ static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, u
 static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype) {
     if (rows && row_count)
         ddp__cuda_keep(ddp__cuda_squares_any<0>((void *)data, rows, row_count, dtype, 1.0f, sum, ddp__cuda_mine.stream, "ddp_device_cuda sum_squares"));
+}
+
+static void ddp__cuda_device_update(const ddp_update *u) {
+    cudaStream_t stream = ddp__cuda_mine.stream;
+    int adam = u->kind != DDP_UPDATE_SGD;
+    ddp_result result;
+    if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
+    else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
+    ddp__cuda_keep(result);
 }
 
 //== the NCCL backend ==================================================================================== >>impl-nccl
@@ -3492,7 +3561,7 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done, NULL};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update};
     return &cuda;
 }
 

@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "../../ddp_fsdp.h"
 #include "random.h"
 
 static int check_failures, check_count;
@@ -462,6 +463,65 @@ static void check_optimizers(void) {
     check_random_rounding();
 }
 
+/* A step of an optimizer by the device table, and as ddp_fsdp.h computes it on the CPU. */
+static void update_case(ddp_update u, size_t count, size_t shift) {
+    size_t size = ddp_dtype_size(u.dtype), bytes = (count + shift + 4) * size, at[4] = {shift * size, shift * size, shift * size, shift * size};
+    unsigned char *got = (unsigned char *)malloc(bytes + 64);
+    static const char *const names[4] = {"value", "grad", "state0", "state1"};
+    int without = !u.state0;
+    buffer b[4];
+    if (shift == 2) { at[1] = size; at[2] = 3 * size; } /* no head makes all of them aligned */
+    for (int k = 0; k < 4; k++) {
+        b[k] = buffer_make(bytes);
+        fill(b[k].host, bytes / size, u.dtype, k < 2);
+        if (k > 1) memset(b[k].host, 0, bytes);
+        buffer_up(&b[k]);
+    }
+    u.count = count;
+    for (int step = 1; step <= 3; step++) {
+        ddp_update host = u, device;
+        host.first = step == 1;
+        host.value = b[0].host + at[0];
+        host.grad = b[1].host + at[1];
+        host.state0 = without ? NULL : b[2].host + at[2];
+        host.state1 = b[3].host + at[3];
+        device = host;
+        device.value = b[0].device + at[0];
+        device.grad = b[1].device + at[1];
+        device.state0 = without ? NULL : b[2].device + at[2];
+        device.state1 = b[3].device + at[3];
+        if (u.dtype == DDP_F32) ddp__update_f32(&host);
+        else ddp__update_f64(&host);
+        gpu->update(&device);
+    }
+    for (int k = 0; k < 4; k++) {
+        gpu->copy(got, b[k].device, bytes);
+        check_that(same(got, b[k].host, bytes / size, u.dtype), "update %s kind=%d count=%zu shift=%zu: %s differs", ddp_dtype_name(u.dtype), (int)u.kind, count, shift,
+                   names[k]);
+        buffer_free(&b[k]);
+    }
+    free(got);
+}
+
+static void check_updates(void) {
+    static const size_t counts[] = {0, 1, 7, 1003};
+    for (int kind = 0; kind < 6; kind++) /* ADAMW, LAMB without and with decay, SGD: plain, momentum, Nesterov and decay */
+        for (int wide = 0; wide < 2; wide++)
+            for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+                for (size_t shift = 0; shift < 3; shift++) {
+                    ddp_update u;
+                    memset(&u, 0, sizeof u);
+                    u.kind = kind == 0 ? DDP_UPDATE_ADAMW : kind < 3 ? DDP_UPDATE_LAMB : DDP_UPDATE_SGD;
+                    u.dtype = wide ? DDP_F64 : DDP_F32;
+                    u.state0 = kind == 3 ? NULL : &u;
+                    u.rate = 0.03f; u.beta1 = 0.9f; u.rest1 = 1.0f - 0.9f; u.beta2 = 0.999f; u.rest2 = 1.0f - 0.999f;
+                    u.root = 31.6f; u.eps = 1e-8f; u.keep = 0.997f; u.scale = kind == 4 ? 0.7f : 1;
+                    u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
+                    u.nesterov = kind == 5;
+                    update_case(u, counts[c], shift);
+                }
+}
+
 /* ---- 8 bits ---- */
 
 static void quantise_case(ddp_dtype dtype, size_t count, size_t shift, int kind) {
@@ -604,6 +664,7 @@ static int kernel_checks(void) {
     failed += table_line("flatten, unflatten, cast", check_multi);
     failed += table_line("unscale, sum of squares", check_squares);
     failed += table_line("AdamW, SGD", check_optimizers);
+    failed += table_line("optimizers of the table", check_updates);
     failed += table_line("8-bit blocks", check_quantise);
     return failed;
 }
