@@ -3302,24 +3302,7 @@ static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
 
 static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->desc.keep_after_forward; }
 
-/* Sends for the whole values of a unit; work tells when they are there. NULL: they are on return. */
-static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
-    ddp_result result;
-    if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
-    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
-    unit->state = result != DDP_OK ? DDP__UNIT_GONE : ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
-    return result;
-}
-
-static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
-    if (unit->state != DDP__UNIT_COMING) return DDP_OK;
-    unit->state = DDP__UNIT_THERE;
-    return ddp_wait(f->group, &unit->gathering);
-}
-
-/* The whole values of a unit are not needed, or out of date. */
-static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = ddp__unit_arrive(f, unit);
+static ddp_result ddp__unit_forget(ddp__unit *unit, ddp_result result) {
     unit->state = DDP__UNIT_GONE;
     if (unit->whole_slot) {
         unit->whole_slot->busy = 0;
@@ -3328,6 +3311,26 @@ static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) {
     }
     return result;
 }
+
+/* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
+static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
+    ddp_result result;
+    if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
+    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
+    unit->state = ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
+    return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
+}
+
+static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result;
+    if (unit->state != DDP__UNIT_COMING) return DDP_OK;
+    result = ddp_wait(f->group, &unit->gathering);
+    unit->state = DDP__UNIT_THERE;
+    return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
+}
+
+/* The whole values of a unit are not needed, or out of date. */
+static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) { return ddp__unit_forget(unit, ddp__unit_arrive(f, unit)); }
 
 /* Whether the recorded order wants the unit within the next `reach` gathers. */
 static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
