@@ -2961,10 +2961,22 @@ struct ddp_fsdp {
 };
 
 static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
+/* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
+static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
+    char text[512];
+    if (result == DDP_OK || !f->desc.replicas) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    for (int i = 0; i < 2; i++) {
+        ddp_result cause = ddp_group_cause(i ? f->desc.replicas : f->group);
+        if (cause != DDP_OK) ddp_group_poison(i ? f->group : f->desc.replicas, cause, ddp_last_error());
+    }
+    return ddp_fail(result, "%s", text);
+}
+
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
     char text[512];
+    ddp__fsdp_failed(f, result);
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    (void)f;
     return ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
 }
 
@@ -3509,10 +3521,8 @@ static void ddp__unit_accumulate(ddp_fsdp *f, ddp__unit *unit, int number, unsig
     }
 }
 
-/* One micro-batch's gradients of a unit. A task. */
-static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
-    ddp__unit *unit = (ddp__unit *)argument;
-    ddp_fsdp *f = unit->fsdp;
+/* One micro-batch's gradients of a unit. */
+static ddp_result ddp__reduce_run(ddp_fsdp *f, ddp__unit *unit, ddp_group *group) {
     unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     int number = unit->reduced - 1, layout = DDP__GRADS;
     for (int i = 0; i < unit->count; i++)
@@ -3539,6 +3549,11 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
     if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, number, DDP__SUMS);
     return f->device->check ? f->device->check(group) : DDP_OK;
+}
+
+static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
+    ddp__unit *unit = (ddp__unit *)argument;
+    return ddp__fsdp_failed(unit->fsdp, ddp__reduce_run(unit->fsdp, unit, group));
 }
 
 /* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
@@ -3657,12 +3672,14 @@ static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
-    float length;
+    float length = 0;
+    ddp_result result;
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
-    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, __func__));
-    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
-    DDP__FSDP_TRY(ddp__fsdp_norm(fsdp, &length));
+    result = ddp__fsdp_finish(fsdp, __func__);
+    if (result == DDP_OK) result = ddp__fsdp_compute(fsdp);
+    if (result == DDP_OK) result = ddp__fsdp_norm(fsdp, &length);
+    if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
     for (int i = 0; i < fsdp->master_count; i++) {
@@ -3732,11 +3749,9 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
-    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__FSDP_NEED(lr >= 0 && lr <= 3.402823466e38f, "lr=%g; pass a number that is not negative", (double)lr);
-    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, __func__));
-    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
+static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
+    DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
+    DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
     if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
         DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
         for (int i = 0; i < fsdp->master_count && fsdp->host; i++) {
@@ -3759,6 +3774,13 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP__FSDP_TRY(ddp__slots_complete(fsdp));
     return ddp__fetch_ahead(fsdp);
 }
+
+DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
+    DDP__FSDP_NEED(fsdp, "fsdp is NULL");
+    DDP__FSDP_NEED(lr >= 0 && lr <= 3.402823466e38f, "lr=%g; pass a number that is not negative", (double)lr);
+    return ddp__fsdp_failed(fsdp, ddp__fsdp_step(fsdp, lr));
+}
+
 //== sharding: checkpoints ================================================================================= >>impl-saver
 
 /* A save on its way: the slices and a copy of what they point to. */
