@@ -3522,7 +3522,7 @@ static void ddp__unit_accumulate(ddp_fsdp *f, ddp__unit *unit, int number, unsig
 }
 
 /* One micro-batch's gradients of a unit. */
-static ddp_result ddp__reduce_run(ddp_fsdp *f, ddp__unit *unit, ddp_group *group) {
+static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit, ddp_group *group) {
     unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     int number = unit->reduced - 1, layout = DDP__GRADS;
     for (int i = 0; i < unit->count; i++)
@@ -3553,7 +3553,7 @@ static ddp_result ddp__reduce_run(ddp_fsdp *f, ddp__unit *unit, ddp_group *group
 
 static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
-    return ddp__fsdp_failed(unit->fsdp, ddp__reduce_run(unit->fsdp, unit, group));
+    return ddp__fsdp_failed(unit->fsdp, ddp__unit_reduce_now(unit->fsdp, unit, group));
 }
 
 /* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
