@@ -3988,6 +3988,9 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     const char *who = "ddp_fsdp_create";
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
+    f->group = group;
+    f->file = -1;
+    if (d->replicas == group) d->replicas = NULL;
     if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
     if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
     if ((unsigned)d->offload > DDP_FSDP_OFFLOAD_FILE) return ddp__fsdp_bad(who, group, "offload=%d is unknown", (int)d->offload);
@@ -3995,14 +3998,13 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (d->reduce_dtype != DDP_DTYPE_DEFAULT && !ddp__is_float(d->reduce_dtype)) return ddp__fsdp_bad(who, group, "reduce_dtype is not a float");
     if (d->micro_batch_count < 0) return ddp__fsdp_bad(who, group, "micro_batch_count=%d is negative", d->micro_batch_count);
     if (!d->alloc_fn != !d->free_fn) return ddp__fsdp_bad(who, group, "set both alloc_fn and free_fn, or neither");
-    if (d->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
+    if (desc->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
     if (d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD) return ddp__fsdp_bad(who, group, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step");
     if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
     if (!d->micro_batch_count) d->micro_batch_count = 1;
     if (!d->prefetch) d->prefetch = 1;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
-    f->group = group;
     f->device = ddp_group_device(group);
     f->unit_count = d->unit_count;
     if (f->device == ddp_device_cpu() && d->offload == DDP_FSDP_OFFLOAD_HOST) d->offload = DDP_FSDP_OFFLOAD_NONE; /* it lies there */
@@ -4016,12 +4018,35 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     f->divisor = (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
     f->keeps_whole = d->strategy != DDP_FSDP_FULL_SHARD;
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
-    f->file = -1;
     return DDP_OK;
 }
 
-/* Tables of units and weights, described and laid out. */
+static ddp_result ddp__fsdp_join_scaler(ddp_fsdp *f) {
+    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
+    for (int i = 0; i < 2 && d; i++) {
+        ddp_group *group = i ? f->desc.replicas : f->group;
+        int known = !group || ddp_world_size(group) == 1;
+        for (int g = 0; g < d->group_count; g++) known |= d->groups[g] == group;
+        if (known) continue;
+        if (d->group_count == 4) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "the scaler has four groups already; leave those of this object to it");
+        d->groups[d->group_count++] = f->lent[i] = group;
+    }
+    return DDP_OK;
+}
+
+/* The scaler outlives this object, its groups may not. */
+static void ddp__fsdp_leave_scaler(ddp_fsdp *f) {
+    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
+    int kept = 0;
+    for (int g = 0; d && g < d->group_count; g++)
+        if (d->groups[g] != f->lent[0] && d->groups[g] != f->lent[1]) d->groups[kept++] = d->groups[g];
+    if (d) d->group_count = kept;
+}
+
+/* All that a rank can find wrong alone: tables of units and weights, described and laid out. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
+    ddp_optimizer_desc optimizer = f->desc.optimizer;
+    ddp_param param;
     int next = 0;
     for (int u = 0; u < f->unit_count; u++) {
         const ddp_fsdp_unit_desc *d = &f->desc.units[u];
@@ -4048,7 +4073,12 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
         }
     }
     for (int u = 0; u < f->unit_count; u++) ddp__unit_layout(f, &f->units[u]);
-    return DDP_OK;
+    optimizer.params = &param;
+    optimizer.param_count = 1;
+    optimizer.state_alloc_fn = NULL;
+    optimizer.state_free_fn = NULL;
+    DDP__FSDP_TRY(ddp__optimizer_resolve(f->group, &optimizer)); /* its numbers, before anybody waits */
+    return ddp__fsdp_join_scaler(f);
 }
 
 static uint64_t ddp__fsdp_hash(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
@@ -4056,26 +4086,66 @@ static uint64_t ddp__fsdp_hash(uint64_t hash, const void *data, size_t size_byte
     return hash;
 }
 
-/* The first thing that ranks describe differently is an error on all of them. */
-static ddp_result ddp__fsdp_compare(ddp_fsdp *f) {
+typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
+
+/* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
+static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
+    uint64_t low[3] = {number, ~number, 0};
+    ddp__told mine, told;
+    memset(&mine, 0, sizeof mine);
+    mine.result = own;
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
+    told = mine;
+    for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
+        ddp_group *group = i ? f->desc.replicas : f->group;
+        if (!group || ddp_world_size(group) == 1) continue;
+        low[2] = told.result == DDP_OK ? UINT64_MAX : (uint64_t)ddp_rank(group);
+        DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
+        if (low[2] != UINT64_MAX) DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &told, sizeof told, DDP_U8, DDP_OP_SUM, (int)low[2]));
+        if (low[0] != ~low[1]) low[0] = low[1] = 0;
+    }
+    *same = low[0] == ~low[1];
+    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+    if (told.result == DDP_OK) return DDP_OK;
+    return ddp_fail((ddp_result)told.result, "rank %d/%d ddp_fsdp_create group=%s: another rank failed: %.400s", ddp_rank(f->group), ddp_world_size(f->group),
+                    ddp_group_name(f->group), told.text);
+}
+
+/* What has to be equal of parameter i. */
+static uint64_t ddp__weight_hash(const ddp_fsdp *f, int i) {
+    const ddp__weight *w = &f->weights[i];
+    const ddp_tensor *value = &w->entry->param.value;
+    int64_t numbers[] = {w->unit->index, value->dtype, value->ndim, w->grad_dtype, w->source - f->weights, w->entry->frozen != 0, value->data != NULL};
+    size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
+    uint64_t hash = ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), w->name, strlen(w->name)), numbers, sizeof numbers);
+    hash = ddp__fsdp_hash(hash, value->shape, shape_bytes);
+    hash = ddp__fsdp_hash(hash, w->entry->global_shape, shape_bytes);
+    return ddp__fsdp_hash(hash, w->entry->global_offset, shape_bytes);
+}
+
+static uint64_t ddp__fsdp_desc_hash(const ddp_fsdp *f) {
     const ddp_fsdp_desc *d = &f->desc;
+    const ddp_optimizer_desc *o = &d->optimizer;
     int64_t whole[] = {d->strategy, d->unit_count, f->weight_count, d->param_dtype, d->reduce_dtype, d->micro_batch_count, d->plain_accumulation, d->prefetch,
-                       (int64_t)d->max_gathered_bytes, d->keep_after_forward, d->quantize_gather, d->replicas ? ddp_world_size(d->replicas) : 0, d->scaler != NULL,
-                       d->save_in_background, d->skip_initial_broadcast, (int64_t)d->optimizer.kind};
-    int same;
-    if (ddp_world_size(f->group) == 1) return DDP_OK;
-    DDP__FSDP_TRY(ddp__fsdp_agree(f->group, ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), whole, sizeof whole), &same));
+                       (int64_t)d->max_gathered_bytes, d->keep_after_forward, d->overwrite_gradients, d->quantize_gather, d->offload,
+                       d->replicas ? ddp_world_size(d->replicas) : 0, d->scaler != NULL, d->save_in_background, d->skip_initial_broadcast,
+                       (int64_t)d->max_file_bytes, d->keep_checkpoints, d->checkpoint_group != NULL, o->kind, o->nesterov, o->decay_matrices_only};
+    float rates[] = {o->beta1, o->beta2, o->eps, o->momentum, o->dampening, o->trust_coefficient, o->weight_decay};
+    return ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), whole, sizeof whole), rates, sizeof rates);
+}
+
+/* The first thing that ranks describe differently is an error on all of them, as is what one of them cannot do. */
+static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
+    int same = 1;
+    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, own == DDP_OK ? ddp__fsdp_desc_hash(f) : 0, &same));
     if (!same)
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
-                        "prefetch or another option); give every rank the same", ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group));
+                        "prefetch, optimizer or another option); give every rank the same", ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group));
     for (int i = 0; i < f->weight_count; i++) {
-        const ddp__weight *w = &f->weights[i];
-        int64_t numbers[6] = {w->unit->index, (int64_t)w->rows, (int64_t)w->row_count, w->grad_dtype, w->source - f->weights, 2 * w->entry->frozen + (w->entry->param.value.data != NULL)};
-        uint64_t hash = ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), w->name, strlen(w->name)), numbers, sizeof numbers);
-        DDP__FSDP_TRY(ddp__fsdp_agree(f->group, hash ^ (uint64_t)w->entry->param.value.dtype, &same));
+        DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_hash(f, i), &same));
         if (!same)
             return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: unit %s, parameter %s: ranks describe parameter number %d differently (name, shape, dtype, unit, tie)",
-                            ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group), w->unit->name, w->name, i);
+                            ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group), f->weights[i].unit->name, f->weights[i].name, i);
     }
     return DDP_OK;
 }
@@ -4248,36 +4318,12 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     return ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
 }
 
-static ddp_result ddp__fsdp_join_scaler(ddp_fsdp *f) {
-    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
-    for (int i = 0; i < 2 && d; i++) {
-        ddp_group *group = i ? f->desc.replicas : f->group;
-        int known = !group || ddp_world_size(group) == 1;
-        for (int g = 0; g < d->group_count; g++) known |= d->groups[g] == group;
-        if (known) continue;
-        if (d->group_count == 4) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "the scaler has four groups already; leave those of this object to it");
-        d->groups[d->group_count++] = f->lent[i] = group;
-    }
-    return DDP_OK;
-}
-
-/* The scaler outlives this object, its groups may not. */
-static void ddp__fsdp_leave_scaler(ddp_fsdp *f) {
-    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
-    int kept = 0;
-    for (int g = 0; d && g < d->group_count; g++)
-        if (d->groups[g] != f->lent[0] && d->groups[g] != f->lent[1]) d->groups[kept++] = d->groups[g];
-    if (d) d->group_count = kept;
-}
-
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__fsdp_compute(f));
-    DDP__FSDP_TRY(ddp__fsdp_compare(f));
     DDP__FSDP_TRY(ddp__fsdp_take_memory(f));
     for (int i = 0; i < f->weight_count; i++)
         if (f->weights[i].source == &f->weights[i]) DDP__FSDP_TRY(ddp__weight_fill(f, &f->weights[i]));
     DDP__FSDP_TRY(ddp__fsdp_make_optimizer(f));
-    DDP__FSDP_TRY(ddp__fsdp_join_scaler(f));
     DDP__FSDP_TRY(ddp__saver_create(f));
     for (int i = 0; i < f->weight_count; i++) {
         ddp_param *p = &f->weights[i].entry->param;
@@ -4311,34 +4357,35 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
-    ddp_fsdp first, *f;
+    ddp_fsdp first, *f = NULL;
     ddp_result result;
     char text[512];
+    if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
-    *out = NULL;
     memset(&first, 0, sizeof first);
-    DDP__FSDP_TRY(ddp__fsdp_desc_resolve(&first, group, desc));
-    f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
-    if (!f) return DDP_ERR_NO_MEMORY;
-    *f = first;
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
-    result = ddp__fsdp_describe(f);
+    result = ddp__fsdp_desc_resolve(&first, group, desc);
+    if (result == DDP_OK) f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
+    if (f) {
+        *f = first;
+        ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
+        result = ddp__fsdp_describe(f);
+    } else if (result == DDP_OK) {
+        result = DDP_ERR_NO_MEMORY;
+    }
+    result = ddp__fsdp_compare(f ? f : &first, result);
     if (result == DDP_OK) {
         result = ddp__fsdp_build(f);
-        if (result != DDP_OK) {
-            snprintf(text, sizeof text, "%s", ddp_last_error());
-            if (result != DDP_ERR_MISMATCH) ddp_group_poison(group, result, text); /* the others wait for this rank, or have failed too */
-            ddp_fail(result, "%s", text);
-        }
+        if (result == DDP_OK) *out = f;
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        if (result != DDP_OK) ddp_group_poison(group, result, text); /* the others wait for this rank, or have failed too */
+        if (result != DDP_OK) ddp_fail(result, "%s", text);
+        ddp__fsdp_failed(f, result);
     }
+    if (result == DDP_OK || !f) return result;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    if (result == DDP_OK) *out = f;
-    else {
-        for (int i = 0; i < f->weight_count && f->weights && result != DDP_OK; i++) f->weights[i].entry = NULL; /* the caller's values stay */
-        ddp__fsdp_free(f);
-        ddp_fail(result, "%s", text);
-    }
-    return result;
+    for (int i = 0; i < f->weight_count && f->weights; i++) f->weights[i].entry = NULL; /* the caller's values stay */
+    ddp__fsdp_free(f);
+    return ddp_fail(result, "%s", text);
 }
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
