@@ -4487,11 +4487,16 @@ static int ddp__wrap_first(const ddp_param *params, int index, const ddp_fsdp_wr
 DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsdp_wrap_desc *desc, ddp_fsdp_unit_desc *out, int cap) {
     int units = 0, placed = 0;
     size_t full = desc && desc->min_unit_bytes ? desc->min_unit_bytes : (size_t)25 << 20, length;
-    DDP__FSDP_NEED(params && param_count > 0 && desc && desc->storage && (out || cap == 0), "params, desc, its storage or out is NULL");
+    DDP__FSDP_NEED(params && desc && desc->storage && (out || cap == 0), "params, desc, its storage or out is NULL");
+    DDP__FSDP_NEED(param_count > 0, "param_count=%d; pass at least one parameter", param_count);
     DDP__FSDP_NEED(desc->prefix_count >= 0 && (desc->prefixes || !desc->prefix_count), "prefix_count=%d, but prefixes is NULL", desc->prefix_count);
-    for (int i = 0; i < param_count; i++) DDP__FSDP_NEED(params[i].name && params[i].name[0], "parameter %d has no name", i);
+    for (int i = 0; i < param_count; i++) {
+        DDP__FSDP_NEED(params[i].name && params[i].name[0], "parameter %d has no name", i);
+        for (int k = 0; k < i; k++) DDP__FSDP_NEED(strcmp(params[k].name, params[i].name), "parameter %d and parameter %d are both named %s; give each its own name", k, i, params[i].name);
+    }
     for (int p = 0; p < desc->prefix_count; p++) {
         int used = 0;
+        DDP__FSDP_NEED(desc->prefixes[p] && desc->prefixes[p][0], "prefixes[%d] is NULL or empty; what matches no prefix is in unit root", p);
         for (int i = 0; i < param_count && !used; i++) used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
         DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
     }
