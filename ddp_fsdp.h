@@ -3110,14 +3110,14 @@ static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
     char text[256];
     w->source = w;
-    for (ddp__weight *other = f->weights; other < w; other++) {
-        int same_name = !strcmp(other->name, w->entry->tied_to ? w->entry->tied_to : w->name);
-        int same_data = value->data && other->entry->param.value.data == value->data;
-        if (!w->entry->tied_to && same_name) {
+    for (const ddp__weight *other = f->weights; other < w; other++)
+        if (!strcmp(other->name, w->name)) {
             snprintf(text, sizeof text, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
             return ddp__weight_bad(f, w, text);
         }
-        if (!same_data && !(w->entry->tied_to && same_name)) continue;
+    for (ddp__weight *other = f->weights; other < w; other++) {
+        int same_data = value->data && other->entry->param.value.data == value->data;
+        if (!same_data && !(w->entry->tied_to && !strcmp(other->name, w->entry->tied_to))) continue;
         if (same_data && other->unit != w->unit && !w->entry->tied_to) {
             snprintf(text, sizeof text, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
             return ddp__weight_bad(f, w, text);
