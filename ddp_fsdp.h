@@ -3376,7 +3376,7 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
 static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
     int *larger;
     if (f->now_count == f->order_cap) {
-        int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count * f->desc.micro_batch_count;
+        int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count;
         for (int i = 0; i < 2; i++) {
             int **list = i ? &f->order_now : &f->order;
             DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
@@ -4000,9 +4000,11 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (!d->alloc_fn != !d->free_fn) return ddp__fsdp_bad(who, group, "set both alloc_fn and free_fn, or neither");
     if (desc->replicas == group) return ddp__fsdp_bad(who, group, "replicas is the group that things are split over; give the ranks that hold the same shard");
     if (d->quantize_gather && d->strategy != DDP_FSDP_FULL_SHARD) return ddp__fsdp_bad(who, group, "quantize_gather is for FULL_SHARD, where parameters are gathered in every step");
+    if (d->prefetch < -1) return ddp__fsdp_bad(who, group, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch);
     if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
     if (!d->micro_batch_count) d->micro_batch_count = 1;
     if (!d->prefetch) d->prefetch = 1;
+    if (d->prefetch > d->unit_count) d->prefetch = d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
