@@ -3353,6 +3353,18 @@ static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
 
 static int ddp__prefetch(const ddp_fsdp *f) { return f->desc.prefetch < 0 ? 0 : f->desc.prefetch; }
 
+/* What a unit takes while it is gathered: memory for the largest, where units share it. */
+static size_t ddp__gathered_bytes(const ddp_fsdp *f, const ddp__unit *unit) { return ddp__has_own_whole(f) ? unit->whole_bytes : f->whole_slot_bytes; }
+
+/* How many units are gathered at a time, where so many are in use. */
+static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
+    size_t most = f->desc.max_gathered_bytes && f->whole_slot_bytes ? f->desc.max_gathered_bytes / f->whole_slot_bytes : SIZE_MAX;
+    int wanted = in_use + ddp__prefetch(f);
+    if (wanted > f->unit_count) wanted = f->unit_count;
+    if ((size_t)wanted > most) wanted = (int)most;
+    return wanted > in_use ? wanted : in_use;
+}
+
 /* Sends for the units that come next in the recorded order, and drops what was sent for and has not come up. */
 static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
     size_t bytes = 0;
@@ -3360,12 +3372,12 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
         ddp__unit *unit = &f->units[u];
         if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, u, ddp__prefetch(f) > 0 ? ddp__prefetch(f) : 1))
             DDP__FSDP_TRY(ddp__unit_drop(f, unit));
-        if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += unit->whole_bytes;
+        if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
     }
     for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + ddp__prefetch(f) && i < f->order_count; i++) {
         ddp__unit *unit = &f->units[f->order[i]];
         if (unit->state != DDP__UNIT_GONE) continue;
-        if (!f->keeps_whole) bytes += unit->whole_bytes;
+        if (!f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
         if (f->desc.max_gathered_bytes && bytes > f->desc.max_gathered_bytes) break;
         DDP__FSDP_TRY(ddp__unit_fetch(f, unit, 1));
     }
@@ -3736,10 +3748,9 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
 
 /* Slots for the units that will be gathered ahead, once the first step has shown how many are in use at a time. */
 static ddp_result ddp__slots_complete(ddp_fsdp *f) {
-    int count = 0, wanted = f->most_in_use + ddp__prefetch(f);
+    int count = 0, wanted = ddp__slots_wanted(f, f->most_in_use);
     if (f->slots_ready || ddp__has_own_whole(f) || f->order_count == 0) return DDP_OK;
     f->slots_ready = 1;
-    if (wanted > f->unit_count) wanted = f->unit_count;
     for (const ddp__slot *slot = f->whole_slots; slot; slot = slot->next) count++;
     for (; count < wanted; count++) {
         ddp__unit unit;
@@ -4427,7 +4438,7 @@ static void ddp__fsdp_predict(const ddp_fsdp *f, size_t *purpose) {
     }
     if (window > f->unit_count) window = f->unit_count;
     if (f->desc.keep_after_forward && !f->keeps_whole) bytes[DDP__OF_GATHERED] += sum_whole;
-    else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)window * (double)f->whole_slot_bytes;
+    else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
     bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes);
     for (int i = 0; i < DDP__PURPOSES; i++) purpose[i] = (size_t)(bytes[i] + 0.5);
