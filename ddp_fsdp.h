@@ -3384,6 +3384,20 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
     return DDP_OK;
 }
 
+/* Drops what nobody uses, where a unit that is about to be gathered would go beyond the limit, or beyond the memory of the first step. */
+static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
+    int in_use = f->in_use + !unit->in_use, held = 1, room = ddp__slots_wanted(f, in_use > f->most_in_use ? in_use : f->most_in_use);
+    if (ddp__has_own_whole(f) || unit->state != DDP__UNIT_GONE) return DDP_OK;
+    for (int u = 0; u < f->unit_count; u++) held += f->units[u].state != DDP__UNIT_GONE;
+    for (int wanted = 0; wanted < 2; wanted++) /* first what the order does not want soon */
+        for (int u = 0; u < f->unit_count && held > room; u++) {
+            if (f->units[u].state == DDP__UNIT_GONE || f->units[u].in_use || ddp__is_next(f, u, ddp__prefetch(f) + 1) > wanted) continue;
+            DDP__FSDP_TRY(ddp__unit_drop(f, &f->units[u]));
+            held--;
+        }
+    return DDP_OK;
+}
+
 /* Notes a gather in this step's order, and whether that is the last step's still. */
 static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
     int *larger;
@@ -4570,7 +4584,8 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
     if (!fsdp->no_grad) DDP__FSDP_TRY(ddp__order_note(fsdp, unit));
     ddp__order_hash(fsdp, 0, unit);
-    result = ddp__unit_bring(fsdp, u);
+    result = ddp__make_room(fsdp, u);
+    if (result == DDP_OK) result = ddp__unit_bring(fsdp, u);
     if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
     if (!u->in_use && ++fsdp->in_use > fsdp->most_in_use) fsdp->most_in_use = fsdp->in_use;
     u->in_use = 1;
