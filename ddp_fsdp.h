@@ -4121,7 +4121,7 @@ static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_
     ddp__told mine, told;
     memset(&mine, 0, sizeof mine);
     mine.result = own;
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.500s", ddp_last_error());
     told = mine;
     for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
         ddp_group *group = i ? f->desc.replicas : f->group;
