@@ -502,7 +502,7 @@ static ddp_result many(ddp_group *world, void *user) {
             data.seed = (uint64_t)(d + op);
             data.specials = 0;
             ranks_fill(have, &data, ddp_rank(world), 0, COUNT);
-            for (size_t i = 0; i < COUNT; i++) ranks_store(want, i, ranks_dtype_size(data.dtype), ranks_reduced(&data, (ddp_op)op, w, i));
+            ranks_reduce(want, &data, (ddp_op)op, w, (uint64_t)w, 0, COUNT);
             RANKS_OK(world, ddp_all_reduce(world, have, have, COUNT, data.dtype, (ddp_op)op, NULL));
             RANKS_CHECK(world, ranks_compare(have, want, COUNT, data.dtype, 0, NULL) < 0, "%s op %d", ddp_dtype_name(data.dtype), op);
         }

@@ -108,22 +108,16 @@ static void shuffle(int *order, int count, uint32_t seed) {
     }
 }
 
-/* The tree over ranks first .. first + n - 1, then one division. */
-static uint64_t reference(const ranks_data *data, int ranks, uint64_t divisor, size_t index) {
-    ranks_number n = ranks_tree(data, DDP_OP_SUM, 0, ranks, index);
-    if (data->dtype == DDP_F64) n.d /= (double)divisor;
-    else n.f /= (float)divisor;
-    return ranks_narrow(data->dtype, n);
-}
-
+/* The tree over ranks, then one division. */
 static ddp_result check_param(model *m, int param, int step, uint64_t divisor) {
     ranks_data data = param_data(m, param, step);
-    size_t size = ranks_dtype_size(data.dtype);
-    for (size_t k = 0; k < param_elements(&m->params[param]); k++) {
-        uint64_t have = ranks_load(m->params[param].grad.data, k, size), want = reference(&data, ddp_world_size(m->group), divisor, k);
-        RANKS_CHECK(m->group, have == want, "parameter %d (%s) element %zu step %d: have %llx, want %llx", param, ddp_dtype_name(data.dtype), k, step,
-                    (unsigned long long)have, (unsigned long long)want);
-    }
+    size_t size = ranks_dtype_size(data.dtype), count = param_elements(&m->params[param]);
+    void *want = malloc(count * size + 1), *have = m->params[param].grad.data;
+    ranks_reduce(want, &data, DDP_OP_AVG, ddp_world_size(m->group), divisor, 0, count);
+    for (size_t k = 0; k < count && memcmp(have, want, count * size) != 0; k++)
+        RANKS_CHECK(m->group, ranks_load(have, k, size) == ranks_load(want, k, size), "parameter %d (%s) element %zu step %d: have %llx, want %llx", param,
+                    ddp_dtype_name(data.dtype), k, step, (unsigned long long)ranks_load(have, k, size), (unsigned long long)ranks_load(want, k, size));
+    free(want);
     return DDP_OK;
 }
 
@@ -391,7 +385,8 @@ static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *use
             float want = 0;
             for (int i = 0; i < 6; i++) {
                 ranks_data data = param_data(&m, i, step);
-                float part = ranks_widen(DDP_F32, reference(&data, w, (uint64_t)w, k)).f;
+                float part;
+                ranks_reduce(&part, &data, DDP_OP_AVG, w, (uint64_t)w, k, 1);
                 if (i == 0) want = part;
                 else if (i == 2 || i == 5) want += part;
             }

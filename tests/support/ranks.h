@@ -163,12 +163,19 @@ static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, i
 
 //== 16-bit floats ==========================================================================
 
+static float ranks_power_of_2(int exponent) {
+    uint32_t bits = (uint32_t)(exponent + 127) << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 static RANKS_UNUSED float ranks_f16_to_f32(uint16_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     float value;
     if (exponent == 31) value = mantissa ? NAN : INFINITY;
-    else if (exponent == 0) value = ldexpf((float)mantissa, -24);
-    else value = ldexpf((float)(mantissa + 1024), exponent - 25);
+    else if (exponent == 0) value = (float)mantissa * ranks_power_of_2(-24);
+    else value = (float)(mantissa + 1024) * ranks_power_of_2(exponent - 25);
     return bits & 0x8000 ? -value : value;
 }
 
@@ -227,7 +234,7 @@ static RANKS_UNUSED size_t ranks_dtype_size(ddp_dtype dtype) {
 }
 
 /* A finite float spread over a few binades, so that the order of additions shows; or an interesting one. */
-static uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bits, int special) {
+static inline uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bits, int special) {
     uint64_t top = (UINT64_C(1) << exponent_bits) - 1, bias = top >> 1, mantissa = (UINT64_C(1) << mantissa_bits) - 1;
     uint64_t sign = (h >> 63) << (mantissa_bits + exponent_bits);
     if (special) {
@@ -244,7 +251,7 @@ static uint64_t ranks_float_bits(uint64_t h, int mantissa_bits, int exponent_bit
 }
 
 /* Element index of what rank contributes, as bits in the low bytes. */
-static uint64_t ranks_bits(const ranks_data *data, int rank, size_t index) {
+static inline uint64_t ranks_bits(const ranks_data *data, int rank, size_t index) {
     uint64_t h = ranks_mix(data->seed + (uint64_t)rank * UINT64_C(0x100000001b3) + ((uint64_t)index << 20));
     int special = data->specials && (h >> 40 & 7) == 0;
     switch (data->dtype) {
@@ -256,8 +263,12 @@ static uint64_t ranks_bits(const ranks_data *data, int rank, size_t index) {
     }
 }
 
-static RANKS_UNUSED void ranks_store(void *memory, size_t index, size_t size, uint64_t bits) { /* little-endian */
-    memcpy((unsigned char *)memory + index * size, &bits, size);
+static inline void ranks_store(void *memory, size_t index, size_t size, uint64_t bits) { /* little-endian */
+    unsigned char *at = (unsigned char *)memory + index * size;
+    if (size == 8) memcpy(at, &bits, 8);
+    else if (size == 4) memcpy(at, &bits, 4);
+    else if (size == 2) memcpy(at, &bits, 2);
+    else *at = (unsigned char)bits;
 }
 
 static RANKS_UNUSED uint64_t ranks_load(const void *memory, size_t index, size_t size) {
@@ -276,81 +287,79 @@ static RANKS_UNUSED void ranks_fill(void *memory, const ranks_data *data, int ra
 
 typedef union ranks_number { float f; double d; uint64_t u; int64_t i; } ranks_number;
 
-static ranks_number ranks_widen(ddp_dtype dtype, uint64_t bits) {
+static inline ranks_number ranks_widen(ddp_dtype dtype, uint64_t bits) {
     ranks_number n;
-    n.u = 0;
+    n.u = bits; /* little-endian: as f32, f64, i64 and u64 it is there already */
     switch (dtype) {
-    case DDP_F32: { uint32_t low = (uint32_t)bits; memcpy(&n.f, &low, 4); break; }
-    case DDP_F64: memcpy(&n.d, &bits, 8); break;
     case DDP_F16: n.f = ranks_f16_to_f32((uint16_t)bits); break;
     case DDP_BF16: n.f = ranks_bf16_to_f32((uint16_t)bits); break;
     case DDP_I8: n.i = (int8_t)bits; break;
     case DDP_I32: n.i = (int32_t)bits; break;
     case DDP_U8: n.u = (uint8_t)bits; break;
-    default: n.u = bits; break;
+    default: break;
     }
     return n;
 }
 
-static uint64_t ranks_narrow(ddp_dtype dtype, ranks_number n) {
-    uint64_t bits = 0;
-    switch (dtype) {
-    case DDP_F32: memcpy(&bits, &n.f, 4); break;
-    case DDP_F16: bits = ranks_f32_to_f16(n.f); break;
-    case DDP_BF16: bits = ranks_f32_to_bf16(n.f); break;
-    default: bits = n.u; break;
-    }
-    return bits;
+static inline uint64_t ranks_narrow(ddp_dtype dtype, ranks_number n) {
+    return dtype == DDP_F16 ? ranks_f32_to_f16(n.f) : dtype == DDP_BF16 ? ranks_f32_to_bf16(n.f) : n.u;
 }
 
 static int ranks_is_f32(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == DDP_F16 || dtype == DDP_BF16; }
 
-static ranks_number ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number a, ranks_number b) {
-    ranks_number n;
-    n.u = 0;
-    if (ranks_is_f32(dtype)) {
-        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.f = a.f + b.f;
-        else if (op == DDP_OP_PROD) n.f = a.f * b.f;
-        else if (isnan(a.f) || isnan(b.f)) n.f = NAN;
-        else if (op == DDP_OP_MIN) n.f = b.f < a.f ? b.f : a.f;
-        else n.f = b.f > a.f ? b.f : a.f;
-    } else if (dtype == DDP_F64) {
-        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.d = a.d + b.d;
-        else if (op == DDP_OP_PROD) n.d = a.d * b.d;
-        else if (isnan(a.d) || isnan(b.d)) n.d = NAN;
-        else if (op == DDP_OP_MIN) n.d = b.d < a.d ? b.d : a.d;
-        else n.d = b.d > a.d ? b.d : a.d;
-    } else {
-        int less = dtype == DDP_U8 || dtype == DDP_U64 ? b.u < a.u : b.i < a.i;
-        if (op == DDP_OP_SUM || op == DDP_OP_AVG) n.u = a.u + b.u;
-        else if (op == DDP_OP_PROD) n.u = a.u * b.u;
-        else n = (op == DDP_OP_MIN) == less ? b : a;
+/* a = a op b for n numbers. */
+#define RANKS_EACH(field, value) for (size_t i = 0; i < n; i++) a[i].field = (value)
+#define RANKS_PICK(field, less) (isnan(a[i].field) || isnan(b[i].field) ? NAN : b[i].field less a[i].field ? b[i].field : a[i].field)
+#define RANKS_FLOATS(field)                                                                                                  \
+    do {                                                                                                                     \
+        if (op == DDP_OP_SUM || op == DDP_OP_AVG) RANKS_EACH(field, a[i].field + b[i].field);                                \
+        else if (op == DDP_OP_PROD) RANKS_EACH(field, a[i].field * b[i].field);                                              \
+        else if (op == DDP_OP_MIN) RANKS_EACH(field, RANKS_PICK(field, <));                                                  \
+        else RANKS_EACH(field, RANKS_PICK(field, >));                                                                        \
+    } while (0)
+static RANKS_UNUSED void ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number *a, const ranks_number *b, size_t n) {
+    int is_unsigned = dtype == DDP_U8 || dtype == DDP_U64;
+    if (ranks_is_f32(dtype)) RANKS_FLOATS(f);
+    else if (dtype == DDP_F64) RANKS_FLOATS(d);
+    else if (op == DDP_OP_SUM || op == DDP_OP_AVG) RANKS_EACH(u, a[i].u + b[i].u);
+    else if (op == DDP_OP_PROD) RANKS_EACH(u, a[i].u * b[i].u);
+    else RANKS_EACH(u, (op == DDP_OP_MIN) == (is_unsigned ? b[i].u < a[i].u : b[i].i < a[i].i) ? b[i].u : a[i].u);
+}
+
+/* Elements at .. at + n - 1 of ranks first .. first + ranks - 1 as a tree: the left part is the largest power of two below the number of ranks. */
+enum { RANKS_BLOCK = 128 };
+static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, ddp_op op, int first, int ranks, size_t at, size_t n) {
+    ranks_number right[RANKS_BLOCK];
+    int left = 1;
+    for (size_t i = 0; i < n && ranks == 1; i++) out[i] = ranks_widen(data->dtype, ranks_bits(data, first, at + i));
+    if (ranks == 1) return;
+    while (left * 2 < ranks) left *= 2;
+    ranks_tree(out, data, op, first, left, at, n);
+    ranks_tree(right, data, op, first + left, ranks - left, at, n);
+    ranks_combine(data->dtype, op, out, right, n);
+}
+
+static inline ranks_number ranks_divided(ddp_dtype dtype, ranks_number n, uint64_t divisor) {
+    if (ranks_is_f32(dtype)) n.f /= (float)divisor;
+    else if (dtype == DDP_F64) n.d /= (double)divisor;
+    else {
+        n = ranks_widen(dtype, n.u); /* the wrapped sum */
+        if (dtype == DDP_U8 || dtype == DDP_U64) n.u /= divisor;
+        else n.i /= (int64_t)divisor;
     }
     return n;
 }
 
-/* Ranks first .. first + n - 1 as a tree: the left part is the largest power of two below n. */
-static ranks_number ranks_tree(const ranks_data *data, ddp_op op, int first, int n, size_t index) {
-    int left = 1;
-    if (n == 1) return ranks_widen(data->dtype, ranks_bits(data, first, index));
-    while (left * 2 < n) left *= 2;
-    return ranks_combine(data->dtype, op, ranks_tree(data, op, first, left, index),
-                         ranks_tree(data, op, first + left, n - left, index));
-}
-
-/* What element index of a reduction over all ranks must be. */
-static RANKS_UNUSED uint64_t ranks_reduced(const ranks_data *data, ddp_op op, int world_size, size_t index) {
-    ranks_number n = ranks_tree(data, op, 0, world_size, index);
-    if (op == DDP_OP_AVG) {
-        if (ranks_is_f32(data->dtype)) n.f /= (float)world_size;
-        else if (data->dtype == DDP_F64) n.d /= (double)world_size;
-        else {
-            n = ranks_widen(data->dtype, n.u); /* the wrapped sum */
-            if (data->dtype == DDP_U8 || data->dtype == DDP_U64) n.u /= (uint64_t)world_size;
-            else n.i /= world_size;
-        }
+/* out[0 .. count) = elements first, first + 1, ... of a reduction over ranks 0 .. world_size - 1; AVG divides by divisor. */
+static RANKS_UNUSED void ranks_reduce(void *out, const ranks_data *data, ddp_op op, int world_size, uint64_t divisor, size_t first, size_t count) {
+    size_t size = ranks_dtype_size(data->dtype);
+    ranks_number block[RANKS_BLOCK];
+    for (size_t at = 0; at < count; at += RANKS_BLOCK) {
+        size_t n = count - at < RANKS_BLOCK ? count - at : RANKS_BLOCK;
+        ranks_tree(block, data, op, 0, world_size, first + at, n);
+        for (size_t i = 0; i < n; i++)
+            ranks_store(out, at + i, size, ranks_narrow(data->dtype, op == DDP_OP_AVG ? ranks_divided(data->dtype, block[i], divisor) : block[i]));
     }
-    return ranks_narrow(data->dtype, n);
 }
 
 //== comparing ==============================================================================
