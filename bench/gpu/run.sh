@@ -11,7 +11,7 @@ nvcc=${NVCC:-nvcc}
 target=-arch=native level=-O3
 case ${1:-} in
 '') ;;
-build) target="-arch=compute_90 -Xcicc -O0" level=-O1 ;;
+build) target="-arch=compute_90 -Xcicc -O0" level=-O0 ;;
 --out) out=${2:?--out needs a folder} ;;
 *) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 1 ;;
 esac

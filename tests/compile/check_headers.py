@@ -236,7 +236,7 @@ def compile_program(root, work, stem, source, run):
     if cuda:
         if not os.environ.get("NVCC"):
             return None
-        command = [os.environ["NVCC"], "-Xcicc", "-O0", "-Xptxas", "-O0", "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, nccl_flag(), "-lpthread", "-lm"]
+        command = [os.environ["NVCC"], "-arch=compute_80", "-Xcicc", "-O0", "-Xcompiler", "-Wall,-Wextra,-Werror", "-I", root, path, "-o", program, nccl_flag(), "-lpthread", "-lm"]
     else:
         command = [os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-I", root, path, "-o", program, "-lpthread", "-lm"]
     built = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -44,6 +44,9 @@ main_program() { # uses the library from outside of the implementation
     cat <<'END'
 #include <stdio.h>
 #include <string.h>
+#ifdef __cplusplus
+extern "C"
+#endif
 int ddp_test_other(void);
 int main(void) {
     if (strcmp(ddp_result_name(DDP_OK), "DDP_OK") != 0 || ddp_last_error() == 0) return 1;
@@ -99,19 +102,15 @@ case_declarations() { # strict ISO C and C++, each header first in its file, twi
 
 #== the implementation, by compiler and language =============================================================
 
-implement() { # command...; the flavours of the tests have the pairs that are not optimised here at -O2
+implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, case_linking has gcc and g++ without
     implementation >unit.c
     build "$@" $warnings -I"$root" -c unit.c -o unit.o
 }
-case_c11_gcc() { implement $CC -std=gnu11 -O2; }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
-case_cxx17_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++17 -O0; }
-case_cxx17_clang() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O2; }
-case_cxx20_gcc() { need "$CXX" g++; implement $CXX -x c++ -std=c++20 -O0; }
-case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
-case_o3_native_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O3 -march=native; }
-case_o0_gcc() { implement $CC -std=gnu11 -O0 -g; }
+case_o3_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O3 -march=native; }
+case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings -fsyntax-only -I"$root" unit.c; }
+case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 
 case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled; it calls nothing, so the rest needs no bodies
     need "$CLANG" clang
@@ -144,7 +143,7 @@ case_libc_first_clang() {
 case_nvcc() {
     need "$NVCC" nvcc
     implementation >unit.cu
-    build $NVCC -x cu -std=c++17 -O2 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
+    build $NVCC -x cu -std=c++17 $unoptimised -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
 }
 
 # ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
@@ -154,31 +153,25 @@ cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
 cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
 
-case_cuda_targets() {
+case_cuda() { # code for two generations and as PTX; then with ddp.h in a C file, this header's bodies for nvcc, and a C program that calls both
     need_cuda
     { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
-    cuda -O1 --keep -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80 -gencode arch=compute_90,code=sm_90 -c unit.cu -o unit.o
+    cuda -O1 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
     set -- *.ptx
-    [ $# -eq 2 ] && [ -f "$1" ] || fail "expected the PTX of two architectures, there is $*"
-    for ptx; do
-        grep -q 'ld.global.v4' "$ptx" && grep -q 'st.global.v4' "$ptx" || fail "no 16-byte accesses in $ptx"
-        # Sums of squares: f32, f64, f16, bf16, each with and without unscaling in the same pass.
-        awk '/\.entry/ { name = /ddp__cuda_squares/ ? $0 : ""; kernels += name != "" }
-             name != "" && /ld\.global\.v(4|2\.[a-z]64)/ && !(name in seen) { seen[name] = 1; wide++ }
-             END { exit !(kernels == 8 && wide == 8) }' "$ptx" || fail "sums of squares without 16-byte loads in $ptx"
-        if grep -E 'fma\.rn\.f(32|64)' "$ptx"; then fail "multiplications and additions are fused in $ptx"; fi
-    done
+    [ $# -eq 1 ] && [ -f "$1" ] || fail "expected the PTX of one architecture, there is $*"
+    grep -q 'ld.global.v4' "$1" && grep -q 'st.global.v4' "$1" || fail "no 16-byte accesses in $1"
+    # Sums of squares: f32, f64, f16, bf16, each with and without unscaling in the same pass.
+    awk '/\.entry/ { name = /ddp__cuda_squares/ ? $0 : ""; kernels += name != "" }
+         name != "" && /ld\.global\.v(4|2\.[a-z]64)/ && !(name in seen) { seen[name] = 1; wide++ }
+         END { exit !(kernels == 8 && wide == 8) }' "$1" || fail "sums of squares without 16-byte loads in $1"
+    if grep -E 'fma\.rn\.f(32|64)' "$1"; then fail "multiplications and additions are fused in $1"; fi
     if nm -g --defined-only unit.o | awk '$2 != "V" { print $3 }' | grep -Ev '^ddp_(cuda_|device_cuda$)'; then fail "the symbols above are exported"; fi
-}
-case_cuda_linked() { # ddp.h in a C file, this header in one for nvcc, a C program that calls both
-    need_cuda
+
     { echo '#define DDP_IMPLEMENTATION'; include ddp.h; } >core.c
-    { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >cuda.cu
     { include ddp_cuda.cuh; echo 'int main(void) { int device; return ddp_cuda_pick(0, 0, &device) != DDP_OK && !ddp_last_error()[0]; }'; } >main.c
     build $CC -std=gnu11 $warnings -I"$root" -c core.c -o core.o
     build $CC -std=c11 $warnings -I"$root" -isystem "$(cuda_include)" -c main.c -o main.o
-    cuda $unoptimised -c cuda.cu -o cuda.o
-    cuda core.o main.o cuda.o -o program -lpthread -lm
+    cuda core.o main.o unit.o -o program -lpthread -lm
     build ./program
     { printf '%s\n' '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >wrong.c
     refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
@@ -216,7 +209,7 @@ case_cuda_example() { # with all in one file and private; it runs where there is
     need_cuda
     nccl=-lnccl
     echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
-    build "$NVCC" -std=c++17 -arch=sm_90 -Xcicc -O0 -Xptxas -O0 -DDDP_STATIC -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
+    build "$NVCC" -std=c++17 -arch=compute_90 -Xcicc -O0 -DDDP_STATIC -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
     if ./program 2 >out.log 2>&1; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
     else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
@@ -233,44 +226,35 @@ case_fast_math() { # refused with a sentence, unless asked for
 
 #== linking ==================================================================================================
 
-case_two_units() { # one implementation, used from another file
-    implementation >a.c; main_program >b.c; other_unit >c.c
-    build $CC -std=gnu11 $warnings -I"$root" a.c b.c c.c -o program -lpthread -lm
-    build ./program
-}
-
-case_two_implementations() { # must not link
-    implementation >a.c; { implementation; main_program; } >b.c; other_unit >c.c
-    refuse $CC -std=gnu11 -I"$root" a.c b.c c.c -o program -lpthread -lm
-    grep -q 'multiple definition' refused.log || fail "not for a duplicate symbol: $(cat refused.log)"
-}
-
-case_static() { # a private copy per file, and nothing exported
-    implementation '#define DDP_STATIC' >a.c; cp a.c c.c
-    main_program >>a.c; other_unit >>c.c
-    build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
-    build $CC -std=gnu11 $warnings -I"$root" -c c.c -o c.o
-    build $CC a.o c.o -o program -lpthread -lm
-    build ./program
-    if nm -g --defined-only c.o | grep -v ' ddp_test_other$' | grep ' '; then fail "DDP_STATIC exports symbols"; fi
-    for compiler in $CXX $CLANGXX; do build $compiler -x c++ -std=c++17 $warnings -I"$root" -c a.c -o a.o; done
-}
-
-case_cxx_calls_c() { # implemented in C, used from C++, and the other way round
+case_linking() { # one implementation and what uses it: by gcc in C and by g++ in C++, from files of either language
     need "$CXX" g++
-    implementation >a.c; other_unit >>a.c
-    { echo 'extern "C" int ddp_test_other(void);'; main_program | grep -v '^int ddp_test_other'; } >b.cpp
+    implementation >a.c; main_program >b.c; other_unit >c.c
     build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
-    build $CXX -std=c++17 $warnings -I"$root" b.cpp a.o -o program -lpthread -lm
+    build $CXX -x c++ -std=c++17 $warnings -I"$root" -c a.c -o a.cxx.o
+    for unit in b c; do
+        build $CC -std=gnu11 $warnings -I"$root" -c $unit.c -o $unit.o
+        build $CXX -x c++ -std=c++17 $warnings -I"$root" -c $unit.c -o $unit.cxx.o
+    done
+    build $CC a.o b.o c.o -o program -lpthread -lm
     build ./program
-    main_program >b.c
-    build $CXX -x c++ -std=c++17 -I"$root" -c a.c -o a.o
-    build $CC -std=gnu11 $warnings -I"$root" -c b.c -o b.o
-    build $CXX a.o b.o -o program -lpthread -lm
+    build $CXX a.o b.cxx.o c.o -o program -lpthread -lm
     build ./program
+    build $CXX a.cxx.o b.o c.cxx.o -o program -lpthread -lm
+    build ./program
+    refuse $CXX a.o a.cxx.o b.o c.o -o program -lpthread -lm # two implementations
+    grep -q 'multiple definition' refused.log || fail "not for a duplicate symbol: $(cat refused.log)"
+    for object in a.o a.cxx.o; do # what is exported is public: ddp_ and never ddp__
+        if nm -g --defined-only $object | awk '$2 != "V" && $2 != "W" { print $3 }' | grep -Ev '^ddp_[a-z]'; then fail "$object exports the symbols above"; fi
+    done
+    # Nothing of the library may end the program or print: the compiler sees what a text search cannot, such as macros.
+    if nm -u a.o | grep -E ' (abort|exit|__assert_fail|printf|puts|putchar|perror|stdout|stderr)(@.*)?$'; then
+        fail "the symbols above are used"
+    fi
+    siblings_alone
 }
 
-case_siblings_alone() { # each sibling implemented in a file of its own, next to ddp.h in another
+siblings_alone() { # each sibling implemented in a file of its own, next to ddp.h in another
+    [ -n "$siblings" ] || return 0
     { echo '#define DDP_IMPLEMENTATION'; include ddp.h; } >core.c
     build $CC -std=gnu11 $warnings -I"$root" -c core.c -o core.o
     objects=core.o
@@ -281,19 +265,19 @@ case_siblings_alone() { # each sibling implemented in a file of its own, next to
         build $CC -std=gnu11 $warnings -I"$root" -c "$stem.c" -o "$stem.o"
         objects="$objects $stem.o"
     done
-    main_program >b.c; other_unit >c.c
-    build $CC -std=gnu11 $warnings -I"$root" b.c c.c $objects -o program -lpthread -lm
+    build $CC b.o c.o $objects -o program -lpthread -lm
     build ./program
 }
 
-case_symbols() { # what the implementation exports is public: ddp_ and never ddp__
-    implementation >unit.c
-    build $CC -std=gnu11 -I"$root" -c unit.c -o unit.o
-    if nm -g --defined-only unit.o | awk '{ print $3 }' | grep -Ev '^ddp_[a-z]'; then fail "the symbols above are exported"; fi
-    # Nothing of the library may end the program or print: the compiler sees what a text search cannot, such as macros.
-    if nm -u unit.o | grep -E ' (abort|exit|__assert_fail|printf|puts|putchar|perror|stdout|stderr)(@.*)?$'; then
-        fail "the symbols above are used"
-    fi
+case_static() { # a private copy per file, and nothing exported
+    implementation '#define DDP_STATIC' >a.c; cp a.c c.c
+    main_program >>a.c; other_unit >>c.c
+    build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
+    build $CC -std=gnu11 $warnings -I"$root" -c c.c -o c.o
+    build $CC a.o c.o -o program -lpthread -lm
+    build ./program
+    if nm -g --defined-only c.o | grep -v ' ddp_test_other$' | grep ' '; then fail "DDP_STATIC exports symbols"; fi
+    for compiler in $CXX $CLANGXX; do build $compiler -x c++ -std=c++17 $warnings -I"$root" -fsyntax-only a.c; done
 }
 
 type "case_$case" >/dev/null 2>&1 || fail "no such case; there are: $(sh "$0" list | tr '\n' ' ')"

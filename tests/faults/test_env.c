@@ -1,8 +1,6 @@
 /*  test_env.c - processes that were not forked from one ddp_launch find each other by their environment, or say why not. */
-#include "../support/hello.h"
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
-#undef send
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
@@ -260,13 +258,9 @@ static void test_contradictions(void) {
 
 /* The abstract socket where ranks of a torchrun job meet. */
 static void job_socket(int tag, char *name, size_t size) {
-    ddp__identity id;
-    struct sockaddr_un address;
     for (int i = 0; i < 8 && families[0].variables[i]; i++) set_variable(families[0].variables[i], 0, 3, tag);
-    EXPECT(ddp__identity_resolve(&id) == 0 && id.found, "%s", ddp_last_error());
+    EXPECT(inner.job_socket(name, size) == DDP_OK, "%s", ddp_last_error());
     clear_environment();
-    ddp__job_address(&address, id.token);
-    snprintf(name, size, "%s", address.sun_path + 1);
 }
 
 static int is_there(const char *name) {
@@ -403,7 +397,7 @@ static void say_hello(void) { say(&stage_shared->finished); }
 static void test_rank_comes_back(void) {
     int zero = 0, tag = next_tag++;
     faults_begin("a rank dies before the world is complete and comes again");
-    hello_is_read = say_hello;
+    inner.hello_is_read = say_hello;
     spawn(&families[0], 0, 0, 3, tag, 20000, work, &zero);
     spawn(&families[0], 1, 1, 3, tag, 20000, work, &zero);
     EXPECT(heard(&stage_shared->finished, 1), "rank 0 did not read the hello of rank 1");
@@ -411,7 +405,7 @@ static void test_rank_comes_back(void) {
     reap(1, 1);
     spawn(&families[0], 1, 1, 3, tag, 20000, work, &zero);
     EXPECT(heard(&stage_shared->finished, 2), "rank 0 did not read the second hello of rank 1");
-    hello_is_read = NULL;
+    inner.hello_is_read = NULL;
     spawn(&families[0], 2, 2, 3, tag, 20000, work, &zero);
     reap(0, 3);
     expect_all_ok(0, 3);

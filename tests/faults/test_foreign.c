@@ -1,6 +1,6 @@
 /*  test_foreign.c - failures over a backend that is plugged in: no rank hangs, and each is told what happened by whom.
 
-    test_foreign processes|threads */
+    test_foreign foreign|foreign_threads */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 
@@ -60,11 +60,11 @@ static int check(const char *what, int rank, const report *r, ddp_result want, c
 int main(int argc, char **argv) {
     ranks_mode mode;
     int failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_foreign processes|threads\n"), 2;
+    if (argc < 2 || ranks_mode_parse(argv[1], &mode) != 0) return fprintf(stderr, "usage: test_foreign foreign|foreign_threads\n"), 2;
     watchdog_start(60);
     for (int s = 0; s < SCENARIOS; s++) {
         plan p;
-        if (table[s].processes && mode != RANKS_PROCESSES) continue;
+        if (table[s].processes && mode != RANKS_FOREIGN) continue;
         p.scenario = s;
         p.reports = (report *)ranks_shared(3 * sizeof(report));
         ddp_result result = ranks_run(mode, 3, s == ABSENT ? 1000 : 20000, rank_main, &p);

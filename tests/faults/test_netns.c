@@ -1,8 +1,8 @@
 /*  test_netns.c - ranks on two machines: network namespaces with a cable between them, which is cut while they train.
 
     Skipped without root or iproute2. */
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
 #include "../support/network.h"
@@ -58,17 +58,17 @@ static ddp_result work(ddp_group *world, void *user) {
     ddp_group *here = NULL, *across = NULL;
     float *big = (float *)calloc(1 << 18, sizeof *big);
     (void)user;
-    RANKS_CHECK(world, strcmp(world->backend->name, "tcp") == 0, "%s", world->backend->name);
+    RANKS_CHECK(world, strcmp(inner.backend_name(world), "tcp") == 0, "%s", inner.backend_name(world));
     RANKS_CHECK(world, ddp_local_rank(world) == me % 2 && ddp_local_world_size(world) == 2, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 100; i++) RANKS_OK(world, ddp_all_reduce(world, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == 4, "%lld", (long long)sum);
     RANKS_OK(world, ddp_group_split(world, me / 2, me, &here)); /* of one machine: any size goes through shared memory */
-    RANKS_CHECK(world, strcmp(here->backend->name, "local") == 0, "%s", here->backend->name);
+    RANKS_CHECK(world, strcmp(inner.backend_name(here), "local") == 0, "%s", inner.backend_name(here));
     for (int i = 0; i < 1 << 18; i++) big[i] = (float)me;
     RANKS_OK(world, ddp_all_reduce(here, big, big, 1 << 18, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, big[77] == (float)(me / 2 * 4 + 1), "%g", big[77]);
     RANKS_OK(world, ddp_group_split(world, 1 - me % 2, -me, &across)); /* rank 0 of it is on machine 1 */
-    RANKS_CHECK(world, strcmp(across->backend->name, "tcp") == 0 && ddp_local_world_size(across) == 1, "%s", across->backend->name);
+    RANKS_CHECK(world, strcmp(inner.backend_name(across), "tcp") == 0 && ddp_local_world_size(across) == 1, "%s", inner.backend_name(across));
     RANKS_OK(world, ddp_all_reduce(across, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == 2, "%lld", (long long)sum);
     ddp_group_destroy(across);

@@ -4,12 +4,15 @@
     test_tcp meeting|strangers|calls
 
     Every process counts as a machine of its own. */
-static int machine_salt;
-#define DDP__MACHINE_SALT machine_salt
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
+
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
 
 enum { LOG = 8192 };
 static char (*logs)[LOG]; /* what log_fn was told, by slot */
@@ -97,7 +100,7 @@ static void expect_ok(int count) { for (int i = 0; i < count; i++) expect(i, DDP
 static ddp_result work(ddp_group *world, void *user) {
     int64_t mine = ddp_rank(world), sum = 0, w = ddp_world_size(world);
     (void)user;
-    RANKS_CHECK(world, strcmp(world->backend->name, "tcp") == 0, "%s", world->backend->name);
+    RANKS_CHECK(world, strcmp(inner.backend_name(world), "tcp") == 0, "%s", inner.backend_name(world));
     RANKS_CHECK(world, ddp_local_rank(world) == 0 && ddp_local_world_size(world) == 1, "%d/%d", ddp_local_rank(world), ddp_local_world_size(world));
     for (int i = 0; i < 20; i++) {
         RANKS_OK(world, ddp_all_reduce(world, &mine, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
@@ -108,10 +111,10 @@ static ddp_result work(ddp_group *world, void *user) {
 
 /* A socket of this process that listens at a port; port 0 = any, which *port then is. */
 static int occupy(int *port) {
-    int fd = ddp__tcp_listen("", *port);
-    char text[DDP__ANNOUNCED];
+    int fd = inner.tcp_listen("", *port);
+    char text[256];
     EXPECT(fd >= 0, "port %d: %s", *port, strerror(errno));
-    ddp__announce_text(fd, text);
+    inner.announce_text(fd, text);
     *port = atoi(strchr(text, ' '));
     return fd;
 }
@@ -173,7 +176,7 @@ static void test_node_lists(void) {
     faults_begin("SLURM node lists");
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         char out[64];
-        ddp__first_host(out, sizeof out, table[i].list);
+        inner.first_host(out, sizeof out, table[i].list);
         EXPECT(strcmp(out, table[i].first) == 0, "%s: %s", table[i].list, out);
     }
 }
@@ -313,8 +316,8 @@ static void test_missing(void) {
 
 static void test_other_jobs(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work}, stale = j;
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
-    ddp__venue venue = DDP_ZERO;
+    char letter[4096], token[64];
+    size_t size;
     int fd;
     faults_begin("a rank of an earlier job comes by");
     stale.variables[6] = "TORCHELASTIC_RESTART_COUNT=0";
@@ -332,13 +335,10 @@ static void test_other_jobs(void) {
     faults_begin("a rank with another version");
     j.port = free_port();
     start(&j, 0, 0);
-    snprintf(venue.id.token, sizeof venue.id.token, "torch:%d::1", j.port);
-    venue.id.rank = 1;
-    venue.id.world_size = 3;
-    ddp__hello_init(&letter.record.hello, &venue, 20.0);
-    letter.record.hello.version = 990102;
+    snprintf(token, sizeof token, "torch:%d::1", j.port);
+    size = inner.hello(letter, token, 1, 3, 990102);
     fd = visit(j.port);
-    (void)!write(fd, &letter, sizeof letter);
+    (void)!write(fd, letter, size);
     reap(0, 1);
     expect(0, DDP_ERR_MISMATCH, "99.1.2", "build all ranks with the same header");
     close(fd);
@@ -353,14 +353,15 @@ static void test_strangers(void) {
     for (int kind = 0; kind < 4; kind++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 40000, work};
         int count = kind == 3 ? 400 : kind == 2 ? 50 : 5, fds[400];
-        uint64_t magic = DDP__MAGIC;
+        char letter[4096];
         faults_begin(what[kind]);
         j.port = free_port();
+        (void)inner.hello(letter, "", 1, 3, 1);
         start(&j, 0, 0);
         for (int i = 0; i < count; i++) {
             fds[i] = visit(j.port);
             if (kind == 0) (void)!send(fds[i], garbage, sizeof garbage, MSG_NOSIGNAL);
-            if (kind == 1) (void)!send(fds[i], &magic, sizeof magic, MSG_NOSIGNAL);
+            if (kind == 1) (void)!send(fds[i], letter, 8, MSG_NOSIGNAL);
             if (kind == 2) close(fds[i]);
         }
         start(&j, 1, 1);

@@ -1,24 +1,22 @@
 /*  test_collectives.c - every collective gives every rank exactly what the promises say.
 
-    test_collectives processes|threads|env [W ...]
+    test_collectives BACKEND [W ...]     one of support/ranks.h
 
     One launch per W runs: the cross of kind x dtype x op x count x memory x place x blocking/async; sizes around the
     places where an implementation may change its method; and a long random sequence with random delays, in which up to
     three asynchronous calls are in flight. From W = 8 on, where two cores make everything slow, a chosen few of these. Everything is compared bit for bit with the reference of ranks.h, and memory that a
-    call must leave alone with a copy. Under mpirun or torchrun, mode env does the same without launching.
+    call must leave alone with a copy. A backend that is not for everything gets the cases that it is for.
 
     tests/gpu/test_conformance.cu includes this file: each call is then made twice, on the CPU group and, while that may still be under way, on
     a group over device memory whose buffers mirror those here, and the two are compared bit for bit. */
 #if !defined(TEST_DEVICE)
-#if defined(DDP__LARGE_BYTES) /* a ddp.h of its own */
-#define DDP_IMPLEMENTATION
-#endif
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #endif
 
 #if !defined(TEST_SLOW)
-#define TEST_SLOW DDP_TEST_SLOWDOWN
+#define TEST_SLOW ranks_slow()
 #endif
 #define SLOTS 3      /* asynchronous cases in flight */
 #define GUARD 64     /* bytes around every buffer that must stay as they are */
@@ -73,7 +71,7 @@ typedef struct rig {
     long ran;
 } rig;
 
-typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL under env */ } plan;
+typedef struct plan { ranks_mode mode; int *entered; /* shared; counts ranks inside the barrier test, NULL where they share none */ } plan;
 
 //== what a case means ======================================================================
 
@@ -355,14 +353,22 @@ static size_t bytes_needed(const rig *g, const ccase *c) {
     return ((gathers ? (size_t)g->world_size : 1) * (c->count + 4) + 4) * ranks_dtype_size(c->dtype) + 2 * GUARD;
 }
 
+/* Whether the backend is for such calls. Of those that are too large, count shrinks. */
+static int is_for(const rig *g, ccase *c) {
+    if (ranks_on.is & RANKS_NO_COUNTS && (c->kind == DDP_CALL_ALL_GATHER_V || c->kind == DDP_CALL_ALL_TO_ALL_V)) return 0;
+    while (ranks_on.most_bytes && bytes_needed(g, c) > ranks_on.most_bytes) c->count /= 2;
+    return 1;
+}
+
 /* Runs a case in the given slot, ending what was there; asynchronous ones stay in flight. */
 static ddp_result run_case(rig *g, slot *s, const ccase *c) {
     ddp_result result = finish(g, s);
     char text[256];
-    if (result != DDP_OK) return result;
-    RANKS_CHECK(g->group, bytes_needed(g, c) <= s->capacity, "the test's own slot is too small for case %ld", c->number);
-    prepare(g, s, c);
-    describe(c, text, sizeof text);
+    ccase fitting = *c;
+    if (result != DDP_OK || !is_for(g, &fitting)) return result;
+    RANKS_CHECK(g->group, bytes_needed(g, &fitting) <= s->capacity, "the test's own slot is too small for case %ld", c->number);
+    prepare(g, s, &fitting);
+    describe(&s->c, text, sizeof text);
     RANKS_CHECK(g->group, issue(g, s) == DDP_OK, "%s: %s", text, ddp_last_error());
     s->busy = 1;
     return c->async ? DDP_OK : finish(g, s);
@@ -558,7 +564,7 @@ static ddp_result free_slot(rig *g, slot *s) {
 
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
-    int slow = TEST_SLOW, few = slow > 1 || p->mode != RANKS_PROCESSES; /* the rest is for processes: threads differ in how memory is reached */
+    int slow = TEST_SLOW, few = slow > 1 || !(ranks_on.is & RANKS_ALL_CASES);
     long stride = w <= 2 ? 1 : w <= 4 ? 7 : 41;
     ddp_result result;
     if (few) stride = stride * (slow > 1 ? 13 : 3) - 2;
@@ -614,13 +620,10 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    static const int defaults[] = {1, 2, 3, 4, 7};
+    static const int defaults[] = {2, 3, 4, 7};
     plan p;
     int count = argc > 2 ? argc - 2 : (int)(sizeof defaults / sizeof *defaults), failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], &p.mode) != 0) {
-        fprintf(stderr, "usage: test_collectives processes|threads|env [W ...]\n");
-        return 2;
-    }
+    if (argc < 2 || ranks_mode_parse(argv[1], &p.mode) != 0) return fprintf(stderr, "usage: test_collectives BACKEND [W ...], see support/ranks.h\n"), 2;
     watchdog_start(480);
     p.entered = (int *)ranks_shared(4096);
     if (ranks_joins(p.mode)) p.entered = NULL, count = 1;

@@ -1,12 +1,9 @@
 /*  test_groups.c - splitting, group memory, asynchronous work, batches of tasks, status and abort.
 
-    test_groups processes|threads|env [W ...] */
+    test_groups BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
-
-#if !defined(TEST_SLOW)
-#define TEST_SLOW DDP_TEST_SLOWDOWN
-#endif
 
 /* Sum of member numbers over a group, and that everybody agrees on it. */
 static ddp_result sum_is(ddp_group *g, int64_t mine, int64_t want, const char *what) {
@@ -346,7 +343,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, many_groups_at_once(world));
     RANKS_RUN(world, memory(world));
     RANKS_RUN(world, too_much_memory(world));
-    RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / TEST_SLOW + 2));
+    RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / ranks_slow() + 2));
     RANKS_RUN(world, async_order(world));
     RANKS_RUN(world, tasks(world));
     RANKS_RUN(world, destroy_right_away(world));

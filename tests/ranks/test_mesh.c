@@ -1,7 +1,8 @@
 /*  test_mesh.c - a grid of ranks: who is in which group, groups used side by side, and meshes that cannot be.
 
-    test_mesh processes|threads|env [W ...] */
+    test_mesh BACKEND [W ...]     one of support/ranks.h */
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 /* The group along dimension d has the ranks that a plain walk over the grid finds. */

@@ -5,10 +5,10 @@
     This program stands between ddp.h and MPI (MPI's profiling interface): it sees what is called, and can make it fail. */
 #include <mpi.h>
 
-#include "../support/machines.h"
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
+
+#include <sys/syscall.h>
 
 //== between ddp.h and MPI ==================================================================
 

@@ -1,10 +1,8 @@
 /*  test_alloc_over_tcp.c - group memory that one rank cannot get is a failure of all ranks, and no more than that.
 
     Over TCP, where each rank's memory is its own, the others had theirs and were content. */
-static __thread int machine_salt;
-#define DDP__MACHINE_SALT machine_salt
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 enum { MOST = 1 << 20 };

@@ -2,9 +2,8 @@
 
     Ranks noted their own pid once the rendezvous was over. One that died before counted as not there yet, so that the others
     waited for it until the timeout. */
-#include "../support/hello.h"
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
@@ -19,7 +18,7 @@ static pid_t start_rank(int rank) {
     ddp_group *world = NULL;
     ddp_result result;
     if (pid != 0) return pid;
-    if (rank == 1) hello_is_read = say_and_wait_for_the_end;
+    if (rank == 1) inner.hello_is_read = say_and_wait_for_the_end;
     desc.rank = rank;
     desc.world_size = 3;
     desc.timeout_ms = 20000 * DDP_TEST_SLOWDOWN;

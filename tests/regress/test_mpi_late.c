@@ -6,8 +6,6 @@
     mpirun -n 2 test_mpi_late barrier|message|gather */
 #include <mpi.h>
 
-#include "../support/machines.h"
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #include "../support/ranks.h"
 

@@ -2,13 +2,12 @@
 
     Each rank asked the CPU for its vendor, and chose the size of its chunks by it. A rank under an emulator that names another vendor (valgrind
     may) cut an all_reduce of private memory differently than its peers: wrong sums, or a wait for rounds that never came. */
-#include <stdint.h>
+#include "../../ddp.h"
+#include "../support/inner.h"
+#include "../support/ranks.h"
+
 static uint32_t *asked;
 static int next_vendor(void) { return (int)(__atomic_fetch_add(asked, 1, __ATOMIC_SEQ_CST) & 1); } /* no two neighbours hear the same */
-#define __builtin_cpu_is(name) next_vendor()
-#define DDP_IMPLEMENTATION
-#include "../../ddp.h"
-#include "../support/ranks.h"
 
 enum { COUNT = 300000 };
 
@@ -31,6 +30,7 @@ int main(void) {
     int failures = 0;
     watchdog_start(100);
     asked = (uint32_t *)ranks_shared(sizeof *asked);
+    inner.is_amd = next_vendor;
     for (int size = 2; size <= 4; size++) {
         if (ranks_run(RANKS_PROCESSES, size, 60000, rank_main, NULL) == DDP_OK) continue;
         fprintf(stderr, "FAIL %d ranks: %s\n", size, ddp_last_error());

@@ -172,8 +172,8 @@ static uint32_t fake_at(const fake_clock &clock, int timeline) { return timeline
 
 /* What every call holds: the lock, its line, and the fault that it meets. */
 struct fake_call {
-    int line, fault;
-    fake_call() : line(-1), fault(0) {
+    int line, fault, not_yet; /* who is told so asks again: a little later, for what it waits for needs the CPU */
+    fake_call() : line(-1), fault(0), not_yet(0) {
         pthread_mutex_lock(&fake.lock);
         if (!fake_mine || fake_mine_generation != fake.generation) {
             fake.threads.push_back(fake_thread());
@@ -200,6 +200,7 @@ struct fake_call {
     ~fake_call() {
         fake_join(fake.device[fake_me.device].host, fake_me.clock);
         pthread_mutex_unlock(&fake.lock);
+        if (not_yet) usleep(20);
     }
     cudaError_t error() const { return (cudaError_t)fault; }
 };
@@ -704,7 +705,8 @@ static cudaError_t fake_stream_query(cudaStream_t stream) {
     if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
     if (fake_spoils(s, call.line)) return cudaErrorStreamCaptureUnsupported;
     fake_chance();
-    if (!s->queue.empty()) return cudaErrorNotReady;
+    call.not_yet = !s->queue.empty();
+    if (call.not_yet) return cudaErrorNotReady;
     fake_join(fake_me.clock, s->clock);
     return cudaSuccess;
 }
@@ -729,7 +731,8 @@ static cudaError_t fake_event_ask(cudaEvent_t event, fake_call &call, int wait) 
     if (!event->version) return cudaSuccess;
     if (wait) return fake_force_version(event->version, call.line) ? cudaSuccess : cudaErrorLaunchTimeout;
     fake_chance();
-    if (!event->version->done) return cudaErrorNotReady;
+    call.not_yet = !event->version->done;
+    if (call.not_yet) return cudaErrorNotReady;
     fake_join(fake_me.clock, event->version->clock);
     return cudaSuccess;
 }

@@ -483,7 +483,8 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
     if (call.fault || !fake_comm_check(c, call, 1)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
     if (c->ready) fake_chance();
     *state = ncclInProgress;
-    if (c->error == ncclSuccess && c->ready && (c->polls-- > 0 || !c->ready())) return ncclSuccess;
+    call.not_yet = c->error == ncclSuccess && c->ready && (c->polls-- > 0 || !c->ready());
+    if (call.not_yet) return ncclSuccess;
     if (c->error == ncclSuccess && c->ready) {
         std::function<void()> finish = c->finish;
         c->ready = nullptr;

@@ -1,3 +1,86 @@
-/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for the tests that need none of its private names. */
+/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for all tests that need no more of its private names than inner.h has. With
+    DDP_USE_MPI, what takes several chunks and pieces is small enough for a test. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE
+#endif
+#include "../../ddp.h"
+#include "inner.h"
+#include "machines.h"
+
+#include <errno.h>
+#include <linux/sockios.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int refused(long number, ...) {
+    (void)number;
+#if defined(SYS_memfd_create) && defined(SYS_process_vm_readv)
+    if (inner.refuses && (number == SYS_memfd_create || number == SYS_process_vm_readv)) { errno = ENOSYS; return 1; }
+#endif
+    return 0;
+}
+#define syscall(...) (refused(__VA_ARGS__) ? -1L : syscall(__VA_ARGS__))
+
+/* Of a rank's hello, which is the only thing that ddp.h sends by this name. */
+static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
+    ssize_t sent = send(fd, data, size, flags);
+    int unread = 1;
+    if (!inner.hello_is_read) return sent;
+    while (ioctl(fd, SIOCOUTQ, &unread) == 0 && unread > 0) usleep(500);
+    inner.hello_is_read();
+    return sent;
+}
+#define send(fd, data, size, flags) hello_send(fd, data, size, flags)
+
+#define __builtin_cpu_is(name) (inner.is_amd ? inner.is_amd() : __builtin_cpu_is(name))
+#define __builtin_cpu_supports(name) (!inner.narrow && __builtin_cpu_supports(name))
+#define DDP__LARGE_BYTES (inner.large_bytes)
+#define DDP__RUNS_BYTES (inner.runs_bytes)
+#define DDP__RANDPERM_INSIDE_OUT_FROM (inner.inside_out_from)
+#undef DDP__MACHINE_SALT
+#define DDP__MACHINE_SALT (machine_salt + pretended_machine())
+#define DDP__MPI_CHUNK_BYTES ((size_t)65536)
+#define DDP__MPI_PIECE_BYTES ((size_t)300000)
 #define DDP_IMPLEMENTATION
-#include "ddp_fsdp.h"
+#include "../../ddp_fsdp.h"
+#undef send
+#undef syscall
+
+static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
+    ddp__venue venue = DDP_ZERO;
+    snprintf(venue.id.token, sizeof venue.id.token, "%s", token);
+    venue.id.rank = rank;
+    venue.id.world_size = world_size;
+    ddp__hello_init(&letter.record.hello, &venue, 20.0);
+    letter.record.hello.version = version;
+    memcpy(out, &letter, sizeof letter);
+    return sizeof letter;
+}
+
+static ddp_result job_socket(char *name, size_t size) {
+    ddp__identity id;
+    struct sockaddr_un address;
+    ddp_result result = ddp__identity_resolve(&id);
+    if (result != DDP_OK || !id.found) return DDP_ERR_INVALID;
+    ddp__job_address(&address, id.token);
+    snprintf(name, size, "%s", address.sun_path + 1);
+    return DDP_OK;
+}
+
+static const char *backend_name(const ddp_group *group) { return group->backend->name; }
+
+static void forget_cause(ddp_group *group) { group->cause_seen = group->cause_delivered = 0; }
+
+static void exhaust(ddp_group *group) {
+    ddp__job *job = ((ddp__local *)group->state)->heap->job;
+    job->limit = job->bump;
+}
+
+__thread int machine_salt;
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide, ddp__copy_across,
+    ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen, ddp__announce_text, ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust};

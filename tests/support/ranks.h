@@ -22,61 +22,130 @@
 
 #define RANKS_UNUSED __attribute__((unused))
 
-#if defined(RANKS_BACKEND) /* names the function that gives the backend under test */
+#if defined(RANKS_BACKEND) /* names the function that gives a backend to plug in */
 #if defined(__cplusplus)
 extern "C"
 #endif
 const ddp_backend *RANKS_BACKEND(void);
+#define RANKS_PLUG RANKS_BACKEND()
+#else
+#define RANKS_PLUG ((const ddp_backend *)NULL)
 #endif
 
-//== running ranks ==========================================================================
+//== backends ===============================================================================
 
-typedef enum ranks_mode { RANKS_PROCESSES, RANKS_THREADS, RANKS_ENV, RANKS_MPI, RANKS_MPI_ANY } ranks_mode;
+/* What the tests of ranks run over: each file of tests/ranks runs the same cases on those of this table that its arguments name. */
+typedef enum ranks_mode { RANKS_SELF, RANKS_PROCESSES, RANKS_THREADS, RANKS_LARGE, RANKS_LARGE_THREADS, RANKS_NARROW, RANKS_TCP, RANKS_TCP_THREADS, RANKS_ENV,
+    RANKS_MPI, RANKS_MPI_ANY, RANKS_FOREIGN, RANKS_FOREIGN_THREADS, RANKS_MODES } ranks_mode;
+enum { RANKS_LAUNCHED, RANKS_AS_THREADS, RANKS_STARTED /* this process is one rank already */ };
+enum {
+    RANKS_NO_MESSAGES = 1, RANKS_NO_COUNTS = 2, /* no send and receive; no call with counts per rank */
+    RANKS_APART = 4,                            /* every rank is as if on a machine of its own */
+    RANKS_PLUGGED_IN = 8,                       /* launched on the backend that RANKS_BACKEND gives */
+    RANKS_LARGE_EARLY = 16,                     /* what large calls do, at sizes that a test can afford */
+    RANKS_NARROW_CPU = 32,                      /* as without wide vectors */
+    RANKS_ALL_CASES = 64                        /* others repeat some of them */
+};
+typedef struct ranks_backend {
+    const char *name;
+    int start;
+    const char *joins; /* the init_method by which ranks join, after a launch too; NULL = as the launch has it, or the launcher */
+    ddp_order order;
+    int is;
+    size_t most_bytes; /* of a rank in one call; 0 = any */
+    int slow;          /* so much less is done */
+} ranks_backend;
+static const ranks_backend ranks_backends[RANKS_MODES] = {
+    {"self", RANKS_STARTED, "self://", DDP_ORDER_DEFAULT, 0, 0, 1},
+    {"processes", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_ALL_CASES, 0, 1},
+    {"threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, 0, 0, 1},
+    {"large", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY | RANKS_ALL_CASES, 0, 1},
+    {"large_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY, 0, 1},
+    {"narrow", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_LARGE_EARLY | RANKS_NARROW_CPU, 0, 1},
+    {"tcp", RANKS_LAUNCHED, "file://", DDP_ORDER_DEFAULT, RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS, 65536, 10},
+    {"tcp_threads", RANKS_AS_THREADS, "file://", DDP_ORDER_DEFAULT, RANKS_APART | RANKS_NO_MESSAGES | RANKS_NO_COUNTS, 65536, 10},
+    {"env", RANKS_STARTED, NULL, DDP_ORDER_DEFAULT, 0, 0, 1},
+    {"mpi", RANKS_STARTED, "mpi://", DDP_ORDER_DEFAULT, 0, 0, 1},
+    {"mpi_any", RANKS_STARTED, "mpi://", DDP_ORDER_ANY, 0, 0, 1},
+    {"foreign", RANKS_LAUNCHED, NULL, DDP_ORDER_DEFAULT, RANKS_PLUGGED_IN, 0, 20},
+    {"foreign_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_PLUGGED_IN, 0, 20},
+};
+static ranks_backend ranks_on; /* the one that runs */
 
-static RANKS_UNUSED const char *ranks_mode_name(ranks_mode mode) {
-    static const char *const names[] = {"processes", "threads", "env", "mpi", "mpi_any"};
-    return names[mode];
-}
+static RANKS_UNUSED int ranks_slow(void) { return ranks_on.slow * DDP_TEST_SLOWDOWN; }
 
-/* 0 when text names a mode. */
+static RANKS_UNUSED const char *ranks_mode_name(ranks_mode mode) { return ranks_backends[mode].name; }
+
+/* 0 when text names a backend that this program has. */
 static RANKS_UNUSED int ranks_mode_parse(const char *text, ranks_mode *mode) {
-    for (int m = RANKS_PROCESSES; m <= RANKS_MPI_ANY; m++) {
+    for (int m = 0; m < RANKS_MODES; m++) {
+        if (strcmp(text, ranks_backends[m].name) != 0 || (ranks_backends[m].is & RANKS_PLUGGED_IN && !RANKS_PLUG)) continue;
         *mode = (ranks_mode)m;
-        if (strcmp(text, ranks_mode_name(*mode)) == 0) return 0;
+        return 0;
     }
     return -1;
 }
 
-/* This process is one rank already and world_size is what the launcher says; with _MPI, by the MPI backend, which _ANY leaves the order to. */
-static RANKS_UNUSED int ranks_joins(ranks_mode mode) { return mode >= RANKS_ENV; }
+/* Whether a launcher, or nobody, says of how many ranks this process is one. */
+static RANKS_UNUSED int ranks_joins(ranks_mode mode) { return ranks_backends[mode].start == RANKS_STARTED; }
 
-/* Ranks in a row that share a machine, which tests pretend to be one of several (support/implementation_mpi.c). */
-static RANKS_UNUSED int ranks_per_machine(void) { const char *block = getenv("DDP_TEST_BLOCK"); return block ? atoi(block) : 64; }
+/* Ranks in a row that share a machine, which tests pretend to be one of several (support/implementation.c). */
+static RANKS_UNUSED int ranks_per_machine(void) {
+    const char *block = getenv("DDP_TEST_BLOCK");
+    return ranks_on.is & RANKS_APART ? 1 : block ? atoi(block) : 64;
+}
+
+//== running ranks ==========================================================================
+
+typedef struct ranks_joining { int timeout_ms, launch; ddp_rank_fn fn; void *user; } ranks_joining;
+
+/* local: the group of the launch, whose ranks join another one together; or NULL. */
+static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
+    const ranks_joining *j = (const ranks_joining *)user;
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *world = NULL;
+    char url[80];
+    ddp_result result;
+    desc.timeout_ms = j->timeout_ms;
+    desc.order = ranks_on.order;
+    desc.init_method = ranks_on.joins;
+    if (local) {
+        snprintf(url, sizeof url, "%.20s/tmp/ddp_test_ranks_%d_%d", ranks_on.joins, (int)j->launch, (int)getuid());
+        desc.init_method = url;
+        desc.rank = ddp_rank(local);
+        desc.world_size = ddp_world_size(local);
+    }
+#if defined(DDP_TEST_INNER_H)
+    machine_salt = ranks_on.is & RANKS_APART ? desc.rank + 1 : 0;
+#endif
+    result = ddp_group_create(&world, &desc);
+    if (result == DDP_OK) result = j->fn(world, j->user);
+    if (result == DDP_OK) result = ddp_barrier(world);
+    if (local && desc.rank == 0) unlink(url + strlen(ranks_on.joins));
+    ddp_group_destroy(world);
+    return result;
+}
 
 /* Runs fn on world_size ranks. */
 static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int timeout_ms, ddp_rank_fn fn, void *user) {
-    if (ranks_joins(mode)) {
-        ddp_group_desc desc = DDP_ZERO;
-        ddp_group *world = NULL;
-        ddp_result result;
-        desc.timeout_ms = timeout_ms;
-        if (mode != RANKS_ENV) desc.init_method = "mpi://";
-        if (mode == RANKS_MPI_ANY) desc.order = DDP_ORDER_ANY;
-        result = ddp_group_create(&world, &desc);
-        if (result == DDP_OK) result = fn(world, user);
-        if (result == DDP_OK) result = ddp_barrier(world);
-        ddp_group_destroy(world);
-        return result;
-    } else {
-        ddp_launch_desc desc = DDP_ZERO;
-        desc.world_size = world_size;
-        desc.mode = mode == RANKS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
-        desc.group.timeout_ms = timeout_ms;
-#if defined(RANKS_BACKEND)
-        desc.group.backend = RANKS_BACKEND();
+    static int launches;
+    ranks_joining joining;
+    ddp_launch_desc desc = DDP_ZERO;
+    joining.timeout_ms = timeout_ms;
+    joining.launch = (int)getpid() * 100 + launches++ % 100;
+    joining.fn = fn;
+    joining.user = user;
+    ranks_on = ranks_backends[mode];
+#if defined(DDP_TEST_INNER_H)
+    if (ranks_on.is & RANKS_LARGE_EARLY) inner.large_bytes = 16384;
+    inner.narrow = (ranks_on.is & RANKS_NARROW_CPU) != 0;
 #endif
-        return ddp_launch(&desc, fn, user);
-    }
+    if (ranks_on.start == RANKS_STARTED) return ranks_join(NULL, &joining);
+    desc.world_size = world_size;
+    desc.mode = ranks_on.start == RANKS_AS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
+    desc.group.timeout_ms = timeout_ms;
+    if (ranks_on.is & RANKS_PLUGGED_IN) desc.group.backend = RANKS_PLUG;
+    return ranks_on.joins ? ddp_launch(&desc, ranks_join, &joining) : ddp_launch(&desc, fn, user);
 }
 
 /* Zeroed memory that ranks share, whether they are threads or forked from here. */
@@ -143,11 +212,11 @@ static RANKS_UNUSED __thread const char *ranks_current = ""; /* the test that ru
         if (ranks_now() - run_start > 10) printf("slow: %s took %.1f s\n", #test, ranks_now() - run_start);                  \
     } while (0)
 
-/* The main of `program processes|threads|env [W ...]`: one launch per W, by default per entry of defaults, which ends with 0; fn gets
-   the mode. Returns how many failed, or -1 after a line on usage. The watchdog is started here. */
+/* The main of `program BACKEND [W ...]`: one launch per W, by default per entry of defaults, which ends with 0; fn gets the mode. Returns how many
+   failed, or -1 after a line on usage. The watchdog is started here. */
 static RANKS_UNUSED int ranks_each(int argc, char **argv, const int *defaults, int watchdog_seconds, ranks_mode *mode, ddp_rank_fn fn) {
     int failures = 0;
-    if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0) return fprintf(stderr, "usage: %s processes|threads|env [W ...]\n", argv[0]), -1;
+    if (argc < 2 || ranks_mode_parse(argv[1], mode) != 0) return fprintf(stderr, "usage: %s BACKEND [W ...], see support/ranks.h\n", argv[0]), -1;
     watchdog_start(watchdog_seconds);
     for (int i = 0; argc > 2 ? i + 2 < argc : defaults[i]; i++) {
         int w = argc > 2 ? atoi(argv[i + 2]) : defaults[i];
@@ -327,7 +396,7 @@ static RANKS_UNUSED void ranks_combine(ddp_dtype dtype, ddp_op op, ranks_number 
 }
 
 /* Elements at .. at + n - 1 of ranks first .. first + ranks - 1 as a tree: the left part is the largest power of two below the number of ranks. */
-enum { RANKS_BLOCK = 128 };
+#define RANKS_BLOCK ((size_t)128)
 static RANKS_UNUSED void ranks_tree(ranks_number *out, const ranks_data *data, ddp_op op, int first, int ranks, size_t at, size_t n) {
     ranks_number right[RANKS_BLOCK];
     int left = 1;

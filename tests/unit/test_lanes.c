@@ -1,8 +1,8 @@
 /*  test_lanes.c - a backend that enqueues, on a device with lanes, both made here: lanes are queues whose work runs as late as it may. What comes out
     has the bits of plain CPU groups only if ddp.h orders the two lanes by its events, and nothing runs before somebody waits for it. Ranks are threads,
     one and two of them; collectives run over the CPU group that each group is made on. */
-#define DDP_IMPLEMENTATION
 #include "ddp.h"
+#include "inner.h"
 
 #include "../support/unit.h"
 #include "../support/watchdog.h"
@@ -40,8 +40,8 @@ typedef struct machine {
     char text[256];
 } machine;
 
-static DDP__THREAD_LOCAL machine *here; /* of the thread's rank: each has one group of this kind */
-static DDP__THREAD_LOCAL ddp_lane entered;
+static __thread machine *here; /* of the thread's rank: each has one group of this kind */
+static __thread ddp_lane entered;
 
 static void execute(machine *m, int which);
 
@@ -319,7 +319,7 @@ static ddp_result errors(ddp_group *world, void *user) {
     assert_int_equal(ddp_group_status(group), DDP_ERR_ENGINE);
     here->fail_next = 0;
     here->cause = DDP_OK;
-    group->cause_seen = group->cause_delivered = 0;
+    inner.forget_cause(group);
     assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, &work), DDP_OK);
     queue_poison(group, here, DDP_ERR_TIMEOUT, "rank 7 is behind");
     assert_int_equal(ddp_wait(group, &work), DDP_ERR_TIMEOUT);

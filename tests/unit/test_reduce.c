@@ -1,15 +1,15 @@
 /*  test_reduce.c - the CPU kernels: tree reductions, casts, divisions and exact sums against plain scalar references.
 
     A reduction of every dtype, operation and number of sources is computed once per element by the reference below; every count, offset,
-    set of destinations and store path must then give the same bits. NaN matches any NaN. */
+    set of destinations and store path must then give the same bits. NaN matches any NaN.
+
+    test_reduce [narrow]     narrow: as on a CPU without wide vectors */
 #include <float.h>
 #include <math.h>
+#include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/random.h"
 #include "../support/unit.h"
-
-#define DDP__RUNS_BYTES ((size_t)8192) /* so that counts of a test are walked in several runs */
-#define DDP_IMPLEMENTATION
-#include "../../ddp.h"
 
 #define COUNT_MAX 4097
 #define SOURCES_MAX 64
@@ -223,7 +223,7 @@ static void check_case(pattern p, int src_count, size_t count, ddp_dtype dtype, 
         memset((char *)dst[i] - 32, 0xa5, 32);
         memset((char *)dst[i] + bytes, 0x5a, 32);
     }
-    ddp__reduce_tree(dst, dst_count, src, src_count, count, dtype, op, divisor, how);
+    inner.reduce_tree(dst, dst_count, src, src_count, count, dtype, op, divisor, how);
     for (int i = 0; i < dst_count; i++) {
         size_t at = first_difference(expected, dst[i], count, dtype);
         if (at != count)
@@ -272,7 +272,7 @@ static void every_path_gives_the_bits_of_the_tree(void **state) {
     }
 }
 
-/* ddp__copy_across and ddp__copy_stream, below and above several runs, from and to every alignment, write what they should and nothing beside. */
+/* copy_across and copy_stream, below and above several runs, from and to every alignment, write what they should and nothing beside. */
 static void copies_are_exact(void **state) {
     static const size_t sizes[] = {0, 1, 63, 64, 65, 8191, 8192, 8193, 12345, 16448};
     unsigned char *in = arena, *out = outside;
@@ -283,8 +283,8 @@ static void copies_are_exact(void **state) {
             for (int past = 0; past < 2; past++) {
                 unsigned char *to = out + 64 + offset;
                 memset(out, 0xa5, sizes[c] + 256);
-                (past ? ddp__copy_stream : ddp__copy_across)(to, in + 71 - offset, sizes[c]);
-                ddp__stream_end();
+                (past ? inner.copy_stream : inner.copy_across)(to, in + 71 - offset, sizes[c]);
+                inner.stream_end();
                 assert_memory_equal(to, in + 71 - offset, sizes[c]);
                 assert_int_equal(to[-1], 0xa5);
                 assert_int_equal(to[sizes[c]], 0xa5);
@@ -299,9 +299,9 @@ static void seven_sources_group_as_documented(void **state) {
     (void)state;
     dst[0] = &out;
     for (int i = 0; i < 7; i++) src[i] = &in[i];
-    ddp__reduce_tree(dst, 1, src, 7, 1, DDP_F32, DDP_OP_SUM, 0, 0);
+    inner.reduce_tree(dst, 1, src, 7, 1, DDP_F32, DDP_OP_SUM, 0, 0);
     assert_true(out == ((16777216.0f + 1.0f) + (1.0f + 1.0f)) + ((1.0f + 1.0f) + 1.0f));
-    ddp__reduce_tree(dst, 1, src, 3, 1, DDP_F32, DDP_OP_SUM, 0, 0);
+    inner.reduce_tree(dst, 1, src, 3, 1, DDP_F32, DDP_OP_SUM, 0, 0);
     assert_true(out == 16777216.0f);
 }
 
@@ -318,9 +318,9 @@ static void minimum_and_maximum_order_zeros_and_pass_nan_on(void **state) {
                 src[1] = y;
                 for (int i = 0; i < 17; i++) { x[i] = values[a]; y[i] = values[b]; }
                 dst[0] = low;
-                ddp__reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MIN, 0, 0);
+                inner.reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MIN, 0, 0);
                 dst[0] = high;
-                ddp__reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MAX, 0, 0);
+                inner.reduce_tree(dst, 1, src, 2, count, DDP_F32, DDP_OP_MAX, 0, 0);
                 for (size_t i = 0; i < count; i++) {
                     if (isnan(values[a]) || isnan(values[b])) { assert_true(isnan(low[i]) && isnan(high[i])); continue; }
                     assert_int_equal(bits_of(low[i]), bits_of((float)pick(values[a], values[b], 0)));
@@ -337,14 +337,14 @@ static void halves_are_added_in_f32_and_rounded_once(void **state) {
     (void)state;
     dst[0] = &out;
     for (int i = 0; i < 4; i++) src[i] = &one[i];
-    ddp__reduce_tree(dst, 1, src, 4, 1, DDP_F16, DDP_OP_SUM, 0, 0);
+    inner.reduce_tree(dst, 1, src, 4, 1, DDP_F16, DDP_OP_SUM, 0, 0);
     assert_int_equal(out, 0x6801);
     for (int i = 0; i < 3; i++) src[i] = &two[i];
-    ddp__reduce_tree(dst, 1, src, 3, 1, DDP_F16, DDP_OP_SUM, 0, 0);
+    inner.reduce_tree(dst, 1, src, 3, 1, DDP_F16, DDP_OP_SUM, 0, 0);
     assert_int_equal(out, 0x7bff);
-    ddp__reduce_tree(dst, 1, src, 2, 1, DDP_F16, DDP_OP_SUM, 0, 0);
+    inner.reduce_tree(dst, 1, src, 2, 1, DDP_F16, DDP_OP_SUM, 0, 0);
     assert_int_equal(out, 0x7c00);
-    ddp__reduce_tree(dst, 1, src, 2, 1, DDP_F16, DDP_OP_AVG, 2, 0);
+    inner.reduce_tree(dst, 1, src, 2, 1, DDP_F16, DDP_OP_AVG, 2, 0);
     assert_int_equal(out, 0x7bff);
 }
 
@@ -362,14 +362,14 @@ static void division_matches_the_average(void **state) {
             fill(data + 7, count, dtypes[t]);
             one[0] = expected;
             src[0] = data + 7;
-            ddp__reduce_tree(one, 1, src, 1, count, dtypes[t], DDP_OP_AVG, divisors[d], 0);
+            inner.reduce_tree(one, 1, src, 1, count, dtypes[t], DDP_OP_AVG, divisors[d], 0);
             for (size_t i = 0; i < count && divisors[d] > 1 && divisors[d] < UINT64_MAX / 4; i++) {
                 element e = divided(element_load(data + 7, i, dtypes[t]), dtypes[t], divisors[d]);
                 unsigned char one_element[8];
                 element_store(one_element, 0, dtypes[t], e);
                 assert_int_equal(first_difference(one_element, expected + i * size, 1, dtypes[t]), 1);
             }
-            ddp__divide(data + 7, count, dtypes[t], divisors[d]);
+            inner.divide(data + 7, count, dtypes[t], divisors[d]);
             assert_int_equal(first_difference(expected, data + 7, count, dtypes[t]), count);
         }
 }
@@ -378,15 +378,15 @@ static void signed_division_truncates_at_the_limits(void **state) {
     int64_t wide[4] = {INT64_MIN, INT64_MIN + 1, INT64_MAX, -7};
     int8_t narrow[3] = {-128, 127, -7};
     (void)state;
-    ddp__divide(wide, 4, DDP_I64, UINT64_C(1) << 63);
+    inner.divide(wide, 4, DDP_I64, UINT64_C(1) << 63);
     assert_true(wide[0] == -1 && wide[1] == 0 && wide[2] == 0 && wide[3] == 0);
     wide[0] = INT64_MIN;
     wide[3] = -7;
-    ddp__divide(wide, 4, DDP_I64, 2);
+    inner.divide(wide, 4, DDP_I64, 2);
     assert_true(wide[0] == INT64_MIN / 2 && wide[3] == -3);
-    ddp__divide(narrow, 3, DDP_I8, 2);
+    inner.divide(narrow, 3, DDP_I8, 2);
     assert_true(narrow[0] == -64 && narrow[1] == 63 && narrow[2] == -3);
-    ddp__divide(narrow, 3, DDP_I8, 1000);
+    inner.divide(narrow, 3, DDP_I8, 1000);
     assert_true(narrow[0] == 0 && narrow[1] == 0 && narrow[2] == 0);
 }
 
@@ -400,18 +400,18 @@ static void all_halves_survive_a_round_trip(void **state) {
     for (int i = 0; i < 65536; i++) in[i] = (uint16_t)i;
     for (int format = 0; format < 2; format++) {
         ddp_dtype dtype = format ? DDP_BF16 : DDP_F16;
-        ddp__cast(f32, DDP_F32, in, dtype, 65536);
-        ddp__cast(f64, DDP_F64, in, dtype, 65536);
+        inner.cast(f32, DDP_F32, in, dtype, 65536);
+        inner.cast(f64, DDP_F64, in, dtype, 65536);
         for (int i = 0; i < 65536; i++) {
             double value = half_value((uint16_t)i, half_mantissa[format]);
             if (isnan(value)) { assert_true(isnan(f32[i]) && isnan(f64[i])); continue; }
             assert_int_equal(bits_of(f32[i]), bits_of((float)value));
             assert_true(bits_of_double(f64[i]) == bits_of_double(value));
         }
-        ddp__cast(out, dtype, f32, DDP_F32, 65536);
+        inner.cast(out, dtype, f32, DDP_F32, 65536);
         assert_int_equal(first_difference(in, out, 65536, dtype), 65536);
         memset(out, 0, sizeof out);
-        ddp__cast(out, dtype, f64, DDP_F64, 65536);
+        inner.cast(out, dtype, f64, DDP_F64, 65536);
         assert_int_equal(first_difference(in, out, 65536, dtype), 65536);
     }
 }
@@ -422,8 +422,8 @@ static void check_rounding(const double *values, size_t count) {
     for (size_t i = 0; i < count; i++) f32[i] = (float)values[i];
     for (int format = 0; format < 2; format++) {
         ddp_dtype dtype = format ? DDP_BF16 : DDP_F16;
-        ddp__cast(from_f32, dtype, f32, DDP_F32, count);
-        ddp__cast(from_f64, dtype, values, DDP_F64, count);
+        inner.cast(from_f32, dtype, f32, DDP_F32, count);
+        inner.cast(from_f64, dtype, values, DDP_F64, count);
         for (size_t i = 0; i < count; i++) {
             uint16_t a = half_nearest(f32[i], format), b = half_nearest(values[i], format);
             if (isnan(values[i])) {
@@ -474,16 +474,16 @@ static void casts_between_other_types(void **state) {
     uint16_t half[40], other[40];
     (void)state;
     for (int i = 0; i < 40; i++) f32[i] = float_of((uint32_t)random_u64() & 0xbfffffff);
-    ddp__cast(f64, DDP_F64, f32, DDP_F32, 40);
-    ddp__cast(back, DDP_F32, f64, DDP_F64, 40);
+    inner.cast(f64, DDP_F64, f32, DDP_F32, 40);
+    inner.cast(back, DDP_F32, f64, DDP_F64, 40);
     assert_int_equal(first_difference(f32, back, 40, DDP_F32), 40);
-    ddp__cast(back, DDP_F32, f32, DDP_F32, 40);
+    inner.cast(back, DDP_F32, f32, DDP_F32, 40);
     assert_memory_equal(f32, back, sizeof f32);
-    ddp__cast(back, DDP_F32, f32, DDP_F32, 0);
+    inner.cast(back, DDP_F32, f32, DDP_F32, 0);
     for (int i = 0; i < 40; i++) half[i] = (uint16_t)(0x3c00 + i);
-    ddp__cast(other, DDP_BF16, half, DDP_F16, 40);
+    inner.cast(other, DDP_BF16, half, DDP_F16, 40);
     for (int i = 0; i < 40; i++) assert_int_equal(other[i], half_nearest(half_value(half[i], 10), 1));
-    ddp__cast(half, DDP_BF16, half, DDP_F16, 40); /* in place between types of one size */
+    inner.cast(half, DDP_BF16, half, DDP_F16, 40); /* in place between types of one size */
     assert_memory_equal(half, other, sizeof half);
 }
 
@@ -640,11 +640,11 @@ static void squares_add_per_row_in_a_fixed_order(void **state) {
                     for (size_t at = 0; at < n; at += 4096) /* pieces of long rows add exactly */
                         ddp_exact_sum_add(&expected, squares_reference(data + offset + (r * n + at) * size, n - at < 4096 ? n - at : 4096, floats[t]));
                 ddp_exact_sum_clear(&whole);
-                ddp__exact_add_squares(&whole, data + offset, rows, n, floats[t]);
+                inner.exact_add_squares(&whole, data + offset, rows, n, floats[t]);
                 ddp_exact_sum_clear(&parts);
                 for (size_t r = 0; r < rows; r += 4) {
                     ddp_exact_sum_clear(&part);
-                    ddp__exact_add_squares(&part, data + offset + r * n * size, rows - r < 4 ? rows - r : 4, n, floats[t]);
+                    inner.exact_add_squares(&part, data + offset + r * n * size, rows - r < 4 ? rows - r : 4, n, floats[t]);
                     ddp_exact_sum_merge(&parts, &part);
                 }
                 assert_memory_equal(&whole, &expected, sizeof whole);
@@ -659,18 +659,18 @@ static void squares_pass_nan_and_overflow_on(void **state) {
     for (int i = 0; i < 70; i++) row[i] = 1.0f;
     row[69] = INFINITY;
     ddp_exact_sum_clear(&sum);
-    ddp__exact_add_squares(&sum, row, 1, 70, DDP_F32);
+    inner.exact_add_squares(&sum, row, 1, 70, DDP_F32);
     assert_double(ddp_exact_sum_value(&sum), (double)INFINITY);
     row[3] = NAN;
-    ddp__exact_add_squares(&sum, row, 70, 1, DDP_F32);
+    inner.exact_add_squares(&sum, row, 70, 1, DDP_F32);
     assert_true(isnan(ddp_exact_sum_value(&sum)));
     ddp_exact_sum_clear(&sum);
-    ddp__exact_add_squares(&sum, row, 0, 70, DDP_F32);
-    ddp__exact_add_squares(&sum, row, 70, 0, DDP_F32);
+    inner.exact_add_squares(&sum, row, 0, 70, DDP_F32);
+    inner.exact_add_squares(&sum, row, 70, 0, DDP_F32);
     assert_double(ddp_exact_sum_value(&sum), 0.0);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_path_gives_the_bits_of_the_tree),
         cmocka_unit_test(copies_are_exact),
@@ -692,6 +692,8 @@ int main(void) {
         cmocka_unit_test(squares_pass_nan_and_overflow_on),
     };
     int failed;
+    inner.runs_bytes = 8192; /* so that counts of a test are walked in several runs */
+    inner.narrow = argc > 1 && strcmp(argv[1], "narrow") == 0;
     arena = (unsigned char *)malloc((size_t)SOURCES_MAX * SLOT * 3);
     if (!arena) return 1;
     outside = arena + (size_t)SOURCES_MAX * SLOT;

@@ -1,0 +1,46 @@
+/*  inner.h - what tests change and call of ddp.h's inside. implementation.c has it, one object of each flavour: a source that defines DDP_IMPLEMENTATION
+    for this alone would take a compiler ten times as long as the rest of it.
+
+    Include after ddp.h. */
+#ifndef DDP_TEST_INNER_H
+#define DDP_TEST_INNER_H
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+typedef struct test_inner {
+    /* how ddp.h is built; at first as for everybody */
+    size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__RUNS_BYTES */
+    int64_t inside_out_from;             /* DDP__RANDPERM_INSIDE_OUT_FROM */
+    int narrow;                          /* the CPU has no wide vectors */
+    int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
+    int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
+    void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
+
+    /* private functions */
+    void (*reduce_tree)(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how);
+    void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
+    void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
+    void (*copy_across)(void *dst, const void *src, size_t size_bytes);
+    void (*copy_stream)(void *dst, const void *src, size_t size_bytes);
+    void (*stream_end)(void);
+    void (*exact_add_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
+    int (*tcp_listen)(const char *host, int port);
+    void (*announce_text)(int listener, char out[256]);
+    void (*first_host)(char *out, size_t size_bytes, const char *list);
+    size_t (*hello)(void *out, const char *token, int rank, int world_size, uint32_t version); /* the letter of a rank; its size */
+    ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
+    const char *(*backend_name)(const ddp_group *group);
+    void (*forget_cause)(ddp_group *group); /* of its failure */
+    void (*exhaust)(ddp_group *group);   /* a group of the local backend: its shared memory is used up */
+} test_inner;
+
+extern test_inner inner;
+extern __thread int machine_salt; /* ranks with different ones do not share a machine */
+
+#if defined(__cplusplus)
+}
+#endif
+
+#endif /* DDP_TEST_INNER_H */
