@@ -5952,7 +5952,7 @@ static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
     return ddp__mpi_open_on(group, *(MPI_Comm *)group->desc.backend_user, ddp__machine(), NULL, state);
 }
 
-static void *ddp__mpi_peer(ddp_group *group, void *state, const void *memory, int rank) {
+static void *ddp__mpi_peer_memory(ddp_group *group, void *state, const void *memory, int rank) {
     ddp_group *local = ((ddp__mpi *)state)->local;
     return local->world_size == group->world_size ? ddp_group_peer(local, memory, rank) : NULL;
 }
@@ -5960,7 +5960,7 @@ static void *ddp__mpi_peer(ddp_group *group, void *state, const void *memory, in
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
                                     ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL,
-                                    ddp__mpi_peer};
+                                    ddp__mpi_peer_memory};
     return &mpi;
 }
 
