@@ -15,12 +15,15 @@ static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call)
     return ddp_group_call((ddp_group *)state, call, NULL);
 }
 
+static int relay_allocs; /* of group memory, on any thread */
+
 /* In their turn: the group below has one caller at a time. */
 typedef struct relay_memory { ddp_group *below; size_t size_bytes; void *memory; } relay_memory;
 
 static ddp_result relay_take(ddp_group *group, void *argument) {
     relay_memory *m = (relay_memory *)argument;
     (void)group;
+    if (!m->memory) __atomic_add_fetch(&relay_allocs, 1, __ATOMIC_RELAXED);
     return m->memory ? ddp_group_free(m->below, m->memory) : ddp_group_alloc(m->below, m->size_bytes, &m->memory);
 }
 

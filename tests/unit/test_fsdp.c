@@ -1,0 +1,1054 @@
+/*  test_fsdp.c - what ddp_fsdp.h promises besides equal bits (parity/test_fsdp_parity.c): sentences for bad input, ranks that differ, ties, odd tensors, prefetch in
+    orders that change, memory to the byte, 8-bit gathers, scalers.
+
+    test_fsdp [processes|threads [W ...]] */
+#include "ddp_fsdp.h"
+#include "../support/ranks.h"
+#include "../support/relay.h"
+
+#include <float.h>
+#include <sys/resource.h>
+
+enum { PARAMS = 16, UNITS = 8 };
+
+typedef struct model {
+    ddp_fsdp_param params[PARAMS];
+    ddp_fsdp_unit_desc units[UNITS];
+    int count, unit_count;
+    ddp_fsdp_desc desc;
+} model;
+
+static double noise(uint64_t seed) { return (double)(int64_t)ranks_mix(seed) / 9223372036854775808.0; }
+static uint64_t name_seed(const char *name) {
+    uint64_t seed = 7;
+    while (*name) seed = ranks_mix(seed + (unsigned char)*name++);
+    return seed;
+}
+
+static double load(const void *memory, ddp_dtype dtype, int64_t i) {
+    double value;
+    ddp_device_cpu()->cast(&value, DDP_F64, (const char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, 1);
+    return value;
+}
+
+static void store(void *memory, ddp_dtype dtype, int64_t i, double value) {
+    ddp_device_cpu()->cast((char *)memory + (size_t)i * ddp_dtype_size(dtype), dtype, &value, DDP_F64, 1);
+}
+
+static double first_value(const char *name, int64_t i) { return (double)(float)noise(name_seed(name) + (uint64_t)i); }
+
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    const ddp_tensor *t = &param->param.value;
+    int64_t each = t->ndim && t->shape[0] ? ddp_tensor_count(t) / t->shape[0] : 1;
+    (void)user;
+    for (int64_t i = 0; i < row_count * each; i++)
+        store(out, t->dtype == DDP_F64 ? DDP_F64 : DDP_F32, i, first_value(param->tied_to ? param->tied_to : param->param.name, first_row * each + i));
+    return DDP_OK;
+}
+
+/* A parameter of the last unit, or the first of a new one. columns 0: one dimension; rows -1: none. */
+static ddp_fsdp_param *add(model *m, const char *unit, const char *name, ddp_dtype dtype, int rows, int columns) {
+    ddp_fsdp_param *p = &m->params[m->count++];
+    if (unit) {
+        m->units[m->unit_count].name = unit;
+        m->units[m->unit_count++].params = p;
+    }
+    m->units[m->unit_count - 1].param_count++;
+    p->param.name = name;
+    p->param.value.dtype = dtype;
+    p->param.value.ndim = rows < 0 ? 0 : columns ? 2 : 1;
+    p->param.value.shape[0] = rows < 0 ? 0 : rows;
+    p->param.value.shape[1] = columns;
+    m->desc.units = m->units;
+    m->desc.unit_count = m->unit_count;
+    m->desc.init_fn = fill;
+    return p;
+}
+
+static void blocks(model *m, int count, int rows, int columns) {
+    static const char *const names[UNITS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    memset(m, 0, sizeof *m);
+    for (int u = 0; u < count; u++) add(m, names[u], names[u], DDP_F32, rows, columns);
+}
+
+static void backward(const model *m, int unit, uint64_t seed) {
+    for (int k = 0; k < m->units[unit].param_count; k++) {
+        const ddp_param *p = &m->units[unit].params[k].param;
+        for (int64_t i = 0; p->grad.data && i < ddp_tensor_count(&p->grad); i++)
+            store(p->grad.data, p->grad.dtype, i, load(p->grad.data, p->grad.dtype, i) + 0.2 * load(p->value.data, p->value.dtype, i) +
+                  noise(seed + name_seed(p->name) + (uint64_t)i));
+    }
+}
+
+static ddp_result pass(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint64_t seed) {
+    for (int u = 0; u < m->unit_count; u++) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    for (int u = m->unit_count - 1; u >= 0; u--) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        backward(m, u, ranks_mix(seed * 64 + (uint64_t)ddp_rank(group)));
+        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    return DDP_OK;
+}
+
+static ddp_result train(ddp_group *group, ddp_fsdp *fsdp, const model *m, int steps, uint64_t seed) {
+    int micro_batches = m->desc.micro_batch_count ? m->desc.micro_batch_count : 1;
+    for (int s = 0; s < steps; s++) {
+        for (int k = 0; k < micro_batches; k++) RANKS_OK(group, pass(group, fsdp, m, seed * 1000 + (uint64_t)(s * micro_batches + k)));
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+    }
+    return DDP_OK;
+}
+
+static uint64_t hash_bytes(uint64_t hash, const void *memory, size_t size) {
+    for (size_t i = 0; i < size; i++) hash = (hash ^ ((const unsigned char *)memory)[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+static uint64_t unit_hash(uint64_t hash, const model *m, int unit) {
+    for (int k = 0; k < m->units[unit].param_count; k++) {
+        const ddp_tensor *v = &m->units[unit].params[k].param.value;
+        if (v->data) hash = hash_bytes(hash, v->data, (size_t)ddp_tensor_count(v) * ddp_dtype_size(v->dtype));
+    }
+    return hash;
+}
+
+/* All values, whole. */
+static ddp_result digest(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint64_t *out) {
+    *out = 99;
+    RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
+    for (int u = 0; u < m->unit_count; u++) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        *out = unit_hash(*out, m, u);
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 0));
+    return DDP_OK;
+}
+
+static int says(const char *word) { return strstr(ddp_last_error(), word) != NULL; }
+
+#define FAILS(group, call, code, ...)                                                                                            \
+    do {                                                                                                                         \
+        static const char *const words[] = {__VA_ARGS__};                                                                        \
+        ddp_result got = (ddp_result)(call);                                                                                     \
+        RANKS_CHECK(group, got == (code), "%s: %s", ddp_result_name(got), got == DDP_OK ? "" : ddp_last_error());                \
+        for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) RANKS_CHECK(group, says(words[i]), "\"%s\" is missing in: %s", words[i], ddp_last_error()); \
+    } while (0)
+
+typedef struct counter { size_t now, peak; int calls, refuse_after; } counter;
+
+static void *counted(size_t size, void *user) {
+    counter *c = (counter *)user;
+    size_t *memory;
+    if (c->refuse_after && c->calls + 1 >= c->refuse_after) return NULL;
+    memory = (size_t *)malloc(size + 64);
+    if (!memory) return NULL;
+    c->calls++;
+    memory[0] = size;
+    c->now += size;
+    if (c->now > c->peak) c->peak = c->now;
+    return memory + 8;
+}
+
+static void uncounted(void *memory, void *user) {
+    if (!memory) return;
+    ((counter *)user)->now -= ((size_t *)memory)[-8];
+    free((size_t *)memory - 8);
+}
+
+//== bad input ==============================================================================
+
+/* One change at a time to a model that is fine; on every rank, or on the last alone. */
+static ddp_result refuse(ddp_group *group, int only_last) {
+    static const char *const words[][3] = {
+        {"no units"}, {"unit 1", "bee", "no parameters"}, {"strategy=9"}, {"offload=7"}, {"param_dtype"}, {"reduce_dtype"}, {"micro_batch_count=-1"},
+        {"alloc_fn", "free_fn"}, {"replicas"}, {"quantize_gather", "FULL_SHARD"}, {"keep_checkpoints"}, {"unit ay", "no name"},
+        {"unit ay", "parameter a.w", "shape"}, {"unit bee", "parameter b.w", "not a float"}, {"unit bee", "parameter b.w", "gradient"},
+        {"unit bee", "parameter b.w", "no values"}, {"unit bee", "a.w", "this name"}, {"unit bee", "tied_to=none"}, {"tied", "shape or dtype"},
+        {"global_shape"}, {"beta1"}, {"unit bee", "b.w", "unit ay"}, {"frozen", "a.w"}, {"unit bee", "a.v", "this name"}, {"prefetch"}};
+    double memory[12] = {0};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        model m;
+        ddp_fsdp *fsdp = (ddp_fsdp *)&m;
+        int bad = !only_last || ddp_rank(group) == ddp_world_size(group) - 1;
+        ddp_fsdp_param *a, *b;
+        memset(&m, 0, sizeof m);
+        a = add(&m, "ay", "a.w", DDP_F32, 4, 3);
+        add(&m, NULL, "a.v", DDP_F32, 4, 3);
+        b = add(&m, "bee", "b.w", DDP_F32, 4, 3);
+        switch (bad ? (int)i : -1) {
+        case 0: m.desc.unit_count = 0; break;
+        case 1: m.units[1].param_count = 0; break;
+        case 2: m.desc.strategy = (ddp_fsdp_strategy)9; break;
+        case 3: m.desc.offload = (ddp_fsdp_offload)7; break;
+        case 4: m.desc.param_dtype = DDP_I8; break;
+        case 5: m.desc.reduce_dtype = (ddp_dtype)77; break;
+        case 6: m.desc.micro_batch_count = -1; break;
+        case 7: m.desc.alloc_fn = counted; break;
+        case 8: m.desc.replicas = group; break;
+        case 9: m.desc.quantize_gather = 1; m.desc.strategy = DDP_FSDP_SHARD_GRAD; break;
+        case 10: m.desc.keep_checkpoints = -3; break;
+        case 11: a->param.name = NULL; break;
+        case 12: a->param.value.shape[1] = -1; break;
+        case 13: b->param.value.dtype = DDP_I32; break;
+        case 14: b->param.grad.dtype = DDP_U8; break;
+        case 15: m.desc.init_fn = NULL; a->param.value.data = memory; m.params[1].param.value.data = memory + 6; break;
+        case 16: b->param.name = "a.w"; break;
+        case 17: b->tied_to = "none"; break;
+        case 18: b->tied_to = "a.w"; b->param.value.shape[0] = 5; break;
+        case 19: b->global_shape[0] = 6; b->global_shape[1] = 3; b->global_offset[0] = 3; break;
+        case 20: m.desc.optimizer.beta1 = 1.5f; break;
+        case 21: a->param.value.data = b->param.value.data = memory; break;
+        case 22: b->tied_to = "a.w"; a->frozen = 1; break;
+        case 23: b->tied_to = "a.w"; b->param.name = "a.v"; break;
+        case 24: m.desc.prefetch = -5; break;
+        default: break;
+        }
+        ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
+        RANKS_CHECK(group, result == DDP_ERR_INVALID && !fsdp, "case %d: %s: %s", (int)i, ddp_result_name(result), ddp_last_error());
+        for (int k = 0; k < 3 && words[i][k]; k++) RANKS_CHECK(group, says(words[i][k]), "case %d: no \"%s\" in: %s", (int)i, words[i][k], ddp_last_error());
+        RANKS_OK(group, ddp_group_status(group));
+    }
+    return DDP_OK;
+}
+
+static ddp_result bad_input(ddp_group *group) { return refuse(group, 0); }
+static ddp_result bad_on_one(ddp_group *group) { return ddp_world_size(group) > 1 ? refuse(group, 1) : DDP_OK; }
+
+static ddp_result bad_calls(ddp_group *group) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_tensor t;
+    ddp_fsdp_memory memory;
+    float norm;
+    blocks(&m, 2, 6, 2);
+    FAILS(group, ddp_fsdp_create(NULL, group, &m.desc), DDP_ERR_INVALID, "out");
+    FAILS(group, ddp_fsdp_create(&fsdp, NULL, &m.desc), DDP_ERR_INVALID, "group");
+    FAILS(group, ddp_fsdp_create(&fsdp, group, NULL), DDP_ERR_INVALID, "desc");
+    FAILS(group, ddp_fsdp_unit_gather(NULL, 0), DDP_ERR_INVALID, "fsdp is NULL");
+    FAILS(group, ddp_fsdp_step(NULL, 0), DDP_ERR_INVALID, "fsdp is NULL");
+    FAILS(group, ddp_fsdp_get_memory(NULL, &memory), DDP_ERR_INVALID, "NULL");
+    ddp_fsdp_destroy(NULL);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    FAILS(group, ddp_fsdp_unit_gather(fsdp, 2), DDP_ERR_INVALID, "unit=2", "0 to 1");
+    FAILS(group, ddp_fsdp_unit_release(fsdp, -1), DDP_ERR_INVALID, "unit=-1");
+    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 9), DDP_ERR_INVALID, "unit=9");
+    FAILS(group, ddp_fsdp_unit_release(fsdp, 1), DDP_ERR_INVALID, "unit b", "not gathered");
+    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 1), DDP_ERR_INVALID, "unit b", "gather it");
+    FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "unit a", "reduced 0 times");
+    FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm), DDP_ERR_INVALID, "unit a", "reduced 0 times");
+    FAILS(group, ddp_fsdp_get_shard(fsdp, 0, 1, &t, NULL, NULL), DDP_ERR_INVALID, "param=1", "unit a");
+    RANKS_OK(group, pass(group, fsdp, &m, 1));
+    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "ddp_fsdp_step");
+    FAILS(group, ddp_fsdp_step(fsdp, -1), DDP_ERR_INVALID, "lr=-1");
+    FAILS(group, ddp_fsdp_step(fsdp, NAN), DDP_ERR_INVALID, "lr=");
+    FAILS(group, ddp_fsdp_step(fsdp, INFINITY), DDP_ERR_INVALID, "lr=");
+    FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, 0, &norm), DDP_ERR_INVALID, "max_norm=0");
+    FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, NAN, NULL), DDP_ERR_INVALID, "max_norm");
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
+    RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
+    RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
+    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* Rank 0 describes something else: an error on every rank, and the group lives on. */
+static ddp_result descs_differ(ddp_group *group) {
+    static const char *const words[] = {"unit b", "unit b", "unit b", "parameter b", "unit b", "descs", "descs", "descs", "descs", "descs", "unit b"};
+    if (ddp_world_size(group) == 1) return DDP_OK;
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_result result;
+        blocks(&m, 3, 6, 2);
+        switch (ddp_rank(group) == 0 ? (int)i : -1) {
+        case 0: m.params[1].param.value.shape[0] = 7; break;
+        case 1: m.params[1].param.value.dtype = DDP_F64; break;
+        case 2: m.params[1].frozen = 1; break;
+        case 3: m.params[1].param.name = "bb"; break;
+        case 4: m.params[1].tied_to = "a"; break;
+        case 5: m.desc.unit_count = 2; break;
+        case 6: m.desc.strategy = DDP_FSDP_SHARD_OPTIM; break;
+        case 7: m.desc.micro_batch_count = 2; break;
+        case 8: m.desc.optimizer.weight_decay = 0.5f; break;
+        case 9: m.desc.optimizer.kind = DDP_OPTIMIZER_SGD; m.desc.optimizer.momentum = 0.9f; break;
+        case 10: m.params[1].param.value.ndim = 3; m.params[1].param.value.shape[2] = 1; break;
+        default: break;
+        }
+        result = ddp_fsdp_create(&fsdp, group, &m.desc);
+        RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says(words[i]), "case %d: %s: %s", (int)i, ddp_result_name(result), ddp_last_error());
+        RANKS_OK(group, ddp_group_status(group));
+    }
+    return DDP_OK;
+}
+
+//== wrap ===================================================================================
+
+static ddp_result wrapping(ddp_group *group) {
+    static const char *const names[] = {"wte", "h.0.ln", "h.0.mlp.w", "h.1.ln", "h.1.mlp.w", "h.0.mlp.b", "lnf", "head.w"};
+    static const char *const nested[] = {"h.*", "h.*.mlp"}, *const plain[] = {"h."}, *const missing[] = {"h.*", "x"}, *const null_prefix[] = {NULL};
+    ddp_param params[8];
+    ddp_fsdp_param storage[8];
+    ddp_fsdp_unit_desc units[8];
+    ddp_fsdp_wrap_desc desc = DDP_ZERO;
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < 8; i++) {
+        params[i].name = names[i];
+        params[i].value.dtype = DDP_F32;
+        params[i].value.ndim = 1;
+        params[i].value.shape[0] = 10 * (i + 1);
+    }
+    desc.storage = storage;
+    desc.prefixes = nested;
+    desc.prefix_count = 2;
+    {
+        static const char *const want[] = {"root", "h.0", "h.0.mlp", "h.1", "h.1.mlp"};
+        static const int counts[] = {3, 1, 2, 1, 1};
+        RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error());
+        for (int u = 0; u < 5; u++)
+            RANKS_CHECK(group, !strcmp(units[u].name, want[u]) && units[u].param_count == counts[u], "%s %d", units[u].name, units[u].param_count);
+        RANKS_CHECK(group, units[2].params[1].index == 5 && !strcmp(units[2].params[1].param.name, "h.0.mlp.b"), "index %d", units[2].params[1].index);
+        RANKS_CHECK(group, units[0].params[2].index == 7, "head.w is not in h");
+    }
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 4), DDP_ERR_INVALID, "5 units", "4");
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, NULL, 0), DDP_ERR_INVALID, "5 units");
+    desc.prefixes = plain;
+    desc.prefix_count = 1;
+    RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 2 && units[1].param_count == 5 && !strcmp(units[1].name, "h"), "%s", units[1].name);
+    desc.prefixes = missing;
+    desc.prefix_count = 2;
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "prefix x");
+    desc.prefixes = null_prefix;
+    desc.prefix_count = 1;
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "prefixes[0]");
+    desc.prefixes = NULL;
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "prefixes");
+    desc.prefix_count = 0;
+    desc.min_unit_bytes = 200;
+    RANKS_CHECK(group, ddp_fsdp_wrap(params, 8, &desc, units, 8) == 5, "%s", ddp_last_error()); /* 40 80 120 | 160 200 | 240 | 280 | 320 */
+    RANKS_CHECK(group, units[0].param_count == 3 && units[1].param_count == 2 && units[4].param_count == 1 && !units[4].name, "by size");
+    FAILS(group, ddp_fsdp_wrap(params, 0, &desc, units, 8), DDP_ERR_INVALID, "param_count=0");
+    params[3].name = "wte";
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "wte", "parameter 3");
+    params[3].name = "";
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "parameter 3", "no name");
+    desc.storage = NULL;
+    FAILS(group, ddp_fsdp_wrap(params, 8, &desc, units, 8), DDP_ERR_INVALID, "storage");
+    return DDP_OK;
+}
+
+//== odd tensors, ties, dtypes ==============================================================
+
+typedef struct odd { ddp_fsdp_strategy strategy; ddp_dtype reduce; int packed, micro_batches, prefetch, keep, by_memory; } odd;
+
+/* Fewer rows than ranks, no rows, no columns, no dimensions; every float, gradients wider than values; uses in one unit and across units; what is not trained. */
+static ddp_result train_odd(ddp_group *group, const odd *o, uint64_t *out) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *far = group;
+    float tied[8], frozen[9];
+    ddp_fsdp_param *p;
+    memset(&m, 0, sizeof m);
+    add(&m, "u0", "emb", DDP_F32, 5, 3);
+    add(&m, NULL, "tiny", DDP_F32, 1, 7);
+    add(&m, NULL, "scalar", DDP_F32, -1, 0);
+    add(&m, NULL, "none", DDP_F32, 0, 4);
+    p = add(&m, NULL, "thin", DDP_F32, 3, 1);
+    p->param.value.shape[1] = 0;
+    add(&m, "u1", "d", DDP_F64, 6, 2);
+    add(&m, NULL, "h", DDP_BF16, 7, 3);
+    add(&m, NULL, "f", DDP_F16, 2, 5);
+    add(&m, NULL, "wide", DDP_BF16, 7, 0)->param.grad.dtype = DDP_F32;
+    add(&m, NULL, "plain", DDP_F32, 3, 2);
+    add(&m, NULL, "emb.use", DDP_F32, 5, 3)->tied_to = "emb";
+    p = add(&m, "u2", "frozen", DDP_F32, 9, 0);
+    p->frozen = 1;
+    for (int i = 0; i < 9; i++) frozen[i] = (float)first_value("frozen", i);
+    if (o->by_memory) p->param.value.data = frozen;
+    for (int i = 0; i < 8; i++) tied[i] = (float)first_value("in", i);
+    p = add(&m, NULL, "in", DDP_F32, 4, 2);
+    if (o->by_memory) p->param.value.data = tied;
+    p = add(&m, NULL, "in.use", DDP_F32, 4, 2);
+    if (o->by_memory) p->param.value.data = tied;
+    else p->tied_to = "in";
+    p = add(&m, "u3", "last.frozen", DDP_F64, 3, 0);
+    p->frozen = 1;
+    add(&m, "u4", "emb.again", DDP_F32, 5, 3)->tied_to = "emb";
+    m.desc.strategy = o->strategy;
+    m.desc.reduce_dtype = o->reduce;
+    m.desc.micro_batch_count = o->micro_batches;
+    m.desc.prefetch = o->prefetch;
+    m.desc.keep_after_forward = o->keep;
+    if (o->packed) RANKS_OK(group, relay_over(&far, group));
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 2, 3));
+    RANKS_OK(group, digest(group, fsdp, &m, out));
+    for (int u = 0; u < m.unit_count; u++) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        for (int k = 0; k < m.units[u].param_count; k++) {
+            const ddp_fsdp_param *q = &m.units[u].params[k];
+            RANKS_CHECK(group, !q->frozen == (q->param.grad.data != NULL), "%s: grad.data=%p", q->param.name, q->param.grad.data);
+            for (int64_t i = 0; i < ddp_tensor_count(&q->param.value) && q->frozen; i++)
+                RANKS_CHECK(group, load(q->param.value.data, q->param.value.dtype, i) == first_value(q->param.name, i), "%s[%d] moved", q->param.name, (int)i);
+        }
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    if (far != group) ddp_group_destroy(far);
+    return DDP_OK;
+}
+
+static ddp_result odd_tensors(ddp_group *group) {
+    for (int micro_batches = 1; micro_batches <= 2; micro_batches++)
+        for (int reduce = 0; reduce < 2; reduce++) {
+            uint64_t want[2] = {0, 0}, have;
+            for (int turn = 0; turn < 8; turn++) {
+                odd o;
+                int kind = micro_batches == 1 ? 0 : turn / 2 > 1; /* which strategies have the same order of sums */
+                o.strategy = (ddp_fsdp_strategy)(turn / 2);
+                o.reduce = reduce ? DDP_F32 : DDP_DTYPE_DEFAULT;
+                o.packed = turn & 1;
+                o.micro_batches = micro_batches;
+                o.prefetch = turn % 3 - 1;
+                o.keep = turn == 1;
+                o.by_memory = turn / 2 % 2;
+                RANKS_OK(group, train_odd(group, &o, &have));
+                if (!want[kind]) want[kind] = have;
+                RANKS_CHECK(group, want[kind] == have, "strategy %d packed=%d reduce=%d micro_batches=%d has other bits", (int)o.strategy, o.packed, reduce, micro_batches);
+            }
+        }
+    return DDP_OK;
+}
+
+//== the order of calls =====================================================================
+
+/* Gathers in an order of their own in every step, several units at a time, some again; what each brings goes into *out. The reductions too are in any order. */
+static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, int packed, int keep, size_t *most, uint64_t *out) {
+    enum { COUNT = 6, STEPS = 12 };
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *far = group;
+    ddp_fsdp_memory memory;
+    blocks(&m, COUNT, 5, 3);
+    m.desc.prefetch = prefetch;
+    m.desc.max_gathered_bytes = limit;
+    m.desc.keep_after_forward = keep;
+    if (packed) RANKS_OK(group, relay_over(&far, group));
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+    *out = 5;
+    for (uint64_t step = 0; step < STEPS; step++) {
+        uint64_t random = step < 4 ? 1 : ranks_mix(step / 2); /* an order lives for some steps */
+        int held[COUNT] = {0}, done[COUNT] = {0}, left = COUNT;
+        for (int i = 0; left > 0; i++) {
+            int u = (int)((random = ranks_mix(random + 1)) % COUNT), what = (int)(random >> 32) % 4;
+            if (what < 3 || !held[u]) {
+                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+                *out = unit_hash(*out, &m, u);
+                held[u] = 1;
+            }
+            if (what == 2 && !done[u]) {
+                backward(&m, u, ranks_mix(step * 64 + (uint64_t)ddp_rank(group)));
+                RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+                *out = unit_hash(*out, &m, u);
+                done[u] = 1;
+                left--;
+            }
+            if (what > 0) {
+                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+                held[u] = 0;
+            }
+        }
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+    }
+    RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+    if (!keep && prefetch < 0) RANKS_CHECK(group, memory.peak.gathered <= COUNT * (64 + DDP_MALLOC_EXTRA), "%zu bytes gathered", memory.peak.gathered);
+    if (!keep && limit) RANKS_CHECK(group, memory.peak.gathered <= *most, "limit of %zu: %zu bytes gathered, without prefetch %zu", limit, memory.peak.gathered, *most);
+    if (prefetch < 0) *most = memory.peak.gathered;
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    if (far != group) ddp_group_destroy(far);
+    return DDP_OK;
+}
+
+static ddp_result orders_change(ddp_group *group) {
+    static const struct { int prefetch; size_t limit; int packed, keep; } ways[] = {{1, 0, 0, 0}, {2, 0, 1, 0}, {5, 0, 0, 0}, {1000000, 0, 0, 0}, {INT32_MAX, 0, 1, 0},
+                                                                                  {3, 1, 0, 0}, {2, 1, 1, 0}, {1, 0, 0, 1}, {2, 0, 1, 1}};
+    uint64_t want, have;
+    size_t most = 0; /* memory of the units that are in use at a time */
+    RANKS_OK(group, train_disorder(group, -1, 0, 0, 0, &most, &want));
+    for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
+        RANKS_OK(group, train_disorder(group, ways[i].prefetch, ways[i].limit, ways[i].packed, ways[i].keep, &most, &have));
+        RANKS_CHECK(group, want == have, "prefetch=%d packed=%d keep=%d has other bits", ways[i].prefetch, ways[i].packed, ways[i].keep);
+    }
+    return DDP_OK;
+}
+
+/* Evaluation, gradients that are dropped, recomputation and units held over the step change nothing. */
+static ddp_result detours(ddp_group *group) {
+    enum { COUNT = 4, STEPS = 4 };
+    for (int turn = 0; turn < 8; turn++) {
+        uint64_t want, have, aside;
+        for (int with = 0; with < 2; with++) {
+            model m;
+            ddp_fsdp *fsdp;
+            blocks(&m, COUNT, 5, 3);
+            m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+            m.desc.keep_after_forward = turn == 4;
+            m.desc.micro_batch_count = 2;
+            m.desc.prefetch = turn > 4 ? -1 : 1;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+            for (int s = 0; s < STEPS; s++) {
+                for (int k = 0; k < 2; k++) {
+                    RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)(s * 2 + k)));
+                    if (!with) continue;
+                    RANKS_OK(group, digest(group, fsdp, &m, &aside));
+                    if (k == 1) continue;
+                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s)); /* gradients that nobody wants */
+                    backward(&m, s, 77);
+                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s));
+                    RANKS_OK(group, ddp_fsdp_unit_release(fsdp, s));
+                    if (s == 2) { /* the step anew */
+                        RANKS_OK(group, pass(group, fsdp, &m, 55));
+                        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
+                        RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+                        RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)(s * 2)));
+                    }
+                }
+                if (with) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s)); /* held over the step */
+                RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+                if (with) RANKS_OK(group, digest(group, fsdp, &m, &aside));
+            }
+            RANKS_OK(group, digest(group, fsdp, &m, with ? &have : &want));
+            ddp_fsdp_destroy(fsdp);
+        }
+        RANKS_CHECK(group, want == have, "turn %d", turn);
+    }
+    return DDP_OK;
+}
+
+/* One rank looks at its gradients between two reductions: that is its own business. */
+static ddp_result one_looks(ddp_group *group) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_tensor grad;
+    int64_t first;
+    blocks(&m, 4, 5, 3);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    for (int s = 0; s < 3; s++) {
+        for (int u = 3; u >= 0; u--) {
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            backward(&m, u, 4);
+            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            if (ddp_rank(group)) continue;
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, &first));
+            RANKS_CHECK(group, grad.data && first == 0 && load(grad.data, grad.dtype, 0) != 0, "unit %d has no sums", u);
+        }
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
+    }
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+/* Ranks whose orders differ hear of it, before values change, and can start anew. */
+static ddp_result orders_differ(ddp_group *group) {
+    uint64_t before, after;
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *far;
+    if (ddp_world_size(group) == 1) return DDP_OK;
+    blocks(&m, 3, 5, 3);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+    RANKS_OK(group, digest(group, fsdp, &m, &before));
+    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, ddp_rank(group) == 0 ? 1 : 2));
+    RANKS_OK(group, ddp_fsdp_unit_release(fsdp, ddp_rank(group) == 0 ? 1 : 2));
+    RANKS_OK(group, pass(group, fsdp, &m, 1));
+    FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
+    RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+    RANKS_OK(group, digest(group, fsdp, &m, &after));
+    RANKS_CHECK(group, before == after, "values moved");
+    RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+    ddp_fsdp_destroy(fsdp);
+    /* reductions of different units: the group does not survive that */
+    for (int packed = 0; packed < 2; packed++) {
+        ddp_group *part, *used;
+        ddp_result result = DDP_OK;
+        RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
+        used = part;
+        if (packed) RANKS_OK(group, relay_over(&far, part));
+        if (packed) used = far;
+        blocks(&m, 3, 5, 3);
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, used, &m.desc));
+        for (int k = 0; k < 3 && result == DDP_OK; k++) {
+            int u = ddp_rank(group) == 0 ? k : 2 - k;
+            result = ddp_fsdp_unit_gather(fsdp, u);
+            if (result == DDP_OK) result = ddp_fsdp_unit_reduce(fsdp, u);
+        }
+        if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.1f);
+        RANKS_CHECK(group, result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED, "packed=%d: %s", packed, ddp_result_name(result));
+        RANKS_CHECK(group, packed || says("unit"), "no unit in: %s", ddp_last_error());
+        ddp_fsdp_destroy(fsdp);
+        if (packed) ddp_group_destroy(far);
+        RANKS_OK(group, ddp_barrier(group));
+        ddp_group_destroy(part);
+    }
+    return DDP_OK;
+}
+
+//== memory =================================================================================
+
+static ddp_result bytes_add_up(ddp_group *group) {
+    int alone = ddp_world_size(group) == 1;
+    for (int turn = 0; turn < 8; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory a, b;
+        counter c = {0, 0, 0, 0};
+        ddp_group *far = group;
+        int allocs;
+        blocks(&m, 5, 7, 11);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+        m.desc.param_dtype = turn & 1 ? DDP_BF16 : DDP_DTYPE_DEFAULT;
+        m.desc.micro_batch_count = turn > 3 ? 3 : 1;
+        m.desc.prefetch = turn == 4 ? 2 : turn == 5 ? -1 : 0;
+        m.desc.alloc_fn = counted;
+        m.desc.free_fn = uncounted;
+        m.desc.user = &c;
+        if (turn & 2) RANKS_OK(group, relay_over(&far, group));
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &a));
+        allocs = relay_allocs + c.calls;
+        RANKS_OK(group, train(group, fsdp, &m, 2, 2));
+        RANKS_CHECK(group, relay_allocs + c.calls == allocs, "turn %d: a step allocates", turn);
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &b));
+        RANKS_CHECK(group, memcmp(&a, &b, sizeof a) == 0, "turn %d: memory grows after the second step: %zu to %zu bytes", turn, a.peak.total, b.peak.total);
+        RANKS_CHECK(group, c.now + a.group_bytes == a.now.total, "turn %d: alloc_fn has %zu + %zu, now.total is %zu", turn, c.now, a.group_bytes, a.now.total);
+        RANKS_CHECK(group, !alone || (!a.group_bytes && c.peak == a.peak.total), "turn %d: alloc_fn had %zu, peak.total is %zu", turn, c.peak, a.peak.total);
+        RANKS_CHECK(group, a.now.total == a.now.shards + a.now.gathered + a.now.gradients + a.now.optimizer + a.now.communication + a.now.bookkeeping, "turn %d", turn);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_CHECK(group, c.now == 0, "turn %d: %zu bytes are left", turn, c.now);
+        RANKS_OK(group, ddp_barrier(group));
+        if (far != group) ddp_group_destroy(far);
+    }
+    return DDP_OK;
+}
+
+/* Four blocks of 512 x 512: what it comes to, by the formulas. */
+static ddp_result bytes_predicted(ddp_group *group) {
+    if (512 % ddp_world_size(group)) return DDP_OK;
+    for (int turn = 0; turn < 8; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory memory;
+        void *values[4];
+        double peak, predicted, formula, p = 4.0 * 512 * 512, w = ddp_world_size(group), slots;
+        blocks(&m, 4, 512, 512);
+        m.desc.init_fn = NULL;
+        for (int u = 0; u < 4; u++) m.params[u].param.value.data = values[u] = calloc(512 * 512, sizeof(float));
+        m.desc.strategy = (ddp_fsdp_strategy)(turn / 2);
+        m.desc.prefetch = turn & 1 ? -1 : 1;
+        m.desc.overwrite_gradients = 1;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        for (int u = 0; u < 4; u++) free(values[u]);
+        for (int s = 0; s < 2; s++) {
+            for (int u = 0; u < 8; u++) {
+                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u < 4 ? u : 7 - u));
+                if (u >= 4) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 7 - u));
+                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u < 4 ? u : 7 - u));
+            }
+            RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+        }
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+        slots = turn & 1 ? 1 : 2; /* of whole values, and of whole gradients */
+        formula = m.desc.strategy == DDP_FSDP_NO_SHARD ? 16 * p : m.desc.strategy == DDP_FSDP_SHARD_OPTIM ? 8 * p + 8 * p / w :
+                  m.desc.strategy == DDP_FSDP_SHARD_GRAD ? 4 * p + 12 * p / w + slots * p : 16 * p / w + 2 * slots * p;
+        peak = (double)(memory.peak.total - memory.peak.bookkeeping);
+        predicted = (double)memory.predicted.total;
+        RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula says %.0f", turn, predicted, formula);
+        RANKS_CHECK(group, fabs(peak - predicted) < 0.02 * predicted, "turn %d: peak %.0f, predicted %.0f", turn, peak, predicted);
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
+/* Units are sent for as far as the limit goes, and no memory is kept for more. */
+static ddp_result bytes_limited(ddp_group *group) {
+    for (int slots = 1; slots <= 5; slots++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory memory;
+        uint64_t ignored;
+        blocks(&m, 6, 16, 16);
+        m.desc.prefetch = 4;
+        m.desc.max_gathered_bytes = (size_t)slots * 16 * 16 * 4;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 3, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &ignored));
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+        RANKS_CHECK(group, memory.peak.gathered <= (size_t)slots * (16 * 16 * 4 + DDP_MALLOC_EXTRA), "%d units allowed: %zu bytes", slots, memory.peak.gathered);
+        RANKS_CHECK(group, memory.peak.gathered >= (size_t)slots * 16 * 16 * 4, "%d units allowed: only %zu bytes", slots, memory.peak.gathered);
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
+/* Memory runs out at one rank, at every possible place: an error on every rank in time, nothing leaks. */
+static ddp_result no_memory_somewhere(ddp_group *group) {
+    int done = 0;
+    for (int at = 1; !done; at++) {
+        model m;
+        ddp_fsdp *fsdp = NULL;
+        ddp_group *part;
+        counter c = {0, 0, 0, 0};
+        ddp_result result;
+        int32_t fine;
+        RANKS_CHECK(group, at < 200, "it never succeeds");
+        RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
+        blocks(&m, 3, 5, 3);
+        if (ddp_rank(group) == ddp_world_size(group) - 1) c.refuse_after = at;
+        m.desc.alloc_fn = counted;
+        m.desc.free_fn = uncounted;
+        m.desc.user = &c;
+        result = ddp_fsdp_create(&fsdp, part, &m.desc);
+        for (int u = 0; u < 6 && result == DDP_OK; u++) {
+            int unit = u < 3 ? u : 5 - u;
+            result = ddp_fsdp_unit_gather(fsdp, unit);
+            if (result == DDP_OK && u >= 3) result = ddp_fsdp_unit_reduce(fsdp, unit);
+            if (result == DDP_OK && u < 3) result = ddp_fsdp_unit_release(fsdp, unit);
+        }
+        if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.1f);
+        fine = result == DDP_OK;
+        RANKS_CHECK(group, fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST || result == DDP_ERR_POISONED, "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(group, fine || !c.refuse_after || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
+        if (!fine) ddp_group_abort(part);
+        ddp_fsdp_destroy(fsdp);
+        ddp_group_destroy(part);
+        RANKS_CHECK(group, c.now == 0, "%d: %zu bytes are left", at, c.now);
+        RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL));
+        done = fine;
+    }
+    return DDP_OK;
+}
+
+//== 8-bit gathers ==========================================================================
+
+enum { QROWS = 41, QCOLUMNS = 37 };
+
+static double q_value(int64_t i) {
+    static const double special[] = {0, NAN, INFINITY, -FLT_MAX, 1e-30};
+    int64_t block = i / 509;
+    double x = noise((uint64_t)i) * pow(10, (double)(i / 100 % 9) - 4);
+    if (block == 0) return 0;
+    if (block == 2 && i % 509 > 200) return i % 509 == 300 ? special[1 + i % 2] : x;
+    return i % 700 == 699 ? special[3 + i % 2] : x;
+}
+
+static ddp_result q_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    (void)param;
+    (void)user;
+    for (int64_t i = 0; i < row_count * QCOLUMNS; i++) ((float *)out)[i] = (float)q_value(first_row * QCOLUMNS + i);
+    return DDP_OK;
+}
+
+static ddp_result quantized(ddp_group *group) {
+    int64_t total = QROWS * QCOLUMNS, part = (QROWS + ddp_world_size(group) - 1) / ddp_world_size(group) * QCOLUMNS;
+    for (int packed = 0; packed < 2; packed++) {
+        ddp_group *far = group;
+        model m;
+        ddp_fsdp *fsdp;
+        uint64_t low[2];
+        ddp_tensor rows;
+        int64_t first;
+        memset(&m, 0, sizeof m);
+        add(&m, "q", "q", DDP_F32, QROWS, QCOLUMNS);
+        m.desc.init_fn = q_fill;
+        m.desc.quantize_gather = 1;
+        if (packed) RANKS_OK(group, relay_over(&far, group));
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        for (int64_t from = 0, end; from < total; from = end) { /* a block: 256 of one rank's rows */
+            double most = 0;
+            int bad = 0;
+            end = from + 256 < (from / part + 1) * part ? from + 256 : (from / part + 1) * part;
+            if (end > total) end = total;
+            for (int64_t i = from; i < end; i++) {
+                float want = (float)q_value(i);
+                bad |= !isfinite(want);
+                if (fabsf(want) > most) most = fabsf(want);
+            }
+            for (int64_t i = from; i < end; i++) {
+                float want = (float)q_value(i), have = ((float *)m.params[0].param.value.data)[i];
+                if (bad) RANKS_CHECK(group, isnan(have), "[%d] is %g beside something that is not finite", (int)i, (double)have);
+                else RANKS_CHECK(group, fabs((double)have - (double)want) <= most / 254 * (1 + 1e-4), "[%d] is %g, not %g; block of %g", (int)i, (double)have, (double)want, most);
+                if (!bad && most == 0) RANKS_CHECK(group, have == 0, "[%d] is %g", (int)i, (double)have);
+            }
+        }
+        low[0] = unit_hash(1, &m, 0);
+        low[1] = ~low[0];
+        RANKS_OK(group, ddp_all_reduce(group, low, low, 2, DDP_U64, DDP_OP_MIN, NULL));
+        RANKS_CHECK(group, low[0] == ~low[1], "ranks have other bits");
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &rows, NULL, &first));
+        for (int64_t i = 0; i < ddp_tensor_count(&rows); i++) {
+            float want = (float)q_value(first * QCOLUMNS + i);
+            RANKS_CHECK(group, memcmp((float *)rows.data + i, &want, sizeof want) == 0 || isnan(want), "the master copy is not exact");
+        }
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, ddp_barrier(group));
+        if (far != group) ddp_group_destroy(far);
+    }
+    return DDP_OK;
+}
+
+/* y = W x learns a matrix from noise that differs by rank, with parameters that travel in 8 bits. */
+static ddp_result quantized_learns(ddp_group *group) {
+    enum { N = 24 };
+    model m;
+    ddp_fsdp *fsdp;
+    double loss = 0, first = 0;
+    blocks(&m, 1, N, N);
+    m.desc.quantize_gather = 1;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    for (uint64_t step = 0; step < 300; step++) {
+        float *w, *g;
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        w = (float *)m.params[0].param.value.data;
+        g = (float *)m.params[0].param.grad.data;
+        loss = 0;
+        for (int i = 0; i < N; i++) {
+            double x[N], error = 0;
+            for (int j = 0; j < N; j++) error += ((double)w[i * N + j] - cos(i * 3 + j)) * (x[j] = noise(step * 999 + (uint64_t)(ddp_rank(group) * 31 + j)));
+            for (int j = 0; j < N; j++) g[i * N + j] = (float)(error * x[j]);
+            loss += error * error;
+        }
+        if (step == 0) first = loss;
+        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.04f));
+    }
+    RANKS_CHECK(group, loss < first / 50, "loss %g, first %g", loss, first);
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+//== scaler, offload, neighbours ============================================================
+
+/* An infinity on one rank leaves the step out on all; the scaler may move on to other groups. */
+static ddp_result scaled(ddp_group *group) {
+    ddp_scaler scaler;
+    ddp_scaler_desc desc = DDP_ZERO;
+    desc.init_scale = 1024;
+    RANKS_OK(group, ddp_scaler_init(&scaler, &desc));
+    for (int turn = 0; turn < 6; turn++) {
+        uint64_t before, after;
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_group *part;
+        ddp_fsdp_state state = DDP_ZERO;
+        float norm;
+        RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
+        blocks(&m, 3, 5, 3);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+        m.desc.param_dtype = DDP_F16;
+        m.desc.scaler = &scaler;
+        m.desc.state = &state;
+        m.desc.micro_batch_count = turn > 3 ? 2 : 0;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, ddp_scaler_update(&scaler));
+        RANKS_OK(group, digest(group, fsdp, &m, &before));
+        scaler.scale = 1024;
+        for (int k = 0; k < 1 + (turn > 3); k++) {
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 2));
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+            backward(&m, 1, 3);
+            if (ddp_rank(group) == ddp_world_size(group) - 1) store(m.params[1].param.grad.data, m.params[1].param.grad.dtype, 14, INFINITY);
+            for (int u = 0; u < 3; u++) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+        }
+        if (turn & 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
+        if (turn & 1) RANKS_CHECK(group, !isfinite(norm), "norm %g", (double)norm);
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
+        RANKS_CHECK(group, ddp_scaler_found_inf(&scaler), "turn %d: nobody found it", turn);
+        RANKS_OK(group, ddp_scaler_update(&scaler));
+        RANKS_CHECK(group, scaler.scale == 512, "scale %g", (double)scaler.scale);
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, before == after && state.step == 1, "turn %d: the step was not left out", turn);
+        RANKS_OK(group, train(group, fsdp, &m, 1, 2));
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, before != after && state.step == 2, "turn %d: no step any more", turn);
+        /* without the update the next step is refused, twice over, and changes nothing */
+        for (int k = 0; k < 1 + (turn > 3); k++) RANKS_OK(group, pass(group, fsdp, &m, 6));
+        before = after;
+        for (int k = 0; k < 2; k++) FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "ddp_scaler_update");
+        RANKS_OK(group, ddp_scaler_update(&scaler));
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
+        RANKS_OK(group, ddp_scaler_update(&scaler));
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, before != after && state.step == 3, "turn %d: no step after the update", turn);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_CHECK(group, scaler.desc.group_count == 0, "the scaler still knows %d groups that may be gone", scaler.desc.group_count);
+        RANKS_OK(group, ddp_barrier(group));
+        ddp_group_destroy(part);
+    }
+    return DDP_OK;
+}
+
+static ddp_result offloaded(ddp_group *group) {
+    uint64_t want = 0, have;
+    for (int turn = 0; turn < 7; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory memory;
+        blocks(&m, 3, 50, 30);
+        m.desc.strategy = turn < 3 ? DDP_FSDP_FULL_SHARD : (ddp_fsdp_strategy)(turn - 3);
+        m.desc.offload = turn < 3 ? (ddp_fsdp_offload)turn : DDP_FSDP_OFFLOAD_FILE;
+        m.desc.offload_dir = "/tmp";
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &have));
+        if (!turn) want = have;
+        RANKS_CHECK(group, want == have, "turn %d has other bits", turn);
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+        RANKS_CHECK(group, (m.desc.offload == DDP_FSDP_OFFLOAD_FILE) == (memory.file_bytes > 0), "turn %d: %zu bytes of file", turn, memory.file_bytes);
+        if (turn > 2) RANKS_CHECK(group, memory.now.optimizer == 0, "turn %d: moments in memory", turn);
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
+static ddp_result offload_fails(ddp_group *group) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *part;
+    ddp_result result;
+    RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
+    blocks(&m, 3, 5, 3);
+    m.desc.offload = DDP_FSDP_OFFLOAD_FILE;
+    m.desc.offload_dir = "/nowhere/at/all";
+    result = ddp_fsdp_create(&fsdp, part, &m.desc);
+    RANKS_CHECK(group, result == DDP_ERR_SYSTEM && says("/nowhere/at/all") && !fsdp, "%s: %s", ddp_result_name(result), ddp_last_error());
+    ddp_group_destroy(part);
+    return DDP_OK;
+}
+
+/* Two objects on one group, steps interleaved, are as each alone. */
+static ddp_result two_objects(ddp_group *group) {
+    uint64_t want[2], have;
+    model m[2];
+    ddp_fsdp *fsdp[2];
+    for (int together = 0; together < 2; together++) {
+        for (int i = 0; i < 2; i++) {
+            blocks(&m[i], 3 + i, 5 + i, 3);
+            m[i].desc.strategy = i ? DDP_FSDP_SHARD_OPTIM : DDP_FSDP_FULL_SHARD;
+        }
+        for (int i = 0; i < 2 && together; i++) RANKS_OK(group, ddp_fsdp_create(&fsdp[i], group, &m[i].desc));
+        for (int s = 0; s < 3 && together; s++) {
+            for (int u = 0; u < 3; u++) {
+                for (int i = 0; i < 2; i++) {
+                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[i], u));
+                    backward(&m[i], u, ranks_mix((uint64_t)(s * 64 + ddp_rank(group))));
+                    RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[i], u));
+                }
+                for (int i = 0; i < 2; i++) RANKS_OK(group, ddp_fsdp_unit_release(fsdp[i], u));
+            }
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[1], 3));
+            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[1], 3));
+            for (int i = 0; i < 2; i++) RANKS_OK(group, ddp_fsdp_step(fsdp[i], 0.1f));
+        }
+        for (int i = 0; i < 2; i++) {
+            if (!together) RANKS_OK(group, ddp_fsdp_create(&fsdp[i], group, &m[i].desc));
+            for (int s = 0; s < 3 && !together; s++) {
+                for (int u = 0; u < 3 + i; u++) {
+                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[i], u));
+                    if (u < 3) backward(&m[i], u, ranks_mix((uint64_t)(s * 64 + ddp_rank(group))));
+                    RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_unit_release(fsdp[i], u));
+                }
+                RANKS_OK(group, ddp_fsdp_step(fsdp[i], 0.1f));
+            }
+            RANKS_OK(group, digest(group, fsdp[i], &m[i], together ? &have : &want[i]));
+            if (together) RANKS_CHECK(group, have == want[i], "object %d has other bits", i);
+            if (!together) ddp_fsdp_destroy(fsdp[i]);
+        }
+    }
+    ddp_fsdp_destroy(fsdp[1]);
+    ddp_fsdp_destroy(fsdp[0]);
+    return DDP_OK;
+}
+
+/* Replicas that were given something else than their fellows hear of it; so does everybody. */
+static ddp_result replicas_differ(ddp_group *group) {
+    ddp_group *part, *copies;
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_result result;
+    int rank = ddp_rank(group);
+    if (ddp_world_size(group) != 4) return DDP_OK;
+    RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    for (int turn = 0; turn < 4; turn++) {
+        blocks(&m, 3, 6, 2);
+        m.desc.replicas = copies;
+        if (turn == 0 && rank >= 2) m.params[1].param.value.shape[0] = 8; /* a whole group of shards */
+        if (turn == 1 && rank == 2) m.params[1].param.value.shape[0] = 8; /* one rank */
+        if (turn == 2 && rank == 2) m.desc.micro_batch_count = -1;
+        result = ddp_fsdp_create(&fsdp, part, &m.desc);
+        if (turn < 2) RANKS_CHECK(group, result == DDP_ERR_MISMATCH && says("unit b"), "turn %d: %s: %s", turn, ddp_result_name(result), ddp_last_error());
+        if (turn == 2) RANKS_CHECK(group, result == DDP_ERR_INVALID && says("micro_batch_count=-1"), "%s: %s", ddp_result_name(result), ddp_last_error());
+        if (turn == 3) RANKS_OK(group, result);
+        if (turn == 3) RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        if (turn == 3) ddp_fsdp_destroy(fsdp);
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(copies);
+    ddp_group_destroy(part);
+    return DDP_OK;
+}
+
+//== cases ==================================================================================
+
+static const char *only; /* a case's name, to run it alone */
+
+#define CASE(test) do { if (!only || !strcmp(only, #test)) RANKS_RUN(world, test(world)); } while (0)
+
+static ddp_result cases(ddp_group *world, void *user) {
+    (void)user;
+    CASE(bad_input);
+    CASE(bad_on_one);
+    CASE(bad_calls);
+    CASE(descs_differ);
+    CASE(wrapping);
+    CASE(odd_tensors);
+    CASE(orders_change);
+    CASE(detours);
+    CASE(one_looks);
+    CASE(orders_differ);
+    CASE(bytes_add_up);
+    CASE(bytes_predicted);
+    CASE(bytes_limited);
+    CASE(no_memory_somewhere);
+    CASE(quantized);
+    CASE(quantized_learns);
+    CASE(scaled);
+    CASE(offloaded);
+    CASE(offload_fails);
+    CASE(two_objects);
+    CASE(replicas_differ);
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int worlds[] = {1, 2, 3, 4, 0};
+    ranks_mode mode;
+    only = getenv("DDP_TEST_CASE");
+    return ranks_each(argc, argv, worlds, 120, &mode, cases) != 0;
+}
