@@ -381,6 +381,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -3015,10 +3016,15 @@ static void ddp__fsdp_unhost(ddp_fsdp *f, void *raw) {
 /* The next pages of the offload file, mapped. */
 static void *ddp__fsdp_map(ddp_fsdp *f, size_t size) {
     off_t start = f->file_size, page = (off_t)sysconf(_SC_PAGESIZE);
+    struct rlimit limit;
     void *memory = MAP_FAILED;
-    if (ftruncate(f->file, start + (off_t)size) == 0) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, f->file, start);
+    int error = EFBIG; /* beyond the limit a call would be a signal, as would the first write to a page that a full disk has no room for */
+    if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || (rlim_t)start + (rlim_t)size <= limit.rlim_cur)
+        error = posix_fallocate(f->file, start, (off_t)size);
+    if (error == EOPNOTSUPP) error = ftruncate(f->file, start + (off_t)size) == 0 ? 0 : errno;
+    if (!error) memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, f->file, start);
     if (memory == MAP_FAILED) {
-        ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes could not be mapped: %s", f->desc.offload_dir, size, strerror(errno));
+        ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp offload_dir=%s: %zu bytes of file could not be had: %s", f->desc.offload_dir, size, strerror(error ? error : errno));
         return NULL;
     }
     f->file_size = (start + (off_t)size + page - 1) / page * page;
