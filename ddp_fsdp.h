@@ -2957,6 +2957,8 @@ struct ddp_fsdp {
     size_t now[DDP__PURPOSES], peak[DDP__PURPOSES], total_now, total_peak, group_bytes, file_bytes;
     int file;
     off_t file_size;
+    ddp_result state_result;       /* why there was no memory for moments */
+    char state_text[256];
     void *own_raw;
     size_t own_counted;
 };
@@ -3091,7 +3093,9 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
     static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
-    return ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory) == DDP_OK ? memory : NULL;
+    f->state_result = ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory);
+    if (f->state_result != DDP_OK) snprintf(f->state_text, sizeof f->state_text, "%s", ddp_last_error());
+    return memory;
 }
 
 static void ddp__fsdp_state_free(void *memory, void *user) { ddp__fsdp_give((ddp_fsdp *)user, memory); }
@@ -4323,6 +4327,7 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
 /* The optimizer sees this rank's rows of each trained parameter. */
 static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
+    ddp_result result;
     size_t host_at = 0;
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
@@ -4348,7 +4353,8 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     d.state_alloc_fn = ddp__fsdp_state_alloc;
     d.state_free_fn = ddp__fsdp_state_free;
     d.state_user = f;
-    return ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+    result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+    return result == DDP_OK || f->state_result == DDP_OK ? result : ddp_fail(f->state_result, "%s", f->state_text);
 }
 
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
