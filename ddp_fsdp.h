@@ -2983,14 +2983,6 @@ static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const cha
     return ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
 }
 
-/* Whether all ranks of a group have the same number. */
-static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *agreed) {
-    uint64_t low[2] = {number, ~number};
-    DDP__FSDP_TRY(ddp__host_reduce(group, low, 2, DDP_U64, DDP_OP_MIN));
-    *agreed = low[0] == ~low[1];
-    return DDP_OK;
-}
-
 static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
     f->now[purpose] += add ? size : 0 - size;
     f->total_now += add ? size : 0 - size;
@@ -3725,11 +3717,36 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
 }
 
+typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
+
+/* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
+static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
+    uint64_t low[3] = {number, ~number, 0};
+    ddp__told mine, told;
+    memset(&mine, 0, sizeof mine);
+    mine.result = own;
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.500s", ddp_last_error());
+    told = mine;
+    for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
+        ddp_group *group = i ? f->desc.replicas : f->group;
+        if (!group || ddp_world_size(group) == 1) continue;
+        low[2] = told.result == DDP_OK ? UINT64_MAX : (uint64_t)ddp_rank(group);
+        DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
+        if (low[2] != UINT64_MAX) DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &told, sizeof told, DDP_U8, DDP_OP_SUM, (int)low[2]));
+        if (low[0] != ~low[1]) low[0] = low[1] = 0;
+    }
+    *same = low[0] == ~low[1];
+    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+    if (told.result == DDP_OK) return DDP_OK;
+    return ddp_fail((ddp_result)told.result, "rank %d/%d ddp_fsdp_create group=%s: another rank failed: %.400s", ddp_rank(f->group), ddp_world_size(f->group),
+                    ddp_group_name(f->group), told.text);
+}
+
 /* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
 static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
     int same = 1;
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_arrive(f, &f->units[u]));
-    if (ddp_world_size(f->group) > 1) DDP__FSDP_TRY(ddp__fsdp_agree(f->group, f->order_hash, &same));
+    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
     return same ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: ranks gathered or reduced units in different orders in this step; make the same calls on every rank",
                                     ddp_rank(f->group), ddp_world_size(f->group), who, ddp_group_name(f->group));
 }
@@ -4121,31 +4138,6 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
 static uint64_t ddp__fsdp_hash(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
     for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
     return hash;
-}
-
-typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
-
-/* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
-static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
-    uint64_t low[3] = {number, ~number, 0};
-    ddp__told mine, told;
-    memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.500s", ddp_last_error());
-    told = mine;
-    for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
-        ddp_group *group = i ? f->desc.replicas : f->group;
-        if (!group || ddp_world_size(group) == 1) continue;
-        low[2] = told.result == DDP_OK ? UINT64_MAX : (uint64_t)ddp_rank(group);
-        DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
-        if (low[2] != UINT64_MAX) DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &told, sizeof told, DDP_U8, DDP_OP_SUM, (int)low[2]));
-        if (low[0] != ~low[1]) low[0] = low[1] = 0;
-    }
-    *same = low[0] == ~low[1];
-    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
-    if (told.result == DDP_OK) return DDP_OK;
-    return ddp_fail((ddp_result)told.result, "rank %d/%d ddp_fsdp_create group=%s: another rank failed: %.400s", ddp_rank(f->group), ddp_world_size(f->group),
-                    ddp_group_name(f->group), told.text);
 }
 
 /* What has to be equal of parameter i. */
