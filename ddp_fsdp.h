@@ -2978,9 +2978,10 @@ static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
 
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
     char text[512];
-    ddp__fsdp_failed(f, result);
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
+    ddp_group_poison(f->group, result, text); /* the others will wait for this rank */
+    ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
+    return ddp__fsdp_failed(f, result);
 }
 
 static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
@@ -3828,9 +3829,16 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
 }
 
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
+    ddp_result result;
+    char text[512];
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(lr >= 0 && lr <= 3.402823466e38f, "lr=%g; pass a number that is not negative", (double)lr);
-    return ddp__fsdp_failed(fsdp, ddp__fsdp_step(fsdp, lr));
+    result = ddp__fsdp_step(fsdp, lr);
+    if (result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH) return result;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_group_poison(fsdp->group, result, text);
+    ddp_fail(result, "%s", text);
+    return ddp__fsdp_failed(fsdp, result);
 }
 
 //== sharding: checkpoints ================================================================================= >>impl-saver
@@ -4586,9 +4594,9 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     u = &fsdp->units[unit];
     DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
-    if (!fsdp->no_grad) DDP__FSDP_TRY(ddp__order_note(fsdp, unit));
     ddp__order_hash(fsdp, 0, unit);
-    result = ddp__make_room(fsdp, u);
+    result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
+    if (result == DDP_OK) result = ddp__make_room(fsdp, u);
     if (result == DDP_OK) result = ddp__unit_bring(fsdp, u);
     if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
     if (!u->in_use && ++fsdp->in_use > fsdp->most_in_use) fsdp->most_in_use = fsdp->in_use;
