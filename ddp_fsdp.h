@@ -3087,7 +3087,7 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     void *memory;
     static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
     f->state_result = ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory);
-    if (f->state_result != DDP_OK) snprintf(f->state_text, sizeof f->state_text, "%s", ddp_last_error());
+    if (f->state_result != DDP_OK) snprintf(f->state_text, sizeof f->state_text, "%.250s", ddp_last_error());
     return memory;
 }
 
