@@ -3206,7 +3206,7 @@ enum { DDP__QUANT_BLOCK = 256 };
 
 static size_t ddp__quant_scales(const ddp__weight *w) { return (w->chunk * w->row_count + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
 
-/* This rank's rows in 8 bits: for each block of 256 a scale, then the values as round(x / scale); the scale takes the largest to 127. */
+/* This rank's rows in 8 bits: for each block of 256 its largest magnitude, then the values in 127ths of that, rounded. */
 static void ddp__quantize(const ddp__weight *w, unsigned char *out) {
     size_t count = ddp__mine(w);
     float *scale = (float *)(void *)out, x[DDP__QUANT_BLOCK];
@@ -3216,7 +3216,7 @@ static void ddp__quantize(const ddp__weight *w, unsigned char *out) {
         float most = 0;
         ddp_device_cpu()->cast(x, DDP_F32, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
         for (size_t i = 0; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
-        scale[from / DDP__QUANT_BLOCK] = most / 127.0f; /* NaN and infinities spread over their block */
+        scale[from / DDP__QUANT_BLOCK] = most; /* NaN and infinities spread over their block */
         for (size_t i = 0; i < n; i++) q[from + i] = (int8_t)(most > 0 && most <= 3.402823466e38f ? lrintf(x[i] / most * 127.0f) : 0);
     }
 }
@@ -3227,8 +3227,9 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
     float x[DDP__QUANT_BLOCK];
     for (size_t from = 0; from < count; from += DDP__QUANT_BLOCK) {
         size_t n = count - from < (size_t)DDP__QUANT_BLOCK ? count - from : (size_t)DDP__QUANT_BLOCK;
-        float step = scale[from / DDP__QUANT_BLOCK];
-        for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
+        float most = scale[from / DDP__QUANT_BLOCK], step = most / 127.0f;
+        if (most < 1e-30f) for (size_t i = 0; i < n; i++) x[i] = (float)((double)most * q[from + i] / 127); /* the step has few bits there, or none */
+        else for (size_t i = 0; i < n; i++) x[i] = step * (float)q[from + i];
         ddp_device_cpu()->cast(out + from * ddp_dtype_size(w->dtype), w->dtype, x, DDP_F32, n);
     }
 }
