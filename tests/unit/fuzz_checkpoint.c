@@ -37,11 +37,6 @@ static void check_header(const ddp__header *header, uint64_t data_bytes) {
     if (total != data_bytes) abort();
 }
 
-static void free_loading(ddp__loading *l) {
-    ddp_group_mfree(alone, l->files);
-    ddp_group_mfree(alone, l->map);
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     ddp__loading loading;
@@ -69,18 +64,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (ddp__header_read(alone, "fuzz", text, length, data_bytes, &header) == DDP_OK) check_header(&header, data_bytes);
         ddp_group_mfree(alone, header.records);
     } else if (data[0] == 's') {
-        if (!ddp__state_read(&loading, &j) && !j.error) abort();
-        free_loading(&loading);
+        if (ddp__in_files_make(&loading, text, length) != DDP_OK || (!ddp__state_read(&loading, &j) && !j.error)) abort();
     } else if (data[0] == 'i') {
-        size_t colons = 1;
-        for (size_t i = 0; i < length; i++) colons += text[i] == ':';
-        loading.map = (ddp__pair *)ddp_group_malloc(alone, colons * sizeof *loading.map);
-        if (!ddp__index_read(&loading, &j) && !j.error) abort();
-        free_loading(&loading);
+        if (ddp__in_files_make(&loading, text, length) != DDP_OK || (!ddp__index_read(&loading, &j) && !j.error)) abort();
     } else {
         if (!(ddp__json_skip(&j) && ddp__json_end(&j)) != (j.error != NULL)) abort();
         if (j.at > j.end) abort();
     }
+    ddp_group_mfree(alone, loading.files);
     free(text);
     return 0;
 }
