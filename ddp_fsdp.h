@@ -1610,7 +1610,7 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
 
 /* Leaves the path in path. */
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
-    snprintf(path, DDP__PATH_MAX, "%s/%s", dir, name);
+    snprintf(path, DDP__PATH_MAX, "%.1020s/%.250s", dir, name);
     *fd = open(path, flags | O_CLOEXEC, 0666);
     return *fd >= 0 ? DDP_OK : ddp__file_fail("opening", path);
 }
