@@ -26,7 +26,8 @@ CONCEPTS
     own. Each use of the matrix writes its own gradient; the trainer adds the two after reducing them over ranks.
 
     No function sees the whole model: gpt_embed_*, gpt_block_* and gpt_head_* work on one unit each, on the memory they
-    are given. Unit 0 is the embedding, 1 to layers are the blocks, layers + 1 is the head. gpt_model_* chains them.
+    are given. Unit 0 is the embedding, 1 to layers are the blocks, layers + 1 is the head. gpt_model_* chains them, and
+    gpt_model_unit_* runs one of the chain.
 
     Backward overwrites gradients, or adds to them when pass.accumulate is set. It calls pass.ready(user, index) at the
     moment when gradient `index` is final, so that its reduction can start while backward goes on.
@@ -1109,7 +1110,8 @@ GPT_DEF void gpt_model_init(gpt_model *m, uint64_t seed) {
             gpt_param_init(&m->config, seed, i, 0, p.count, m->values[i]);
 }
 
-static inline gpt_pass gpt__model_pass(gpt_model *m, int batch, int length) {
+/* What the units of a model are called with, for B sequences of T tokens. */
+GPT_DEF gpt_pass gpt_model_pass(gpt_model *m, int batch, int length) {
     gpt_pass pass;
     memset(&pass, 0, sizeof pass);
     pass.config = &m->config;
@@ -1125,41 +1127,62 @@ static inline float *gpt__model_stream(const gpt_model *m, int l) {
     return m->stream + (size_t)l * (size_t)m->batch * (size_t)m->config.context * (size_t)m->config.channels;
 }
 
-static inline void gpt__model_blocks_forward(gpt_model *m, const gpt_pass *pass, const int *tokens) {
-    gpt_embed embed = gpt_embed_view(m->values);
-    gpt_embed_forward(pass, &embed, tokens, gpt__model_stream(m, 0));
-    for (int l = 0; l < m->config.layers; l++) {
-        gpt_block block = gpt_block_view(m->values, l);
-        gpt_block_forward(pass, &block, gpt__model_stream(m, l), &m->blocks[l], gpt__model_stream(m, l + 1));
+/* Forward of one unit, 0 to layers + 1, after the ones before it. Of m->values only that unit's are read, so the others need not be
+   there. The head returns the sum of the B T losses; without targets it leaves the logits of the last position in
+   m->head.logits. The others return 0. */
+GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens, const int *targets) {
+    const gpt_config *c = &m->config;
+    if (unit == 0) {
+        gpt_embed embed = gpt_embed_view(m->values);
+        gpt_embed_forward(pass, &embed, tokens, gpt__model_stream(m, 0));
+    } else if (unit <= c->layers) {
+        gpt_block block = gpt_block_view(m->values, unit - 1);
+        gpt_block_forward(pass, &block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], gpt__model_stream(m, unit));
+    } else {
+        gpt_head head = gpt_head_view(c, m->values);
+        gpt_pass last = *pass;
+        if (targets) return gpt_head_loss_forward(pass, &head, gpt__model_stream(m, c->layers), targets, &m->head);
+        last.batch = last.length = 1;
+        last.first = 0;
+        gpt_head_logits(&last, &head, gpt__model_stream(m, c->layers) + (size_t)(pass->length - 1) * (size_t)c->channels, &m->head);
+    }
+    return 0;
+}
+
+/* Backward of one unit, after the ones behind it: all its gradients, for the mean of the B T losses. Reads and writes m->values and m->grads of
+   that unit alone. */
+GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens, const int *targets) {
+    const gpt_config *c = &m->config;
+    if (unit == 0) {
+        gpt_embed d_embed = gpt_embed_view(m->grads);
+        gpt_embed_backward(pass, &d_embed, tokens, m->d_stream);
+    } else if (unit <= c->layers) {
+        gpt_block block = gpt_block_view(m->values, unit - 1), d_block = gpt_block_view(m->grads, unit - 1);
+        gpt_block_backward(pass, &block, &d_block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], &m->temps, m->d_stream, m->d_stream);
+    } else {
+        gpt_head head = gpt_head_view(c, m->values), d_head = gpt_head_view(c, m->grads);
+        gpt_head_backward(pass, &head, &d_head, gpt__model_stream(m, c->layers), targets, &m->head, 1.0f / (float)(pass->batch * pass->length),
+                          m->d_stream);
     }
 }
 
 /* Mean loss over B T tokens, no gradients: validation. */
 GPT_DEF double gpt_model_forward(gpt_model *m, const int *tokens, const int *targets, int batch, int length) {
-    gpt_pass pass = gpt__model_pass(m, batch, length);
-    gpt_head head = gpt_head_view(&m->config, m->values);
-    const float *in = gpt__model_stream(m, m->config.layers);
-    gpt__model_blocks_forward(m, &pass, tokens);
-    return gpt_head_loss_forward(&pass, &head, in, targets, &m->head) / ((double)batch * length);
+    gpt_pass pass = gpt_model_pass(m, batch, length);
+    double sum = 0;
+    for (int unit = 0; unit <= m->config.layers + 1; unit++) sum = gpt_model_unit_forward(m, &pass, unit, tokens, targets);
+    return sum / ((double)batch * length);
 }
 
 /* Mean loss over B T tokens and all gradients, each announced through ready(user, index) once, head first.
    tokens and targets are (B, T), B <= m->batch, T <= context. */
 GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const int *targets, int batch, int length,
                                           gpt_ready_fn ready, void *user) {
-    gpt_pass pass = gpt__model_pass(m, batch, length);
-    gpt_head head = gpt_head_view(&m->config, m->values), d_head = gpt_head_view(&m->config, m->grads);
-    gpt_embed d_embed = gpt_embed_view(m->grads);
-    const float *in = gpt__model_stream(m, m->config.layers);
+    gpt_pass pass = gpt_model_pass(m, batch, length);
     double loss = gpt_model_forward(m, tokens, targets, batch, length);
     pass.ready = ready;
     pass.ready_user = user;
-    gpt_head_backward(&pass, &head, &d_head, in, targets, &m->head, 1.0f / (float)(batch * length), m->d_stream);
-    for (int l = m->config.layers - 1; l >= 0; l--) {
-        gpt_block block = gpt_block_view(m->values, l), d_block = gpt_block_view(m->grads, l);
-        gpt_block_backward(&pass, &block, &d_block, gpt__model_stream(m, l), &m->blocks[l], &m->temps, m->d_stream, m->d_stream);
-    }
-    gpt_embed_backward(&pass, &d_embed, tokens, m->d_stream);
+    for (int unit = m->config.layers + 1; unit >= 0; unit--) gpt_model_unit_backward(m, &pass, unit, tokens, targets);
     return loss;
 }
 
@@ -1168,12 +1191,9 @@ GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const
 /* Logits (V) after tokens[0..length-1], of which the first `done` went through earlier calls and still are in the
    activations (0 at the start, or after training steps). length <= context. */
 GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done, int length) {
-    gpt_pass pass = gpt__model_pass(m, 1, length), last = gpt__model_pass(m, 1, 1);
-    gpt_head head = gpt_head_view(&m->config, m->values);
-    const float *in = gpt__model_stream(m, m->config.layers) + (size_t)(length - 1) * (size_t)m->config.channels;
+    gpt_pass pass = gpt_model_pass(m, 1, length);
     pass.first = done;
-    gpt__model_blocks_forward(m, &pass, tokens);
-    gpt_head_logits(&last, &head, in, &m->head);
+    for (int unit = 0; unit <= m->config.layers + 1; unit++) gpt_model_unit_forward(m, &pass, unit, tokens, NULL);
     return m->head.logits;
 }
 

@@ -347,7 +347,7 @@ static void test_block_backward_in_two_parts(void **state) {
     d_out = floats(n); d_in = floats(n); both = floats(n);
     fill(d_out, n, 8);
     gpt_model_forward(&f.model, f.tokens, f.targets, f.B, f.T);
-    pass = gpt__model_pass(&f.model, f.B, f.T);
+    pass = gpt_model_pass(&f.model, f.B, f.T);
     w = gpt_block_view(f.model.values, 0);
     g = gpt_block_view(f.model.grads, 0);
     gpt_block_backward(&pass, &w, &g, f.model.stream, &f.model.blocks[0], &f.model.temps, d_out, both);
