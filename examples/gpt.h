@@ -1211,17 +1211,19 @@ GPT_DEF int gpt_sample(const float *logits, int vocab, float temperature, double
     return best;
 }
 
+/* The u in [0, 1) that gpt_generate draws token number `at` with. */
+GPT_DEF double gpt_sample_draw(uint64_t seed, int at) { return (double)(gpt_random(seed, (uint64_t)at) >> 11) * (1.0 / 9007199254740992.0); }
+
 /* Continues tokens[0..prompt-1] to tokens[total-1], with the same result for the same seed. prompt is at least 1. When the
    context is full, the window moves on by half a context. */
 GPT_DEF void gpt_generate(gpt_model *m, int *tokens, int prompt, int total, float temperature, uint64_t seed) {
     int context = m->config.context, start = 0, done = 0;
     for (int at = prompt; at < total; at++) {
         const float *logits;
-        double u = (double)(gpt_random(seed, (uint64_t)at) >> 11) * (1.0 / 9007199254740992.0);
         if (at - start > context) { start = at - (context + 1) / 2; done = 0; }
         logits = gpt_model_logits(m, tokens + start, done, at - start);
         done = at - start;
-        tokens[at] = gpt_sample(logits, m->config.vocab, temperature, u);
+        tokens[at] = gpt_sample(logits, m->config.vocab, temperature, gpt_sample_draw(seed, at));
     }
 }
 

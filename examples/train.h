@@ -1,0 +1,586 @@
+/*  train.h - what the trainers of this folder share, whatever their strategy: flags, the plan of a run, text, batches, the report.
+
+    A trainer's own part is how parameters, gradients and optimizer state lie on ranks, how a step is computed on them, and its checkpoints. It holds
+    a `run`, which is everything else, and looks like this:
+
+        parse_options      anywhere; what is wrong is said later, by rank 0
+        run_start          rank 0 makes the plan, everybody gets it and the text
+        run_build_model    activations, batches, the sampler
+        its own memory, then step by step: windows, its own step, run_mean_loss, run_report_step
+        run_finish         sample, table, drawing, losses, hash
+
+    Rank 0 alone reads files, writes files and prints, but for checkpoints that all ranks write together. */
+#ifndef DDP_EXAMPLE_TRAIN_H
+#define DDP_EXAMPLE_TRAIN_H
+
+#include "../ddp.h"
+#include "curve.h"
+#include "gpt.h"
+#include "text.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define SAMPLE_BYTES 400
+#define VALIDATION_WINDOWS 128
+#define SVG_PATH "loss.svg"
+#define HASH_START UINT64_C(0xcbf29ce484222325)
+#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
+#define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
+
+//== options ============================================================================================== >>options
+
+/* What decides the bits of a run: a checkpoint stores it and a resumed run shares it. 0 (seed -1) = not given. */
+typedef struct run_config {
+    int32_t layers, heads, channels, context, batch, micro_batch, steps, reserved;
+    int64_t seed;
+    double lr;
+} run_config;
+
+typedef struct run_program run_program;
+
+typedef struct run_options {
+    const run_program *program;
+    run_config config;
+    int32_t ranks, threads_as_ranks, replicas, help;
+    const char *strategy, *checkpoint, *resume;
+    const char **paths;
+    int path_count;
+    int dealt;       /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
+    char wrong[512]; /* what is wrong with the command line, or "" */
+} run_options;
+
+typedef enum flag_kind { FLAG_SWITCH, FLAG_INT32, FLAG_INT64, FLAG_DOUBLE, FLAG_TEXT } flag_kind;
+typedef enum flag_rule { NOT_SAVED, SAVED /* a flag overrides the checkpoint */, FIXED /* a flag that differs is an error */ } flag_rule;
+
+typedef struct flag {
+    const char *name;
+    flag_kind kind;
+    flag_rule rule;
+    size_t offset; /* in options */
+    double least, most;
+    const char *help;
+} flag;
+
+struct run_program {
+    const char *name, *purpose;
+    const flag *flags;
+    int flag_count;
+};
+
+#define AT(field) offsetof(run_options, field)
+#define TRAIN_FLAGS \
+    {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: one per core"}, \
+    {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, "ranks are threads of one process"}, \
+    {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"}, \
+    {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default near 16"}, \
+    {"--micro-batch", FLAG_INT32, FIXED, AT(config.micro_batch), 1, 1e6, "N windows per forward and backward; default 4"}, \
+    {"--context", FLAG_INT32, FIXED, AT(config.context), 1, 65536, "N bytes that a prediction sees; default 128"}, \
+    {"--layers", FLAG_INT32, FIXED, AT(config.layers), 1, 1000, "N transformer blocks; default 4"}, \
+    {"--heads", FLAG_INT32, FIXED, AT(config.heads), 1, 1000, "N attention heads; default 4"}, \
+    {"--channels", FLAG_INT32, FIXED, AT(config.channels), 1, 65536, "N width, divisible by heads; default 128"}, \
+    {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
+    {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, "N of the initial weights and the order of the text; default 1"}
+
+static void print_help(const run_program *program) {
+    printf("%s [flags] [files or folders]: %s\n", program->name, program->purpose);
+    for (int i = 0; i < program->flag_count; i++) {
+        const flag *f = &program->flags[i];
+        char left[64];
+        int metavar = f->kind == FLAG_SWITCH ? 0 : (int)strcspn(f->help, " ");
+        snprintf(left, sizeof left, "%s %.*s", f->name, metavar, f->help);
+        printf("  %-22s%s\n", left, f->help + metavar + (metavar > 0));
+    }
+    printf("The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit.\n");
+}
+
+static void flag_set(const flag *f, run_options *o, const char *value) {
+    char *end = NULL, *target = (char *)o + f->offset;
+    double number;
+    if (f->kind == FLAG_TEXT) {
+        memcpy(target, &value, sizeof value);
+        if (!value[0]) snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
+        return;
+    }
+    errno = 0;
+    number = f->kind == FLAG_DOUBLE ? strtod(value, &end) : (double)strtoll(value, &end, 10);
+    if (end == value || *end || errno || !(number >= f->least && number <= f->most)) {
+        snprintf(o->wrong, sizeof o->wrong, "%s %.60s: give %s from %.15g to %.15g", f->name, value,
+                 f->kind == FLAG_DOUBLE ? "a number" : "a whole number", f->least, f->most);
+        return;
+    }
+    if (f->kind == FLAG_DOUBLE) memcpy(target, &number, sizeof number);
+    else if (f->kind == FLAG_INT64) { int64_t wide = (int64_t)number; memcpy(target, &wide, sizeof wide); }
+    else { int32_t narrow = (int32_t)number; memcpy(target, &narrow, sizeof narrow); }
+}
+
+/* Fills *o. What is wrong goes to o->wrong, so that rank 0 alone says it, under any launcher. */
+static void parse_options(const run_program *program, int argc, char **argv, run_options *o) {
+    memset(o, 0, sizeof *o);
+    o->program = program;
+    o->config.seed = -1;
+    o->paths = (const char **)calloc((size_t)argc + 1, sizeof *o->paths);
+    if (!o->paths) snprintf(o->wrong, sizeof o->wrong, "%d arguments do not fit in memory", argc);
+    for (int i = 1; i < argc && !o->wrong[0]; i++) {
+        const char *value = strchr(argv[i], '=');
+        size_t length = value ? (size_t)(value - argv[i]) : strlen(argv[i]);
+        const flag *f = NULL;
+        if (argv[i][0] != '-') { o->paths[o->path_count++] = argv[i]; continue; }
+        for (int j = 0; j < program->flag_count; j++)
+            if (strlen(program->flags[j].name) == length && !strncmp(argv[i], program->flags[j].name, length)) f = &program->flags[j];
+        if (!f) snprintf(o->wrong, sizeof o->wrong, "there is no flag %.60s; --help lists the flags", argv[i]);
+        else if (f->kind == FLAG_SWITCH && value) snprintf(o->wrong, sizeof o->wrong, "%s takes no value", f->name);
+        else if (f->kind == FLAG_SWITCH) { int32_t on = 1; memcpy((char *)o + f->offset, &on, sizeof on); }
+        else if (!value && i + 1 == argc) snprintf(o->wrong, sizeof o->wrong, "%s needs a value; --help lists the flags", f->name);
+        else flag_set(f, o, value ? value + 1 : argv[++i]);
+    }
+}
+
+//== plan ==================================================================================================== >>plan
+
+static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a; start from HASH_START */
+    const uint8_t *byte = (const uint8_t *)data;
+    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* What rank 0 finds and decides before anything starts; then it is the same on every rank. */
+typedef struct run_plan {
+    run_config config;
+    ddp_sampler_state data;    /* resumed: where the sampler stood */
+    int64_t first_step;        /* > 0: resumed */
+    int64_t text_bytes;        /* all of it, of which */
+    int64_t train_bytes;       /* the start is trained on, the rest is for validation */
+    uint64_t text_hash;
+    double entropy;            /* nats per byte */
+} run_plan;
+
+/* What a checkpoint remembers of its run. */
+typedef struct run_saved {
+    run_config config;
+    ddp_sampler_state data;
+    uint64_t text_hash;
+    int64_t step;
+} run_saved;
+
+static double flag_value(const flag *f, const void *at) {
+    int32_t narrow;
+    int64_t wide;
+    double number;
+    if (f->kind == FLAG_INT32) { memcpy(&narrow, at, sizeof narrow); return narrow; }
+    if (f->kind == FLAG_INT64) { memcpy(&wide, at, sizeof wide); return (double)wide; }
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+/* What the command line leaves open comes from the checkpoint; what contradicts it is an error. */
+static ddp_result config_merge(const run_program *program, run_config *config, const run_config *saved, const char *path) {
+    for (int i = 0; i < program->flag_count; i++) {
+        const flag *f = &program->flags[i];
+        size_t offset = f->offset - AT(config);
+        double given, had;
+        if (f->rule == NOT_SAVED) continue;
+        given = flag_value(f, (const char *)config + offset);
+        had = flag_value(f, (const char *)saved + offset);
+        if (given == (f->kind == FLAG_INT64 ? -1 : 0))
+            memcpy((char *)config + offset, (const char *)saved + offset, f->kind == FLAG_INT32 ? sizeof(int32_t) : sizeof(int64_t));
+        else if (f->rule == FIXED && given != had)
+            return WRONG("%s was trained with %s %.15g, not %.15g; leave %s out, or resume from another checkpoint", path, f->name, had, given,
+                         f->name);
+    }
+    return DDP_OK;
+}
+
+static int is_power(int64_t number) { return number > 0 && (number & (number - 1)) == 0; }
+
+/* Batches that split: over the ranks, into micro-batches, and on several ranks so that sums keep their tree. Blocks of a rank are 2^k micro-batches;
+   dealt, a round of micro-batches is 2^k, or all there is. */
+static int batch_splits(int64_t batch, int64_t micro_batch, int64_t ranks, int dealt) {
+    int64_t share = batch / (micro_batch * ranks);
+    if (share < 1 || batch % (micro_batch * ranks)) return 0;
+    return ranks == 1 || is_power(dealt ? ranks : share) || share == 1;
+}
+
+static ddp_result config_resolve(run_config *c, int ranks, int dealt) {
+    if (!c->layers) c->layers = 4;
+    if (!c->heads) c->heads = 4;
+    if (!c->channels) c->channels = 128;
+    if (!c->context) c->context = 128;
+    if (!c->micro_batch) c->micro_batch = 4;
+    if (!c->steps) c->steps = 500;
+    if (c->seed < 0) c->seed = 1;
+    if (c->lr == 0) c->lr = 3e-3;
+    if (!c->batch) {
+        c->batch = c->micro_batch * ranks;
+        while (c->batch * 3 / 2 < 16 && batch_splits(c->batch * 2, c->micro_batch, ranks, dealt)) c->batch *= 2;
+    }
+    if (c->channels % c->heads) {
+        int below = c->channels / c->heads * c->heads, above = below + c->heads;
+        return WRONG("--channels %d is not divisible by --heads %d; use --channels %d", c->channels, c->heads,
+                     below > 0 && c->channels - below <= above - c->channels ? below : above);
+    }
+    if (!batch_splits(c->batch, c->micro_batch, ranks, dealt)) {
+        int64_t unit = (int64_t)c->micro_batch * ranks, below = unit, above = unit;
+        int one = dealt && !is_power(ranks), every = dealt || ranks == 1;
+        while (above < c->batch && !one) { below = above; above = every ? above + unit : above * 2; }
+        return WRONG("--batch %d does not split into %s of %d on each of %d ranks; use --batch %lld", c->batch,
+                     one ? "one micro-batch" : every ? "micro-batches" : "1, 2, 4, 8 ... micro-batches", c->micro_batch, ranks,
+                     (long long)(c->batch - below <= above - c->batch ? below : above));
+    }
+    return DDP_OK;
+}
+
+/* Whether path can be replaced at the end, asked at the start. Leaves everything as it was. */
+static ddp_result check_writable(const char *path) {
+    char temporary[4096];
+    struct stat info;
+    int existed, fd;
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
+        return WRONG("%s cannot be written, it is not a file; remove it or choose another place", path);
+    existed = stat(temporary, &info) == 0;
+    fd = open(temporary, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
+    close(fd);
+    if (!existed) unlink(temporary);
+    return DDP_OK;
+}
+
+/* Rank 0: what can be wrong with the command line alone. */
+static ddp_result check_options(const run_options *o, int ranks) {
+    if (o->wrong[0]) return WRONG("%s", o->wrong);
+    if (o->ranks && o->ranks != ranks) return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
+    return check_writable(SVG_PATH);
+}
+
+/* Rank 0: the rest of what can be wrong with the input, before anything is written. saved: what --resume says, or NULL. */
+static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const run_saved *saved, text_buffer *t) {
+    int64_t window, validation;
+    memset(p, 0, sizeof *p);
+    p->config = o->config;
+    if (saved) {
+        TRY(config_merge(o->program, &p->config, &saved->config, o->resume));
+        p->data = saved->data;
+        p->first_step = saved->step;
+    }
+    TRY(config_resolve(&p->config, ranks, o->dealt));
+    if (p->first_step > p->config.steps)
+        return WRONG("%s has %lld steps behind it; use --steps %lld or more", o->resume, (long long)p->first_step, (long long)p->first_step);
+    TRY(text_load(t, o->paths, o->path_count));
+    window = p->config.context + 1;
+    validation = t->count / 10 > window ? t->count / 10 : window;
+    if (t->count < 2 * window)
+        return WRONG("the text has %lld bytes, and training and validation need %lld each with --context %d; "
+                     "give more text or use a shorter --context",
+                     (long long)t->count, (long long)window, p->config.context);
+    p->text_bytes = t->count;
+    p->train_bytes = t->count - validation;
+    p->entropy = text_unigram_entropy(t);
+    p->text_hash = hash_bytes(HASH_START, t->bytes, (size_t)t->count);
+    if (saved && p->text_hash != saved->text_hash) return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
+    return DDP_OK;
+}
+
+//== report ================================================================================================ >>report
+
+/* What rank 0 shows. Points of the curve are means over `every` steps, so that there are never more than CURVE_POINTS. */
+typedef struct run_report {
+    curve training, validation;
+    int every, pending;             /* steps per point of the training curve; steps in the one that is being filled */
+    double pending_loss;
+    double start, shown;            /* of the run; of the last progress line */
+    int terminal;
+} run_report;
+
+static void report_start(run_report *r, const run_plan *p) {
+    memset(r, 0, sizeof *r);
+    r->every = (p->config.steps + CURVE_POINTS - 1) / CURVE_POINTS;
+    r->terminal = isatty(STDOUT_FILENO);
+    r->start = ddp_now();
+}
+
+static void report_loss(run_report *r, int64_t step, double loss) {
+    r->pending_loss += loss;
+    if (++r->pending < r->every) return;
+    curve_add(&r->training, (double)step - (r->pending - 1) / 2.0, r->pending_loss / r->pending);
+    r->pending = 0;
+    r->pending_loss = 0;
+}
+
+/* A line that ends where it began on a terminal, or a plain one every twentieth of the run. */
+static void report_progress(run_report *r, const run_plan *p, int64_t step, double loss, double norm, double tokens_per_second) {
+    double now = ddp_now();
+    double left = (now - r->start) / (double)(step - p->first_step) * (double)(p->config.steps - step);
+    int64_t interval = p->config.steps / 20 > 1 ? p->config.steps / 20 : 1;
+    if (r->terminal ? now - r->shown < 0.1 && step < p->config.steps : step % interval != 0 && step < p->config.steps) return;
+    r->shown = now;
+    printf("%sstep %4lld/%d   loss %.4f   %.0f tokens/s   gradient norm %.4g   ETA %d:%02d%s", r->terminal ? "\r" : "", (long long)step,
+           p->config.steps, loss, tokens_per_second, norm, (int)(left + 0.5) / 60, (int)(left + 0.5) % 60, r->terminal ? "\033[K" : "\n");
+    fflush(stdout);
+}
+
+static void report_validation(run_report *r, const run_plan *p, int64_t step, double loss) {
+    curve_add(&r->validation, (double)step, loss);
+    printf("%sstep %4lld/%d   validation loss %.4f   (unigram entropy %.4f)\n", r->terminal ? "\r\033[K" : "", (long long)step,
+           p->config.steps, loss, p->entropy);
+    fflush(stdout);
+}
+
+static ddp_result draw_curve(const run_report *r, const run_plan *p) {
+    const run_config *c = &p->config;
+    char title[128];
+    snprintf(title, sizeof title, "%d layers, %d channels, context %d, batch %d, learning rate %.4g", c->layers, c->channels, c->context,
+             c->batch, c->lr);
+    return curve_draw(SVG_PATH, title, (double)p->first_step, c->steps, &r->training, &r->validation, p->entropy);
+}
+
+//== run ====================================================================================================== >>run
+
+/* One rank, whatever its strategy: the first thing in every trainer. */
+typedef struct run {
+    const run_options *options;
+    ddp_group *world;
+    int rank, world_size;
+    run_plan plan;
+    text_buffer text;
+    gpt_model model;               /* its own activations; values and gradients are the strategy's */
+    gpt_param *infos;              /* model.param_count */
+    int64_t parameter_count;       /* numbers in all values, those that share another's not counted */
+    ddp_sampler sampler;
+    uint64_t epoch;
+    int micro_count;               /* micro-batches of this rank in a step */
+    int *tokens, *targets;         /* (micro_batch, context) */
+    double *losses;                /* one per micro-batch of all ranks, in the order of the global batch; zeros but for this rank's */
+    double train_seconds;
+    run_report report;             /* rank 0 */
+} run;
+
+/* Rank 0's result and its sentence become everybody's, so that all ranks stop together and say the same. Collective. */
+static ddp_result share_result(ddp_group *world, ddp_result result) {
+    char sentence[512] = "";
+    int32_t code = result;
+    if (result != DDP_OK) snprintf(sentence, sizeof sentence, "%s", ddp_last_error());
+    TRY(ddp_broadcast(world, &code, 1, DDP_I32, 0, NULL));
+    if (code == DDP_OK) return DDP_OK;
+    TRY(ddp_broadcast(world, sentence, sizeof sentence, DDP_U8, 0, NULL));
+    return ddp_fail((ddp_result)code, "%s", sentence);
+}
+
+/* The plan and the text, which rank 0 has made with the given result, for everybody. Collective. */
+static ddp_result run_start(run *r, ddp_result made) {
+    TRY(share_result(r->world, made));
+    TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
+    if (r->rank != 0) {
+        r->text.count = r->text.capacity = r->plan.text_bytes;
+        r->text.bytes = (uint8_t *)malloc((size_t)r->plan.text_bytes);
+        if (!r->text.bytes)
+            return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)r->plan.text_bytes);
+    }
+    return ddp_broadcast(r->world, r->text.bytes, (size_t)r->plan.text_bytes, DDP_U8, 0, NULL);
+}
+
+/* Validation windows: so many that they cover the validation text once, at most VALIDATION_WINDOWS, in whole micro-batches. */
+static int64_t validation_micro_batches(const run_plan *p) {
+    int64_t windows = (p->text_bytes - p->train_bytes) / (p->config.context + 1);
+    if (windows > VALIDATION_WINDOWS) windows = VALIDATION_WINDOWS;
+    return (windows + p->config.micro_batch - 1) / p->config.micro_batch;
+}
+
+/* The model's activations, and arrays that go with them. own: GPT_OWN_VALUES, or 0. */
+static ddp_result run_build_model(run *r, int own) {
+    const run_config *c = &r->plan.config;
+    int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch, validation = validation_micro_batches(&r->plan);
+    int count;
+    gpt_config config;
+    config.vocab = 256; config.context = c->context; config.layers = c->layers; config.heads = c->heads; config.channels = c->channels;
+    count = gpt_param_count(&config);
+    r->micro_count = (int)losses / r->world_size;
+    if (losses < validation) losses = validation;
+    if (tokens > INT32_MAX / 4 / c->channels || gpt_model_create(&r->model, &config, c->micro_batch, own) != 0)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
+    r->infos = (gpt_param *)calloc((size_t)count, sizeof *r->infos);
+    r->tokens = (int *)calloc((size_t)tokens, sizeof *r->tokens);
+    r->targets = (int *)calloc((size_t)tokens, sizeof *r->targets);
+    r->losses = (double *)calloc((size_t)losses, sizeof *r->losses);
+    if (!r->infos || !r->tokens || !r->targets || !r->losses) return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", count);
+    for (int i = 0; i < count; i++) {
+        gpt_param_info(&config, i, &r->infos[i]);
+        if (r->infos[i].tied_to < 0) r->parameter_count += r->infos[i].count;
+    }
+    return DDP_OK;
+}
+
+/* A parameter as the library wants it; no values yet. */
+static void run_describe(const run *r, int index, ddp_param *param) {
+    param->name = r->infos[index].name;
+    param->value.dtype = DDP_F32;
+    param->value.ndim = r->infos[index].ndim;
+    for (int k = 0; k < param->value.ndim; k++) param->value.shape[k] = r->infos[index].shape[k];
+}
+
+/* The windows of one of `replicas` parts of each global batch, in the same order whatever replicas is. */
+static ddp_result run_build_sampler(run *r, int replicas, int replica) {
+    ddp_sampler_desc sampler = DDP_ZERO;
+    sampler.dataset_size = r->plan.train_bytes - r->plan.config.context; /* every start of a window of context + 1 bytes */
+    sampler.num_replicas = replicas;
+    sampler.rank = replica;
+    sampler.seed = (uint64_t)r->plan.config.seed;
+    sampler.shuffle = DDP_SHUFFLE_HASHED;
+    sampler.global_batch = r->plan.config.batch;
+    TRY(ddp_sampler_init(&r->sampler, &sampler));
+    r->epoch = r->plan.data.epoch;
+    return r->plan.first_step > 0 ? ddp_sampler_load(&r->sampler, &r->plan.data) : DDP_OK;
+}
+
+static void run_free(run *r) {
+    ddp_sampler_free(&r->sampler);
+    gpt_model_destroy(&r->model);
+    free(r->text.bytes);
+    free(r->infos);
+    free(r->tokens);
+    free(r->targets);
+    free(r->losses);
+}
+
+/* Row `row` of the micro-batch: context bytes from start on, and for each the byte that follows. */
+static void take_window(run *r, int row, int64_t start) {
+    int context = r->plan.config.context;
+    const uint8_t *from = r->text.bytes + start;
+    for (int i = 0; i < context; i++) {
+        r->tokens[row * context + i] = from[i];
+        r->targets[row * context + i] = from[i + 1];
+    }
+}
+
+static int64_t next_window(run *r) {
+    int64_t start = ddp_sampler_next(&r->sampler, NULL);
+    if (start >= 0) return start;
+    ddp_sampler_set_epoch(&r->sampler, ++r->epoch);
+    return ddp_sampler_next(&r->sampler, NULL);
+}
+
+/* Micro-batch `index` of validation_micro_batches: windows spread evenly over the validation text. */
+static void take_validation_windows(run *r, int64_t index) {
+    const run_config *c = &r->plan.config;
+    int64_t windows = validation_micro_batches(&r->plan) * c->micro_batch;
+    int64_t room = r->plan.text_bytes - r->plan.train_bytes - c->context - 1; /* of the first byte of a window */
+    for (int row = 0; row < c->micro_batch; row++)
+        take_window(r, row, r->plan.train_bytes + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0));
+}
+
+/* The mean of the first `count` losses, added in their order, whoever has computed them. Collective. */
+static ddp_result run_mean_loss(run *r, int64_t count, double *mean) {
+    double sum = 0;
+    TRY(ddp_all_reduce(r->world, r->losses, r->losses, (size_t)count, DDP_F64, DDP_OP_SUM, NULL));
+    for (int64_t i = 0; i < count; i++) sum += r->losses[i];
+    memset(r->losses, 0, (size_t)count * sizeof *r->losses);
+    *mean = sum / (double)count;
+    return DDP_OK;
+}
+
+/* Warm-up over a tenth of the steps, at most 100, then a cosine down to a tenth. step counts from 1. */
+static float learning_rate(const run_config *c, int64_t step) {
+    int64_t warm = c->steps / 10 < 100 ? c->steps / 10 : 100;
+    if (step <= warm) return (float)(c->lr * (double)step / (double)warm);
+    return (float)(c->lr * (0.55 + 0.45 * cos(3.14159265358979323846 * (double)(step - warm) / (double)(c->steps - warm))));
+}
+
+static double tokens_per_second(const run *r, int64_t step) {
+    double tokens = (double)(step - r->plan.first_step) * r->plan.config.batch * r->plan.config.context;
+    return r->train_seconds > 0 ? tokens / r->train_seconds : 0;
+}
+
+static ddp_result run_check_step(int64_t step, double loss, float norm) {
+    if (isfinite(loss) && isfinite(norm)) return DDP_OK;
+    return WRONG("the loss is not a number any more at step %lld; use a smaller --lr", (long long)step);
+}
+
+static void run_report_start(run *r) {
+    const char *threads = r->options->threads_as_ranks ? " as threads" : "";
+    if (r->rank != 0) return;
+    report_start(&r->report, &r->plan);
+    printf("%lld parameters, %lld bytes of text, %d %s%s\n", (long long)r->parameter_count, (long long)r->plan.text_bytes, r->world_size,
+           r->world_size == 1 ? "rank" : "ranks", threads);
+    if (r->plan.first_step > 0) printf("%s goes on from step %lld\n", r->options->resume, (long long)r->plan.first_step);
+}
+
+static void run_report_step(run *r, int64_t step, double loss, float norm) {
+    if (r->rank != 0) return;
+    report_loss(&r->report, step, loss);
+    report_progress(&r->report, &r->plan, step, loss, norm, tokens_per_second(r, step));
+}
+
+static int is_validation_step(const run *r, int64_t step) {
+    int64_t steps = r->plan.config.steps, interval = steps / 10 > 1 ? steps / 10 : 1;
+    return step % interval == 0 || step == steps;
+}
+
+//== the end ================================================================================================== >>end
+
+/* What the model goes on from: the first bytes of the validation text. Returns how many. */
+static int sample_prompt(const run *r, int *tokens) {
+    int prompt = r->plan.config.context < 32 ? r->plan.config.context : 32;
+    for (int i = 0; i < prompt; i++) tokens[i] = r->text.bytes[r->plan.train_bytes + i];
+    return prompt;
+}
+
+static void print_sample(const int *tokens, int prompt) {
+    printf("\n--- the model goes on from %d bytes of the validation text ---\n", prompt);
+    for (int i = 0; i < prompt + SAMPLE_BYTES; i++) putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
+    printf("\n---\n");
+}
+
+/* Drawing, both losses, and the hash of the weights, which all ranks must agree on. Collective. */
+static ddp_result run_finish(run *r, double validation, uint64_t hash) {
+    uint64_t hashes[DDP_MAX_LOCAL_RANKS];
+    ddp_result result = DDP_OK;
+    hashes[r->rank] = hash;
+    TRY(ddp_all_gather(r->world, &hashes[r->rank], hashes, 1, DDP_U64, NULL));
+    for (int i = 1; i < r->world_size; i++)
+        if (hashes[i] != hashes[0])
+            return ddp_fail(DDP_ERR_CORRUPT, "rank %d has other weights than rank 0: its machine or its build computes differently", i);
+    if (r->rank == 0) result = draw_curve(&r->report, &r->plan);
+    TRY(share_result(r->world, result));
+    if (r->rank == 0) {
+        printf("%s: the loss curve\n", SVG_PATH);
+        printf("unigram entropy: %.4f nats per byte\nvalidation loss: %.4f nats per byte\n", r->plan.entropy, validation);
+        printf("weights hash: %016llx\n", (unsigned long long)hashes[0]);
+    }
+    return DDP_OK;
+}
+
+typedef struct job {
+    run_options options;
+    int quiet; /* this process is a rank of a launcher, and not rank 0 */
+} job;
+
+static void run_init(run *r, ddp_group *world, job *j) {
+    r->options = &j->options;
+    r->world = world;
+    r->rank = ddp_rank(world);
+    r->world_size = ddp_world_size(world);
+    if (r->rank != 0 && !j->options.threads_as_ranks) j->quiet = 1; /* forked ranks write to their own copy */
+}
+
+/* Starts the ranks, or joins those of a launcher. Returns the status of the process. */
+static int run_main(job *j, ddp_rank_fn rank_main) {
+    ddp_launch_desc desc = DDP_ZERO;
+    ddp_result result;
+    if (j->options.help && !j->options.wrong[0]) { print_help(j->options.program); return 0; }
+    desc.world_size = j->options.wrong[0] ? 1 : j->options.ranks;
+    desc.mode = j->options.threads_as_ranks ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
+    result = ddp_launch(&desc, rank_main, j);
+    if (result != DDP_OK && !j->quiet) fprintf(stderr, "%s: %s\n", j->options.program->name, ddp_last_error());
+    free(j->options.paths);
+    return result == DDP_OK ? 0 : 1;
+}
+
+#endif /* DDP_EXAMPLE_TRAIN_H */
+
+/* MIT License: see LICENSE. */
