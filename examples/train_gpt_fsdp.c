@@ -30,7 +30,7 @@ static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
     {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N groups of ranks, each with all shards; default 1"},
-    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any number of ranks under any strategy"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
@@ -117,13 +117,21 @@ static ddp_result checkpoint_read(const char *path, run_saved *saved) {
     return DDP_OK;
 }
 
-/* Whether a folder can be made or replaced at the end, asked at the start. Leaves everything as it was. */
+/* Whether a checkpoint can be made there or replaced, asked at the start. Leaves everything as it was. */
 static ddp_result check_folder(const char *path) {
+    char state[4096];
     struct stat info;
-    if (stat(path, &info) == 0 && !S_ISDIR(info.st_mode))
-        return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
-    if (stat(path, &info) != 0 && mkdir(path, 0777) == 0) { rmdir(path); return DDP_OK; }
-    if (access(path, W_OK) != 0) return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
+    struct dirent *entry;
+    int there = stat(path, &info) == 0, files = 0;
+    DIR *folder;
+    if (there && !S_ISDIR(info.st_mode)) return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
+    if (there ? access(path, W_OK) != 0 : mkdir(path, 0777) != 0 || rmdir(path) != 0)
+        return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
+    folder = there ? opendir(path) : NULL;
+    while (folder && (entry = readdir(folder)) != NULL) files += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
+    if (folder) closedir(folder);
+    snprintf(state, sizeof state, "%s/state.json", path);
+    if (files && stat(state, &info) != 0) return WRONG("%s cannot be written, it holds other files; choose another place", path);
     return DDP_OK;
 }
 
@@ -214,6 +222,7 @@ static ddp_result build_parallel(trainer *t) {
     desc.init_fn = fill_rows;
     desc.init_user = r;
     desc.state = &t->state;
+    desc.keep_checkpoints = 2;
     TRY(ddp_fsdp_create(&t->fsdp, t->shard_group, &desc));
 
     if (r->plan.first_step > 0) {

@@ -1,0 +1,131 @@
+#!/bin/sh
+# The trainer on shards prints the losses of train_gpt and ends with its weights, bit for bit: every strategy, on 1, 2, 3 and 4 ranks, as processes and as
+# threads, resumed on other ranks under another strategy, and after a kill. Wrong input is one sentence.
+# usage: train_gpt_fsdp.sh path/of/train_gpt_fsdp, with train_gpt of the same flavour beside it
+. "$(dirname "$0")/../support/train_gpt.sh"
+whole=$(dirname "$program")/$(basename "$program" | sed 's/_fsdp//')
+
+seq 1 300 > text # short: the run goes through several epochs
+run="--layers 1 --heads 2 --channels 16 --context 16 --micro-batch 2 --lr 0.01 --seed 7"
+
+# train NAME PROGRAM FLAGS...: NAME.out is what was printed, NAME.same what must not depend on ranks and strategy.
+train() {
+    name=$1
+    shift
+    # shellcheck disable=SC2086
+    timeout "$limit" "$@" text > "$name.all" 2> "$name.err" || fail "$name: status $?: $(cat "$name.err")"
+    sed '/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d' "$name.all" > "$name.out" # without tables
+    comparable "$name"
+    tail -n 1 "$name.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$name: the last line is no hash: $(tail -n 1 "$name.out")"
+}
+same() { cmp -s "$1.same" "$2.same" || { diff "$1.same" "$2.same" >&2; fail "$1 and $2 differ"; }; }
+hash_of() { grep '^weights hash' "$1.out"; }
+
+# --- every strategy on every number of ranks ---
+
+# shellcheck disable=SC2086
+{
+    train eight "$whole" $run --batch 8 --steps 60 --ranks 1
+    train six "$whole" $run --batch 6 --steps 8 --ranks 1
+    [ "$(grep -c 'gradient norm' eight.same)" -ge 20 ] || fail "not every twentieth step printed its loss"
+    [ "$(grep -c ^ six.same)" -gt 20 ] || fail "nothing is left to compare"
+    for strategy in full grad optim none; do
+        train ${strategy}1 "$program" $run --batch 8 --steps 60 --ranks 1 --strategy $strategy
+        train ${strategy}2 "$program" $run --batch 8 --steps 60 --ranks 2 --strategy $strategy
+        train ${strategy}3 "$program" $run --batch 6 --steps 8 --ranks 3 --strategy $strategy --threads-as-ranks
+        train ${strategy}4 "$program" $run --batch 8 --steps 60 --ranks 4 --strategy $strategy --threads-as-ranks
+        same eight ${strategy}1
+        same eight ${strategy}2
+        same six ${strategy}3
+        same eight ${strategy}4
+    done
+    train hybrid "$program" $run --batch 8 --steps 60 --ranks 4 --replicas 2
+    same eight hybrid
+}
+
+# Splitting over four leaves a quarter, and what rows and cache lines are rounded up to.
+peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
+[ "$(peak full4 shards)" -lt $(($(peak none4 shards) / 3)) ] || fail "shards: $(peak full4 shards) of $(peak none4 shards) bytes"
+[ "$(peak optim4 optimizer)" -lt $(($(peak none4 optimizer) / 3)) ] || fail "optimizer: $(peak optim4 optimizer) of $(peak none4 optimizer) bytes"
+
+# --- checkpoints: the end, the validation before it, and one left by a kill ---
+
+# shellcheck disable=SC2086
+{
+    train saved "$program" $run --batch 8 --steps 60 --ranks 2 --checkpoint here
+    same eight saved
+    # What flags leave out comes from the checkpoint.
+    train one "$program" --resume here.1 --ranks 1 --strategy none
+    train four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there
+    train hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad
+    train end "$program" --resume there --ranks 2 --strategy optim
+    for name in one four hybrid end; do
+        grep -q 'goes on from step' $name.out || fail "$name did not say where it goes on"
+        [ "$(hash_of $name)" = "$(hash_of eight)" ] || fail "$name: resumed $(hash_of $name), uninterrupted $(hash_of eight)"
+    done
+
+    train uncut "$whole" $run --batch 8 --steps 400 --ranks 1
+    "$program" $run --batch 8 --steps 400 --ranks 1 --strategy grad --checkpoint killed text > killed.out 2> killed.err &
+    pid=$!
+    tries=0
+    while [ ! -e killed/state.json ]; do
+        kill -0 $pid 2> /dev/null || fail "the run ended without a checkpoint: $(cat killed.err)"
+        tries=$((tries + 1))
+        [ $tries -lt $((limit * 100)) ] || fail "no checkpoint after $limit s"
+        sleep 0.01
+    done
+    kill -9 $pid
+    wait $pid 2> /dev/null
+    train again "$program" --resume killed --ranks 2 --checkpoint killed
+    [ "$(hash_of again)" = "$(hash_of uncut)" ] || fail "after a kill: $(hash_of again), uninterrupted $(hash_of uncut)"
+}
+
+# --- wrong input ---
+
+mkdir other
+echo note > other/note
+echo other > words
+cp -r here damaged
+data=$(find damaged -name 'model-*.safetensors')
+printf 'damage' | dd of="$data" bs=1 seek=$(($(wc -c < "$data") - 64)) conv=notrunc 2> dd.log || fail "$(cat dd.log)"
+rm dd.log
+cp -r here older
+echo '{"format": "another"}' > older/state.json
+state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
+before=$(state)
+
+# wrong EXPECTED FLAGS...: exit status 1, one sentence on stderr with EXPECTED in it, and no file is made or changed.
+wrong() {
+    expected=$1
+    shift
+    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
+    status=$?
+    [ $status -eq 1 ] || fail "$*: status $status: $output"
+    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || fail "$*: not one line: $output"
+    case $output in "train_gpt_fsdp: "*"$expected"*) ;; *) fail "$*: no '$expected': $output" ;; esac
+    [ "$(state)" = "$before" ] || fail "$*: files changed"
+}
+
+# shellcheck disable=SC2086
+for ranks in 1 2; do
+    small="$run --batch 8 --steps 2 --ranks $ranks"
+    wrong "give full, grad, optim or none" $small --strategy zero text
+    wrong "it is not a folder" $small --checkpoint text text
+    wrong "No such file" $small --checkpoint missing/new text
+    wrong "holds other files" $small --checkpoint other text
+    wrong "No such file" $small --resume missing text
+    wrong "no checkpoint of train_gpt_fsdp" --ranks $ranks --resume older text
+    wrong "checksum" --ranks $ranks --resume damaged text
+    wrong "was trained with --layers 1, not 2" --ranks $ranks --layers 2 --resume here text
+    wrong "other text" --ranks $ranks --resume here text words
+    wrong "use --steps 60 or more" --ranks $ranks --steps 8 --resume here text
+done
+# shellcheck disable=SC2086
+{
+    wrong "--replicas 2 does not divide 3 ranks" $run --ranks 3 --replicas 2 text
+    wrong "splits the model over 3 ranks" $run --ranks 6 --replicas 2 text
+    wrong "does not split into one micro-batch of 2 on each of 3 ranks; use --batch 6" $run --ranks 3 --batch 12 text
+    wrong "does not split into micro-batches of 2 on each of 2 ranks; use --batch 8" $run --ranks 2 --batch 7 text
+    wrong "1, 2, 4, 8 ... micro-batches of 2 on each of 2 ranks; use --batch 8" $run --ranks 2 --strategy optim --batch 12 text
+}
+echo "train_gpt_fsdp: every strategy has the bits of train_gpt: $(hash_of eight)"
