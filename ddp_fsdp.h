@@ -892,16 +892,16 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler) { return scaler ? scaler->scale : 0; }
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scaler->found_inf : 0; }
 
-/* Whether all bits of the exponent are set in one of count elements. */
-#define DDP__NON_FINITE_FN(word, suffix)                                                          \
-    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                   \
-    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {              \
-        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                   \
-        word bad = 0;                                                                             \
+/* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then reaches the sign's. */
+#define DDP__NON_FINITE_FN(word, suffix)                                                             \
+    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                      \
+    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                 \
+        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                      \
+        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                          \
         for (; count >= 64; count -= 64, x += 64) /* a fixed number of them: compilers see vectors */ \
-            for (int i = 0; i < 64; i++) bad |= (word)-((x[i] & mask) == mask);                   \
-        for (size_t i = 0; i < count; i++) bad |= (word)-((x[i] & mask) == mask);                 \
-        return bad != 0;                                                                          \
+            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                     \
+        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                   \
+        return seen >> (suffix - 1) & 1;                                                             \
     }
 DDP__NON_FINITE_FN(uint16_t, 16)
 DDP__NON_FINITE_FN(uint32_t, 32)
