@@ -3,7 +3,8 @@
     test_training processes|threads [W ...]     W divides 4. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu.
 
     Two linear layers with a ReLU between, mean squared error, four micro-batches a step: accumulated pairwise, reduced in buckets, clipped, and
-    stepped by AdamW. All arithmetic rounds operation by operation, so that the CPU gives the reference. */
+    stepped by AdamW. All arithmetic rounds operation by operation, so that the CPU gives the reference. Before that, optimizers of ddp_fsdp.h on rows of
+    these tensors, and its loss scaler. */
 #include "../support/device.h"
 
 enum { IN = 33, HIDDEN = 57, OUT = 9, BATCH = 8, MICRO = 4, STEPS = 7, PARAMS = 4 };
@@ -210,6 +211,102 @@ static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out)
     return DDP_OK;
 }
 
+//== optimizers on shards ====================================================================
+
+/* Three steps on this rank's rows; out: whole tensors in host memory, of which these rows are written. d NULL = whole tensors, on the CPU. */
+static ddp_result shard_steps(ddp_group *world, device_rank *d, int kind, float *out) {
+    static const size_t row_counts[PARAMS] = {HIDDEN, HIDDEN, OUT, OUT};
+    ddp_group *group = d ? d->group : world;
+    const ddp_device *device = d ? ddp_device_cuda() : ddp_device_cpu();
+    size_t first[PARAMS], count[PARAMS], W = d ? (size_t)ddp_world_size(world) : 1, rank = d ? (size_t)ddp_rank(world) : 0;
+    ddp_param params[PARAMS];
+    ddp_optimizer_desc desc = DDP_ZERO;
+    ddp_optimizer *optimizer;
+    void *memory = NULL;
+    float *at, host[TOTAL];
+    RANKS_OK(world, device->alloc(group, 2 * TOTAL * sizeof(float), &memory));
+    at = (float *)memory;
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < PARAMS; i++) {
+        size_t rows = row_counts[i], columns = lengths[i] / rows, share = (rows + W - 1) / W, begin = share * rank < rows ? share * rank : rows;
+        size_t mine = rows - begin < share ? rows - begin : share;
+        first[i] = begin * columns;
+        count[i] = mine * columns;
+        params[i].value.dtype = DDP_F32;
+        params[i].value.ndim = columns > 1 ? 2 : 1;
+        params[i].value.shape[0] = (int64_t)mine;
+        params[i].value.shape[1] = (int64_t)columns;
+        params[i].value.data = at;
+        params[i].grad.data = at + TOTAL;
+        at += count[i];
+        for (size_t k = 0; k < count[i]; k++) host[k] = number(30 + (uint64_t)i, first[i] + k);
+        device->copy(params[i].value.data, host, count[i] * sizeof(float));
+    }
+    desc.kind = (ddp_optimizer_kind)kind;
+    desc.weight_decay = 0.1f;
+    desc.momentum = 0.9f;
+    desc.nesterov = kind == DDP_OPTIMIZER_SGD;
+    desc.params = params;
+    desc.param_count = PARAMS;
+    desc.shard_group = d ? group : NULL;
+    RANKS_OK(world, ddp_optimizer_create(&optimizer, group, &desc));
+    for (int step = 1; step <= 3; step++) {
+        for (int i = 0; i < PARAMS; i++) {
+            for (size_t k = 0; k < count[i]; k++) host[k] = number(40 + (uint64_t)(10 * step + i), first[i] + k);
+            device->copy(params[i].grad.data, host, count[i] * sizeof(float));
+        }
+        RANKS_OK(world, ddp_optimizer_step(optimizer, 0.01f / (float)step));
+    }
+    for (int i = 0; i < PARAMS; out += lengths[i++]) device->copy(out + first[i], params[i].value.data, count[i] * sizeof(float));
+    ddp_optimizer_destroy(optimizer);
+    device->free(group, memory);
+    return DDP_OK;
+}
+
+/* One rank at a time has a gradient that is not finite, and all find out. */
+static ddp_result shard_scaler(ddp_group *world, device_rank *d) {
+    const ddp_device *device = ddp_device_cuda();
+    ddp_scaler scaler;
+    ddp_scaler_desc desc = DDP_ZERO;
+    void *memory = NULL;
+    desc.groups[0] = d->group;
+    desc.group_count = 1;
+    desc.init_scale = 8;
+    RANKS_OK(world, device->alloc(d->group, 100 * sizeof(float), &memory));
+    RANKS_OK(world, ddp_scaler_init(&scaler, &desc));
+    for (int culprit = 0; culprit <= ddp_world_size(world); culprit++) {
+        float host[100];
+        ddp_tensor tensor = {memory, DDP_F32, 1, {100}};
+        for (int i = 0; i < 100; i++) host[i] = culprit == ddp_rank(world) && i == 77 ? -INFINITY : (float)i;
+        device->copy(memory, host, sizeof host);
+        RANKS_OK(world, ddp_scaler_unscale(&scaler, d->group, &tensor, 1));
+        device->copy(host, memory, sizeof host);
+        RANKS_CHECK(world, ddp_scaler_found_inf(&scaler) == (culprit < ddp_world_size(world)), "culprit %d: found_inf=%d", culprit, ddp_scaler_found_inf(&scaler));
+        RANKS_CHECK(world, host[76] == 76.0f / (8.0f / (float)(1 << culprit)), "culprit %d: unscaled to %g", culprit, (double)host[76]);
+        RANKS_OK(world, ddp_scaler_update(&scaler));
+    }
+    device->free(d->group, memory);
+    return DDP_OK;
+}
+
+static ddp_result shards(ddp_group *world, ddp_group *alone, device_rank *d) {
+    static thread_local float reference[TOTAL], mine[TOTAL];
+    static const size_t row_counts[PARAMS] = {HIDDEN, HIDDEN, OUT, OUT};
+    for (int kind = 0; kind < 4; kind++) {
+        ddp_result result = shard_steps(alone, NULL, kind, reference);
+        size_t at = 0;
+        if (result == DDP_OK) result = shard_steps(world, d, kind, mine);
+        if (result != DDP_OK) return result;
+        for (int i = 0; i < PARAMS; at += lengths[i++]) {
+            size_t columns = lengths[i] / row_counts[i], share = (row_counts[i] + (size_t)ddp_world_size(world) - 1) / (size_t)ddp_world_size(world) * columns;
+            for (size_t k = share * (size_t)ddp_rank(world); k < share * ((size_t)ddp_rank(world) + 1) && k < lengths[i]; k++)
+                RANKS_CHECK(world, memcmp(&mine[at + k], &reference[at + k], 4) == 0, "kind %d tensor %d: element %d is %.9g, on the CPU %.9g", kind, i, (int)k,
+                            (double)mine[at + k], (double)reference[at + k]);
+        }
+    }
+    return shard_scaler(world, d);
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     static const char *const kinds[GRAD_KINDS] = {"placed", "adjacent", "apart"};
     static thread_local float reference[TOTAL], mine[TOTAL];
@@ -220,8 +317,9 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     desc.init_method = "self://";
     RANKS_OK(world, ddp_group_create(&alone, &desc));
     result = train(alone, NULL, GRADS_PLACED, reference);
-    ddp_group_destroy(alone);
     if (result == DDP_OK) result = device_rank_open(&d, world, 64);
+    if (result == DDP_OK) result = shards(world, alone, &d);
+    ddp_group_destroy(alone);
     for (int grads = 0; grads < GRAD_KINDS && result == DDP_OK; grads++) {
         double moved = 0;
         result = train(world, &d, grads, mine);

@@ -27,6 +27,7 @@ static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
 #endif
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
+#include "../../ddp_fsdp.h"
 #include "ranks.h"
 
 typedef struct device_rank {
