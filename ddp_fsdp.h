@@ -4109,6 +4109,13 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     return result;
 }
 
+/* What an optimizer takes from its group's allocator, beside its state. */
+static size_t ddp__optimizer_tables(const ddp_optimizer *o) {
+    size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
+    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum) + DDP_MALLOC_EXTRA;
+    return o->square_count ? bytes + (o->device == ddp_device_cpu() ? 2 : 1) * sums : bytes;
+}
+
 /* The optimizer sees this rank's rows of each trained parameter. */
 static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
@@ -4139,6 +4146,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     d.state_free_fn = ddp__fsdp_state_free;
     d.state_user = f;
     result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+    if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer), 1);
     return result == DDP_OK || f->state_result == DDP_OK ? result : ddp_fail(f->state_result, "%s", f->state_text);
 }
 
