@@ -642,6 +642,35 @@ static ddp_result bytes_add_up(ddp_group *group) {
     return DDP_OK;
 }
 
+/* A group of one whose own allocator counts: that is where memory comes from without alloc_fn. */
+static ddp_result hooks(ddp_group *group) {
+    if (ddp_world_size(group) > 1) return DDP_OK;
+    for (int kind = DDP_OPTIMIZER_ADAMW; kind <= DDP_OPTIMIZER_LARS; kind++) {
+        model m;
+        ddp_group_desc desc = DDP_ZERO;
+        ddp_group *alone;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_memory memory;
+        counter c = {0, 0, 0, 0};
+        size_t before;
+        desc.init_method = "self://";
+        desc.alloc_fn = counted;
+        desc.free_fn = uncounted;
+        desc.user = &c;
+        RANKS_OK(group, ddp_group_create(&alone, &desc));
+        before = c.now;
+        blocks(&m, 3, 7, 11);
+        m.desc.optimizer.kind = (ddp_optimizer_kind)kind;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, alone, &m.desc));
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+        RANKS_CHECK(group, c.now - before == memory.now.total, "optimizer %d: alloc_fn has %zu, now.total is %zu", kind, c.now - before, memory.now.total);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_CHECK(group, c.now == before, "optimizer %d: %zu bytes are left", kind, c.now - before);
+        ddp_group_destroy(alone);
+    }
+    return DDP_OK;
+}
+
 /* Four blocks of 512 x 512: what it comes to, by the formulas. */
 static ddp_result bytes_predicted(ddp_group *group) {
     if (512 % ddp_world_size(group)) return DDP_OK;
@@ -729,11 +758,10 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         fine = result == DDP_OK;
         RANKS_CHECK(group, fine || result == DDP_ERR_NO_MEMORY || result == DDP_ERR_PEER_LOST || result == DDP_ERR_POISONED, "%d: %s: %s", at, ddp_result_name(result), ddp_last_error());
         RANKS_CHECK(group, fine || !c.refuse_after || says("memory") || says("allocated"), "%d: %s", at, ddp_last_error());
-        if (!fine) ddp_group_abort(part);
+        RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL)); /* nobody waits in part */
         ddp_fsdp_destroy(fsdp);
         ddp_group_destroy(part);
         RANKS_CHECK(group, c.now == 0, "%d: %zu bytes are left", at, c.now);
-        RANKS_OK(group, ddp_all_reduce(group, &fine, &fine, 1, DDP_I32, DDP_OP_MIN, NULL));
         done = fine;
     }
     return DDP_OK;
@@ -748,6 +776,7 @@ static double q_value(int64_t i) {
     int64_t block = i / 509;
     double x = noise((uint64_t)i) * pow(10, (double)(i / 100 % 9) - 4);
     if (block == 0) return 0;
+    if (block == 1) return noise((uint64_t)i) * 3e-41;
     if (block == 2 && i % 509 > 200) return i % 509 == 300 ? special[1 + i % 2] : x;
     return i % 700 == 699 ? special[3 + i % 2] : x;
 }
@@ -1014,6 +1043,95 @@ static ddp_result replicas_differ(ddp_group *group) {
     return DDP_OK;
 }
 
+/* One group reduces in another order than its replicas: their sums went to other units, which is found before values change. */
+static ddp_result replicas_disorder(ddp_group *group) {
+    ddp_group *part, *copies;
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_tensor before, after;
+    int64_t first;
+    double was;
+    int rank = ddp_rank(group);
+    if (ddp_world_size(group) != 4) return DDP_OK;
+    RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    blocks(&m, 3, 6, 2);
+    m.desc.replicas = copies;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &before, NULL, &first));
+    was = load(before.data, before.dtype, 0);
+    for (int k = 0; k < 3; k++) {
+        int u = rank / 2 ? k : 2 - k;
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    }
+    FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders");
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &after, NULL, &first));
+    RANKS_CHECK(group, was == load(after.data, after.dtype, 0), "values moved");
+    RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+    RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(copies);
+    ddp_group_destroy(part);
+    return DDP_OK;
+}
+
+/* What the sum of micro-batches is made of: pairs, or one after the other. The numbers are such that it shows. */
+static ddp_result sums(ddp_group *group) {
+    static const float parts[5] = {1e8f, 3, 4, -1e8f, 5};
+    if (ddp_world_size(group) > 1) return DDP_OK;
+    for (int turn = 0; turn < 8; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_tensor grad;
+        volatile float want = 0, left = parts[0] + parts[1], right = parts[2] + parts[3];
+        blocks(&m, 2, 3, 2);
+        m.desc.strategy = (ddp_fsdp_strategy)(turn / 2);
+        m.desc.plain_accumulation = turn & 1;
+        m.desc.micro_batch_count = 5;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        for (int k = 0; k < 5; k++)
+            for (int u = 0; u < 2; u++) {
+                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+                for (int i = 0; i < 6; i++) ((float *)m.params[u].param.grad.data)[i] += parts[k];
+                RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            }
+        if (turn & 1) for (int k = 0; k < 5; k++) want = want + parts[k];
+        else want = left + right, want = want + parts[4];
+        for (int u = 0; u < 2; u++) {
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
+            for (int i = 0; i < 6; i++) RANKS_CHECK(group, ((float *)grad.data)[i] == want, "turn %d: %.9g, want %.9g", turn, (double)((float *)grad.data)[i], (double)want);
+        }
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.1f));
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
+static ddp_result all_frozen(ddp_group *group) {
+    uint64_t before, after;
+    model m;
+    ddp_fsdp *fsdp;
+    float norm = 1;
+    for (int strategy = 0; strategy < 4; strategy++) {
+        blocks(&m, 2, 5, 3);
+        m.params[0].frozen = m.params[1].frozen = 1;
+        m.desc.strategy = (ddp_fsdp_strategy)strategy;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, digest(group, fsdp, &m, &before));
+        RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+        RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
+        RANKS_CHECK(group, norm == 0, "norm %g", (double)norm);
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, before == after, "values moved");
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1033,6 +1151,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(one_looks);
     CASE(orders_differ);
     CASE(bytes_add_up);
+    CASE(hooks);
     CASE(bytes_predicted);
     CASE(bytes_limited);
     CASE(no_memory_somewhere);
@@ -1043,6 +1162,9 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(offload_fails);
     CASE(two_objects);
     CASE(replicas_differ);
+    CASE(replicas_disorder);
+    CASE(sums);
+    CASE(all_frozen);
     return DDP_OK;
 }
 
