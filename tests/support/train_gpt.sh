@@ -2,7 +2,8 @@
 # and the shell is in a folder of its own that is removed at the end.
 set -u
 program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
-limit=$((60 * ${DDP_TEST_SLOWDOWN:-1}))
+slowdown=${DDP_TEST_SLOWDOWN:-1} # 3 and 6 under sanitizers, which look at memory and threads: fewer steps and numbers of ranks will do there
+limit=$((60 * slowdown))
 work=$(mktemp -d) || exit 1
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 cd "$work" || exit 1
