@@ -2706,6 +2706,7 @@ struct ddp_fsdp {
     unsigned char *host_sums, *host_rows; /* there: gradients of this rank's rows; one parameter's rows on their way */
     size_t host_rows_bytes;
     ddp_exact_sum *squares;        /* the device's memory */
+    void *turn;                    /* an event, where a device has lanes and there are replicas */
     struct ddp__saver *saver;
     ddp_fsdp_state state;
     int64_t step;
@@ -3262,6 +3263,20 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
     return DDP_OK;
 }
 
+/* Adds over one group, inside a task of f->group. Another group's call follows the compute lane of a device: it has to wait for what lies on the communication lane,
+   and that for the call. */
+static ddp_result ddp__reduce_copy(ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
+    const ddp_device *d = f->device;
+    int lanes = copies != f->group && f->turn;
+    if (lanes) DDP__FSDP_TRY(d->event_record(f->group, DDP_LANE_COMM, f->turn));
+    if (lanes) DDP__FSDP_TRY(d->event_wait(f->group, DDP_LANE_COMPUTE, f->turn));
+    DDP__FSDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
+    if (!lanes) return DDP_OK;
+    DDP__FSDP_TRY(d->event_record(f->group, DDP_LANE_COMPUTE, f->turn));
+    DDP__FSDP_TRY(d->event_wait(f->group, DDP_LANE_COMM, f->turn));
+    return d->enter(f->group, DDP_LANE_COMM);
+}
+
 /* Adds memory of a unit over the ranks that hold copies of it, run by run of one dtype. */
 static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigned char *memory, int layout) {
     for (int i = 0, next; i < unit->count; i = next) {
@@ -3277,7 +3292,7 @@ static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigne
             end = at + count * ddp_dtype_size(own);
         }
         for (int c = 0; c < f->copy_count && dtype != DDP_DTYPE_DEFAULT && end > begin; c++)
-            DDP__FSDP_TRY(ddp_all_reduce(f->copies[c], memory + begin, memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype, DDP_OP_SUM, NULL));
+            DDP__FSDP_TRY(ddp__reduce_copy(f, f->copies[c], memory + begin, (end - begin) / ddp_dtype_size(dtype), dtype));
     }
     return DDP_OK;
 }
@@ -4043,6 +4058,7 @@ static ddp_result ddp__fsdp_open_file(ddp_fsdp *f) {
 }
 
 static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
+    if (f->device->enter && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
     DDP__FSDP_TRY(ddp__fsdp_open_file(f));
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
@@ -4155,6 +4171,7 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         if (f->weights[i].entry) f->weights[i].entry->param.value.data = f->weights[i].entry->param.grad.data = NULL;
     while (f->holdings) ddp__fsdp_give(f, f->holdings->memory);
     if (f->file >= 0) close(f->file);
+    if (f->turn) f->device->event_destroy(f->group, f->turn);
     ddp_group_destroy(f->host);
     last = *f;
     ddp__fsdp_unhost(&last, last.own_raw);

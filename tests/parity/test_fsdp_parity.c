@@ -286,24 +286,22 @@ static ddp_result train(ddp_group *group, void *user) {
     ddp_fsdp_param params[USES];
     ddp_fsdp_unit_desc units[UNITS];
     ddp_fsdp_desc desc = DDP_ZERO;
-    ddp_group *part = group, *below = NULL, *copies = NULL;
+    ddp_group *world = group, *part = group, *below = NULL, *copies = NULL;
     ddp_fsdp *fsdp;
     ddp_fsdp_state state = DDP_ZERO;
     ddp_result result = DDP_OK;
     void *memory[USES];
     int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas;
-    if (p->replicas > 1) {
-        RANKS_OK(group, ddp_group_split(group, rank / inner, rank, &part));
-        RANKS_OK(group, ddp_group_split(group, rank % inner, rank, &copies));
-    }
-    if (p->packed) RANKS_OK(group, relay_over(&part, below = part));
 #if defined(FSDP_ON_DEVICE)
     device_rank device;
-    ddp_group *host = part, *host_copies = copies;
-    RANKS_OK(group, device_rank_open(&device, host, 64));
-    part = device.group;
-    if (copies) RANKS_OK(group, device_group(host_copies, device.stream, &copies));
+    RANKS_OK(group, device_rank_open(&device, group, 64));
+    world = part = device.group;
 #endif
+    if (p->replicas > 1) {
+        RANKS_OK(group, ddp_group_split(world, rank / inner, rank, &part));
+        RANKS_OK(group, ddp_group_split(world, rank % inner, rank, &copies));
+    }
+    if (p->packed) RANKS_OK(group, relay_over(&part, below = part));
     RANKS_OK(group, describe(part, params, units, memory, p, rank));
     desc.units = units;
     desc.unit_count = UNITS;
@@ -338,15 +336,12 @@ static ddp_result train(ddp_group *group, void *user) {
     if (result != DDP_OK) return result;
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
-#if defined(FSDP_ON_DEVICE)
-    if (copies) ddp_group_destroy(copies);
-    RANKS_OK(group, device_rank_close(&device));
-    part = host;
-    copies = host_copies;
-#endif
-    if (part != group) ddp_group_destroy(part);
-    if (below && below != group) ddp_group_destroy(below);
+    if (part != world) ddp_group_destroy(part);
+    if (below && below != world) ddp_group_destroy(below);
     ddp_group_destroy(copies);
+#if defined(FSDP_ON_DEVICE)
+    RANKS_OK(group, device_rank_close(&device));
+#endif
     return DDP_OK;
 }
 
