@@ -6,6 +6,7 @@
 #include <mpi.h>
 
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 
 #include <sys/syscall.h>
@@ -348,6 +349,8 @@ int main(int argc, char **argv) {
         {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"named", named},
         {"many", many}, {"large", large}};
     watchdog_start(100);
+    inner.mpi_chunk_bytes = (size_t)2 << 20; /* as for everybody */
+    inner.mpi_piece_bytes = (size_t)1 << 30;
     atexit(last_look);
     for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {
         if (argc < 2 || strcmp(argv[1], scenarios[i].name) != 0) continue;

@@ -95,7 +95,7 @@ struct fake_line { int device, quiet; std::string text; };
 struct fake_device { int streams, events, blocks, comms, calls; CUstream_st *legacy; fake_clock host; };
 
 struct fake_thread {
-    int device, timeline, relaxed;
+    int device, timeline, relaxed, asked; /* asked: how often it heard that something is not done yet */
     cudaStream_t waits_for; /* what this thread is blocked on */
     fake_clock clock;
 };
@@ -172,7 +172,7 @@ static uint32_t fake_at(const fake_clock &clock, int timeline) { return timeline
 
 /* What every call holds: the lock, its line, and the fault that it meets. */
 struct fake_call {
-    int line, fault, not_yet; /* who is told so asks again: a little later, for what it waits for needs the CPU */
+    int line, fault, not_yet; /* who is told so asks again: now and then a little later, for what it waits for needs the CPU */
     fake_call() : line(-1), fault(0), not_yet(0) {
         pthread_mutex_lock(&fake.lock);
         if (!fake_mine || fake_mine_generation != fake.generation) {
@@ -198,9 +198,10 @@ struct fake_call {
         fake.lines.back().text += " FAILS";
     }
     ~fake_call() {
+        int pause = not_yet && ++fake_me.asked % 16 == 0;
         fake_join(fake.device[fake_me.device].host, fake_me.clock);
         pthread_mutex_unlock(&fake.lock);
-        if (not_yet) usleep(20);
+        if (pause) usleep(20);
     }
     cudaError_t error() const { return (cudaError_t)fault; }
 };

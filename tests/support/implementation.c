@@ -1,5 +1,4 @@
-/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for all tests that need no more of its private names than inner.h has. With
-    DDP_USE_MPI, what takes several chunks and pieces is small enough for a test. */
+/*  implementation.c - the bodies of ddp.h and ddp_fsdp.h, compiled once per flavour for all tests that need no more of its private names than inner.h has. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -43,8 +42,8 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 #define DDP__RANDPERM_INSIDE_OUT_FROM (inner.inside_out_from)
 #undef DDP__MACHINE_SALT
 #define DDP__MACHINE_SALT (machine_salt + pretended_machine())
-#define DDP__MPI_CHUNK_BYTES ((size_t)65536)
-#define DDP__MPI_PIECE_BYTES ((size_t)300000)
+#define DDP__MPI_CHUNK_BYTES (inner.mpi_chunk_bytes)
+#define DDP__MPI_PIECE_BYTES (inner.mpi_piece_bytes)
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #undef send
@@ -82,5 +81,5 @@ static void exhaust(ddp_group *group) {
 }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide, ddp__copy_across,
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide, ddp__copy_across,
     ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen, ddp__announce_text, ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust};

@@ -12,6 +12,7 @@ extern "C" {
 typedef struct test_inner {
     /* how ddp.h is built; at first as for everybody */
     size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__RUNS_BYTES */
+    size_t mpi_chunk_bytes, mpi_piece_bytes; /* these are small: what takes several of them over MPI is small enough for a test */
     int64_t inside_out_from;             /* DDP__RANDPERM_INSIDE_OUT_FROM */
     int narrow;                          /* the CPU has no wide vectors */
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
