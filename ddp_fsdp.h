@@ -821,7 +821,7 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(desc->peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)desc->peak;
-    if (step > total || total == warm) return (float)desc->floor;
+    if (step > total) return (float)desc->floor;
     if (desc->kind == DDP_LR_COSINE) {
         share = desc->floor / desc->peak;
         return (float)(desc->peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
