@@ -284,7 +284,7 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
 
 /* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards. Collective. Units that are
-gathered are released: their values are out of date. DDP_ERR_INVALID names a unit that has not been reduced micro_batch_count times; DDP_ERR_MISMATCH
+   gathered are released: their values are out of date. DDP_ERR_INVALID names a unit that has not been reduced micro_batch_count times; DDP_ERR_MISMATCH
    when ranks gathered or reduced in different orders. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
