@@ -409,17 +409,11 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #define DDP__UPDATE_BYTES 32 /* of a vector; wider ones gain nothing */
-#define DDP__ROOTS_F32(x) ((ddp__vector_f32)_mm256_sqrt_ps((__m256)(x)))
-#define DDP__ROOTS_F64(x) ((ddp__vector_f64)_mm256_sqrt_pd((__m256d)(x)))
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#define DDP__UPDATE_BYTES 16
-#define DDP__ROOTS_F32(x) ((ddp__vector_f32)_mm_sqrt_ps((__m128)(x)))
-#define DDP__ROOTS_F64(x) ((ddp__vector_f64)_mm_sqrt_pd((__m128d)(x)))
 #else
 #define DDP__UPDATE_BYTES 16
-#define DDP__ROOTS_F32(x) ((ddp__vector_f32){sqrtf((x)[0]), sqrtf((x)[1]), sqrtf((x)[2]), sqrtf((x)[3])})
-#define DDP__ROOTS_F64(x) ((ddp__vector_f64){sqrt((x)[0]), sqrt((x)[1])})
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 #endif
 
 /* The bits of an update depend on nothing but its inputs: not on where an element lies, on the compiler, or on its options. Each operation is rounded on its
@@ -433,58 +427,92 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char
 #define DDP__ROUNDED(x) __asm__("" : "+m"(x))
 #endif
 #define DDP__UPDATE_INLINE static inline __attribute__((always_inline))
-#define DDP__TIMES(a, b) __extension__({           \
-        __typeof__((a) * (b)) ddp__p = (a) * (b);  \
-        DDP__ROUNDED(ddp__p);                      \
-        ddp__p;                                    \
-    })
 
-/* struct ddp_update has the formulas. A vector at element `at`, of which `left` elements are there, and the loop; loads and stores take any alignment. */
-#define DDP__UPDATE_FNS(real, suffix, ROOTS)                                                                                       \
-    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                             \
-    DDP__UPDATE_INLINE void ddp__update_at_##suffix(const ddp_update *u, size_t at, size_t left) {                                 \
-        const real rate = (real)u->rate, eps = (real)u->eps, root = (real)u->root, keep = (real)u->keep, decay = (real)u->decay;   \
-        const real beta1 = (real)u->beta1, rest1 = (real)u->rest1, beta2 = (real)u->beta2, rest2 = (real)u->rest2;                 \
-        ddp__vector_##suffix w = {0}, g = {0}, m = {0}, v = {0}, d;                                                                \
-        memcpy(&w, (real *)u->value + at, left * sizeof(real));                                                                    \
-        memcpy(&g, (real *)u->grad + at, left * sizeof(real));                                                                     \
-        if (u->state0) memcpy(&m, (real *)u->state0 + at, left * sizeof(real));                                                    \
-        if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
-            d = decay != 0 ? g + DDP__TIMES(decay, w) : g;                                                                         \
-            d = DDP__TIMES((real)u->scale, d);                                                                                     \
-            if (u->state0) {                                                                                                       \
-                m = u->first ? d : DDP__TIMES(beta1, m) + DDP__TIMES(rest1, d);                                                    \
-                d = u->nesterov ? d + DDP__TIMES(beta1, m) : m;                                                                    \
-            }                                                                                                                      \
-            w = w - DDP__TIMES(rate, d);                                                                                           \
-        } else {                                                                                                                   \
-            memcpy(&v, (real *)u->state1 + at, left * sizeof(real));                                                               \
-            m = DDP__TIMES(beta1, m) + DDP__TIMES(rest1, g);                                                                       \
-            v = DDP__TIMES(beta2, v) + DDP__TIMES(rest2, DDP__TIMES(g, g));                                                        \
-            d = DDP__TIMES(rate, m) / (DDP__TIMES(root, ROOTS(v)) + eps);                                                          \
-            if (u->kind == DDP_UPDATE_ADAMW) w = DDP__TIMES(keep, w) - d;                                                          \
-            else g = decay != 0 ? d + DDP__TIMES(decay, w) : d;                                                                    \
-            memcpy((real *)u->state1 + at, &v, left * sizeof(real));                                                               \
-        }                                                                                                                          \
-        if (u->state0) memcpy((real *)u->state0 + at, &m, left * sizeof(real));                                                    \
-        if (u->kind == DDP_UPDATE_LAMB) memcpy((real *)u->grad + at, &g, left * sizeof(real));                                     \
-        else memcpy((real *)u->value + at, &w, left * sizeof(real));                                                               \
+/* Loads and stores take any alignment; `left` elements are there. */
+#define DDP__UPDATE_VECTOR(real, suffix)                                                                                           \
+    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                                            \
+    typedef struct ddp__factors_##suffix {                                                                                         \
+        real *w, *g, *m, *v;                                                                                                       \
+        real rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;                                                      \
+        int first, nesterov, lamb;                                                                                                 \
+    } ddp__factors_##suffix;                                                                                                       \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *at, size_t left) {                                       \
+        ddp__vector_##suffix x = {0};                                                                                              \
+        memcpy(&x, at, left * sizeof(real));                                                                                       \
+        return x;                                                                                                                  \
     }                                                                                                                              \
-    DDP__UPDATE_INLINE void ddp__update_all_##suffix(ddp_update u, ddp_update_kind kind, void *state0) {                           \
-        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u.count / lanes * lanes;                                          \
-        u.kind = kind;                                                                                                             \
-        u.state0 = state0;                                                                                                         \
-        for (size_t at = 0; at < whole; at += lanes) ddp__update_at_##suffix(&u, at, lanes);                                       \
-        if (whole < u.count) ddp__update_at_##suffix(&u, whole, u.count - whole);                                                  \
-    }                                                                                                                              \
-    static void ddp__update_##suffix(const ddp_update *u) { /* each kind has a loop of its own */                                  \
-        if (u->kind == DDP_UPDATE_ADAMW) ddp__update_all_##suffix(*u, DDP_UPDATE_ADAMW, u->state0);                                \
-        else if (u->kind == DDP_UPDATE_LAMB) ddp__update_all_##suffix(*u, DDP_UPDATE_LAMB, u->state0);                             \
-        else if (u->state0) ddp__update_all_##suffix(*u, DDP_UPDATE_SGD, u->state0);                                               \
-        else ddp__update_all_##suffix(*u, DDP_UPDATE_SGD, NULL);                                                                   \
+    DDP__UPDATE_INLINE void ddp__put_##suffix(real *at, ddp__vector_##suffix x, size_t left) { memcpy(at, &x, left * sizeof(real)); } \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__square_##suffix(ddp__vector_##suffix x) { x = x * x; DDP__ROUNDED(x); return x; } \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__times_##suffix(real factor, ddp__vector_##suffix x) {                             \
+        x = factor * x;                                                                                                            \
+        DDP__ROUNDED(x);                                                                                                           \
+        return x;                                                                                                                  \
     }
-DDP__UPDATE_FNS(float, f32, DDP__ROOTS_F32)
-DDP__UPDATE_FNS(double, f64, DDP__ROOTS_F64)
+DDP__UPDATE_VECTOR(float, f32)
+DDP__UPDATE_VECTOR(double, f64)
+#undef DDP__UPDATE_VECTOR
+
+DDP__UPDATE_INLINE ddp__vector_f32 ddp__root_f32(ddp__vector_f32 x) {
+#if DDP__UPDATE_BYTES == 32
+    return (ddp__vector_f32)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (ddp__vector_f32)_mm_sqrt_ps((__m128)x);
+#else
+    for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i]);
+    return x;
+#endif
+}
+
+DDP__UPDATE_INLINE ddp__vector_f64 ddp__root_f64(ddp__vector_f64 x) {
+#if DDP__UPDATE_BYTES == 32
+    return (ddp__vector_f64)_mm256_sqrt_pd((__m256d)x);
+#elif defined(__SSE2__)
+    return (ddp__vector_f64)_mm_sqrt_pd((__m128d)x);
+#else
+    for (int i = 0; i < 2; i++) x[i] = sqrt(x[i]);
+    return x;
+#endif
+}
+
+/* struct ddp_update has the formulas. A function for ADAMW and LAMB, one for SGD, and the loop over both. */
+#define DDP__UPDATE_FNS(real, suffix)                                                                                              \
+    DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                    \
+        ddp__vector_##suffix g = ddp__get_##suffix(f->g + at, left), w = ddp__get_##suffix(f->w + at, left), d;                    \
+        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m + at, left)) + ddp__times_##suffix(f->rest1, g); \
+        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v + at, left)) +                               \
+                                 ddp__times_##suffix(f->rest2, ddp__square_##suffix(g));                                           \
+        d = ddp__times_##suffix(f->rate, m) / (ddp__times_##suffix(f->root, ddp__root_##suffix(v)) + f->eps);                      \
+        if (!f->lamb) ddp__put_##suffix(f->w + at, ddp__times_##suffix(f->keep, w) - d, left);                                     \
+        else ddp__put_##suffix(f->g + at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);                         \
+        ddp__put_##suffix(f->m + at, m, left);                                                                                     \
+        ddp__put_##suffix(f->v + at, v, left);                                                                                     \
+    }                                                                                                                              \
+    DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                     \
+        ddp__vector_##suffix w = ddp__get_##suffix(f->w + at, left), d = ddp__get_##suffix(f->g + at, left), m;                    \
+        if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                                               \
+        d = ddp__times_##suffix(f->scale, d);                                                                                      \
+        if (f->m) {                                                                                                                \
+            m = f->first ? d : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m + at, left)) + ddp__times_##suffix(f->rest1, d); \
+            d = f->nesterov ? d + ddp__times_##suffix(f->beta1, m) : m;                                                            \
+            ddp__put_##suffix(f->m + at, m, left);                                                                                 \
+        }                                                                                                                          \
+        ddp__put_##suffix(f->w + at, w - ddp__times_##suffix(f->rate, d), left);                                                   \
+    }                                                                                                                              \
+    static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
+        ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,         \
+                                   (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps,    \
+                                   (real)u->keep, (real)u->decay, (real)u->scale, u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
+        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                               \
+        if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
+            for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                                      \
+            if (rest) ddp__update_sgd_##suffix(&f, whole, rest);                                                                   \
+        } else {                                                                                                                   \
+            for (size_t i = 0; i < whole; i += lanes) ddp__update_adam_##suffix(&f, i, lanes);                                     \
+            if (rest) ddp__update_adam_##suffix(&f, whole, rest);                                                                  \
+        }                                                                                                                          \
+    }
+DDP__UPDATE_FNS(float, f32)
+DDP__UPDATE_FNS(double, f64)
 #undef DDP__UPDATE_FNS
 
 /* A parameter, or a later use of one. */
