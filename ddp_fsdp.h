@@ -1517,9 +1517,7 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 #define DDP__STATE_START "{\"format\": \"ddp checkpoint\""
 #define DDP__DIR_MAX 1000                  /* bytes of a folder's path, ... */
 #define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
-#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes whose checksum is taken before they are written, while they lie in a cache */
-#define DDP__WINDOW ((uint64_t)8 << 20)    /* bytes of a file that are brought into memory at once */
-#define DDP__AHEAD ((uint64_t)64 << 20)    /* so much the disk is asked for before it is needed */
+#define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
 #define DDP__CALL_BYTES 32768              /* at most so much in one collective: the tcp backend carries twice that */
 #define DDP__POPULATE_READ 22              /* MADV_POPULATE_READ, which older libc headers lack */
 
@@ -1611,7 +1609,7 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
 
 /* Leaves the path in path. */
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
-    snprintf(path, DDP__PATH_MAX, "%.1020s/%.250s", dir, name);
+    snprintf(path, DDP__PATH_MAX, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
     *fd = open(path, flags | O_CLOEXEC, 0666);
     return *fd >= 0 ? DDP_OK : ddp__file_fail("opening", path);
 }
@@ -1850,6 +1848,11 @@ typedef struct ddp__task {
     uint32_t *crc;     /* per tensor */
 } ddp__task;
 
+static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
+    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL};
+    return task;
+}
+
 /* Collective: every rank has the same tensors and options and, to save (tile), its boxes tile them with the others'. own: how this rank fares so far. */
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t option[2], int tile, ddp_result own) {
     size_t n = (size_t)t->count, other;
@@ -1884,10 +1887,11 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     return ddp__save_agree(t->group, t->who, own);
 }
 
-/* The fields of ddp_fsdp_state as state.json has them, a number or a list of them, which lie one behind the other: i64, u64, i32 (4) or double. */
+/* The fields of ddp_fsdp_state as state.json has them, each a number or a list of them, which lie one behind the other: i64, u64, i32 (4). Of doubles the bits,
+   as u64: exact, whatever they are and in any locale. */
 static const struct ddp__state_field { const char *name, *kinds; size_t at; } ddp__state_fields[] = {
-    {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44", offsetof(ddp_fsdp_state, sampler)}, {"scaler", "di", offsetof(ddp_fsdp_state, scaler)},
-    {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)}, {"user", "dddddddd", offsetof(ddp_fsdp_state, user)}};
+    {"step", "i", offsetof(ddp_fsdp_state, step)}, {"sampler", "uuiiiii44", offsetof(ddp_fsdp_state, sampler)}, {"scaler", "ui", offsetof(ddp_fsdp_state, scaler)},
+    {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)}, {"user", "uuuuuuuu", offsetof(ddp_fsdp_state, user)}};
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
 /* --- saving --- */
@@ -2030,14 +2034,6 @@ static ddp_result ddp__save_slices(ddp__saving *s) {
     return DDP_OK;
 }
 
-/* A number that JSON can hold in full, or the bits of the double as a string. */
-static void ddp__draft_double(ddp__draft *d, double value) {
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if (value > -9e15 && value < 9e15 && value == (double)(int64_t)value && bits != UINT64_C(1) << 63) ddp__draft_add(d, "%lld", (long long)value);
-    else ddp__draft_add(d, "\"%016llx\"", (unsigned long long)bits);
-}
-
 static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state, const uint32_t index_crc[2]) {
     ddp__draft *d = &s->draft;
     d->length = 0;
@@ -2047,12 +2043,9 @@ static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state, const 
         ddp__draft_add(d, ",\n \"%s\": %s", ddp__state_fields[f].name, kind[1] ? "[" : "");
         for (int i = 0; kind[i]; at += kind[i++] == '4' ? 4 : 8) {
             uint64_t bits = 0;
-            double value;
             memcpy(&bits, at, kind[i] == '4' ? 4 : 8);
-            memcpy(&value, &bits, sizeof value);
             if (i) ddp__draft_add(d, ", ");
-            if (kind[i] == 'd') ddp__draft_double(d, value);
-            else if (kind[i] == 'u') ddp__draft_add(d, "%llu", (unsigned long long)bits);
+            if (kind[i] == 'u') ddp__draft_add(d, "%llu", (unsigned long long)bits);
             else ddp__draft_add(d, "%lld", kind[i] == '4' ? (long long)(int32_t)(uint32_t)bits : (long long)(int64_t)bits);
         }
         ddp__draft_add(d, "%s", kind[1] ? "]" : "");
@@ -2195,10 +2188,8 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     ddp_result result;
     memset(&none, 0, sizeof none);
     memset(&saving, 0, sizeof saving);
-    saving.task.group = saving.draft.group = group;
-    saving.task.who = "ddp_fsdp_save";
-    saving.task.slices = slices;
-    saving.task.count = count;
+    saving.draft.group = group;
+    saving.task = ddp__task_of(group, "ddp_fsdp_save", slices, count);
     saving.keep = keep ? keep : 1;
     saving.max_file_bytes = max_file_bytes;
     result = ddp__save_run(&saving, dir, state ? state : &none);
@@ -2254,11 +2245,9 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
     return result;
 }
 
-/* Makes room for as many files as a text has colons. */
-static ddp_result ddp__in_files_make(ddp__loading *l, const char *text, size_t length) {
-    size_t colons = 1;
-    for (size_t i = 0; i < length; i++) colons += text[i] == ':';
-    l->files = (ddp__in_file *)ddp_group_malloc(l->task.group, colons * sizeof *l->files);
+/* Makes room for the files of a text: an entry has seven characters or more. */
+static ddp_result ddp__in_files_make(ddp__loading *l, size_t length) {
+    l->files = (ddp__in_file *)ddp_group_malloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
     return l->files ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
@@ -2279,26 +2268,6 @@ static ddp_result ddp__json_result(const ddp__loading *l, const char *name, cons
     return ddp_fail(DDP_ERR_CORRUPT, "%s/%s: damaged at byte %zu: %s", l->task.dir, name, (size_t)(j->at - j->begin), j->error);
 }
 
-/* A whole number, or the 16 hexadecimal digits of a double, as its bits. */
-static int ddp__json_double(ddp__json *j, uint64_t *bits) {
-    ddp__words word;
-    uint32_t half[2];
-    double value;
-    if (ddp__json_peek(j) != '"') {
-        if (!ddp__json_number(j, 'i', bits)) return 0;
-        value = (double)(int64_t)*bits;
-        memcpy(bits, &value, sizeof value);
-        return 1;
-    }
-    if (!ddp__json_string(j, &word)) return 0;
-    for (int i = 0, whole = word.length == 16; i < 2; i++, word.at += 8) {
-        word.length = 8;
-        if (!whole || !ddp__hex_read(word, &half[i])) return ddp__json_fail(j, "the bits of a number are 16 hexadecimal digits");
-    }
-    *bits = (uint64_t)half[0] << 32 | half[1];
-    return 1;
-}
-
 /* The numbers of a field, one behind the other from `at` on. */
 static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     int n = 0, list = kinds[1] != 0, count = 0;
@@ -2306,7 +2275,7 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     for (; kinds[n] && (!list || ddp__json_more(j, ']', &count)); at += kinds[n++] == '4' ? 4 : 8) {
         uint64_t bits;
         int32_t narrow;
-        if (kinds[n] == 'd' ? !ddp__json_double(j, &bits) : !ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
+        if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
         narrow = (int32_t)(int64_t)bits;
         if (kinds[n] == '4' && narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
         memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
@@ -2354,7 +2323,7 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
     l->text_crc = ddp__crc32c(l->text, length - 11);
     if (!ddp__hex_read(word, &crc) || crc != l->text_crc)
         return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
-    DDP__FSDP_TRY(ddp__in_files_make(l, l->text, length));
+    DDP__FSDP_TRY(ddp__in_files_make(l, length));
     j = ddp__json_of(l->text, length);
     if (!ddp__state_read(l, &j)) return ddp__json_result(l, DDP__STATE_FILE, &j);
     all = l->file_count;
@@ -2405,7 +2374,7 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     if (optimizer) return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE " is missing", l->task.dir);
     l->foreign = 1;
     DDP__FSDP_TRY(ddp__text_load(l, index_name, &l->text, &length));
-    DDP__FSDP_TRY(ddp__in_files_make(l, l->text, length));
+    DDP__FSDP_TRY(ddp__in_files_make(l, length));
     j = ddp__json_of(l->text, length);
     if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
     else if (!ddp__index_read(l, &j)) return ddp__json_result(l, index_name, &j);
@@ -2507,47 +2476,28 @@ static ddp_result ddp__load_open(ddp__loading *l) {
     return DDP_OK;
 }
 
-/* Bytes [begin, end) of a tensor: WILLNEED starts to read them; POPULATE_READ brings them into memory, so that what the disk has to say is a result here and
-   not a signal when they are touched. */
-static ddp_result ddp__load_advise(const ddp__loading *l, const ddp__source *source, uint64_t begin, uint64_t end, int advice) {
+/* Brings bytes [begin, end) of a tensor into memory, so that what the disk has to say is a result here and not a signal when they are touched. */
+static ddp_result ddp__load_touch(const ddp__loading *l, const ddp__source *source, uint64_t begin, uint64_t end) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = source->file->data_at + source->record->begin, low = (first + begin) / page * page;
-    if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), advice) != 0 && errno != EINVAL && advice == DDP__POPULATE_READ)
+    if (madvise((void *)(uintptr_t)(source->file->map + low), (size_t)(first + end - low), DDP__POPULATE_READ) != 0 && errno != EINVAL) /* EINVAL: Linux < 5.14 */
         return ddp__source_fail(l, DDP_ERR_SYSTEM, source->file, source->record, "cannot be read: the disk fails, or the file has just been cut short");
     return DDP_OK;
 }
 
-/* A walk in windows over what this rank checks: rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what it copies afterwards. */
-typedef struct ddp__walk { int tensor; uint64_t at, end; /* what is left of the tensor's part */ } ddp__walk;
-
-/* The size of the next window, which ends at walk->at; 0 after the last one. */
-static uint64_t ddp__walk_next(const ddp__loading *l, ddp__walk *walk) {
-    uint64_t world_size = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group), size;
-    while (walk->at == walk->end) {
-        uint64_t total, rows, each;
-        if (++walk->tensor == l->task.count) return walk->tensor--, 0;
-        total = l->sources[walk->tensor].file ? l->sources[walk->tensor].record->end - l->sources[walk->tensor].record->begin : 0;
-        rows = l->task.slices[walk->tensor].ndim && total ? (uint64_t)l->task.slices[walk->tensor].shape[0] : 1;
-        each = (rows + world_size - 1) / world_size * (total / rows);
-        walk->at = each * rank < total ? each * rank : total;
-        walk->end = walk->at + each < total ? walk->at + each : total;
-    }
-    size = walk->end - walk->at < DDP__WINDOW ? walk->end - walk->at : DDP__WINDOW;
-    walk->at += size;
-    return size;
-}
-
-/* Reads and sums up this rank's part, asking the disk for what comes next meanwhile. */
+/* Sums up rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what this rank copies afterwards. */
 static ddp_result ddp__load_sum(ddp__loading *l) {
-    ddp__walk now = {-1, 0, 0}, ahead = {-1, 0, 0};
-    uint64_t done = 0, asked = 0, size, more;
-    while ((size = ddp__walk_next(l, &now)) != 0) {
-        const ddp__source *source = &l->sources[now.tensor];
-        uint32_t *crc = &l->task.crc[now.tensor];
-        for (done += size; asked < done + DDP__AHEAD && (more = ddp__walk_next(l, &ahead)) != 0; asked += more)
-            DDP__FSDP_TRY(ddp__load_advise(l, &l->sources[ahead.tensor], ahead.at - more, ahead.at, MADV_WILLNEED));
-        DDP__FSDP_TRY(ddp__load_advise(l, source, now.at - size, now.at, DDP__POPULATE_READ));
-        *crc = ddp__crc_feed(*crc, source->file->map + source->file->data_at + source->record->begin + now.at - size, (size_t)size);
-        if (now.at == now.end) *crc = ddp__crc_multiply(*crc, ddp__crc_shift(source->record->end - source->record->begin - now.end));
+    uint64_t world_size = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group);
+    for (int i = 0; i < l->task.count; i++) {
+        const ddp__source *source = &l->sources[i];
+        uint64_t total = source->file ? source->record->end - source->record->begin : 0, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
+        uint64_t each = (rows + world_size - 1) / world_size * (total / rows), at = each * rank < total ? each * rank : total;
+        uint64_t end = at + each < total ? at + each : total;
+        for (uint64_t piece; at < end; at += piece) {
+            piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
+            DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece));
+            l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->file->map + source->file->data_at + source->record->begin + at, (size_t)piece);
+        }
+        l->task.crc[i] = ddp__crc_multiply(l->task.crc[i], ddp__crc_shift(total - end));
     }
     return DDP_OK;
 }
@@ -2575,16 +2525,16 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     double stage[512]; /* what cast reads is aligned */
     while (ddp__runs_next(&runs, &at, &to))
         for (uint64_t done = 0; done < runs.length; done += n) {
-            uint64_t most = dtype == s->dtype ? DDP__WINDOW / size : sizeof stage / file_size;
+            uint64_t most = dtype == s->dtype ? DDP__PIECE / size : sizeof stage / file_size;
             char *out = (char *)s->data + (to + done) * size;
             const unsigned char *from;
             n = runs.length - done < most ? runs.length - done : most;
             begin = (at + done) * file_size;
             if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
             from = source->file->map + source->file->data_at + source->record->begin + begin;
-            if (begin + n * file_size > ready) { /* where runs are short, a window for many */
-                ready = begin + DDP__WINDOW < total ? begin + DDP__WINDOW : total;
-                DDP__FSDP_TRY(ddp__load_advise(l, source, begin, ready, DDP__POPULATE_READ));
+            if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
+                ready = begin + DDP__PIECE < total ? begin + DDP__PIECE : total;
+                DDP__FSDP_TRY(ddp__load_touch(l, source, begin, ready));
             }
             memcpy(dtype == s->dtype ? (void *)out : (void *)stage, from, (size_t)(n * file_size));
             if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
@@ -2627,10 +2577,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, const char *dir, const 
     ddp__loading loading;
     ddp_result result;
     memset(&loading, 0, sizeof loading);
-    loading.task.group = group;
-    loading.task.who = "ddp_fsdp_load";
-    loading.task.slices = slices;
-    loading.task.count = count;
+    loading.task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
     result = ddp__load_run(&loading, dir, state);
     for (int f = 0; f < loading.file_count; f++) {
         ddp__in_file *file = &loading.files[f];

@@ -55,7 +55,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     if (size == 0) return 0;
     memset(&loading, 0, sizeof loading);
-    loading.group = alone;
+    loading.task.group = alone;
     text = (char *)malloc(length ? length : 1); /* of exact size */
     memcpy(text, data + 1, length);
     j = ddp__json_of(text, length);
@@ -64,9 +64,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (ddp__header_read(alone, "fuzz", text, length, data_bytes, &header) == DDP_OK) check_header(&header, data_bytes);
         ddp_group_mfree(alone, header.records);
     } else if (data[0] == 's') {
-        if (ddp__in_files_make(&loading, text, length) != DDP_OK || (!ddp__state_read(&loading, &j) && !j.error)) abort();
+        if (ddp__in_files_make(&loading, length) != DDP_OK || (!ddp__state_read(&loading, &j) && !j.error)) abort();
     } else if (data[0] == 'i') {
-        if (ddp__in_files_make(&loading, text, length) != DDP_OK || (!ddp__index_read(&loading, &j) && !j.error)) abort();
+        if (ddp__in_files_make(&loading, length) != DDP_OK || (!ddp__index_read(&loading, &j) && !j.error)) abort();
     } else {
         if (!(ddp__json_skip(&j) && ddp__json_end(&j)) != (j.error != NULL)) abort();
         if (j.at > j.end) abort();
