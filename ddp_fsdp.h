@@ -3721,6 +3721,14 @@ static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_resul
     return f->desc.replicas && !f->desc.checkpoint_group ? ddp__save_agree(f->desc.replicas, who, result) : result;
 }
 
+/* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
+static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
+    ddp_result result = ddp__fsdp_compute(f);
+    if (result == DDP_OK) result = ddp__saver_list(f, list);
+    if (result == DDP_OK && copy) result = ddp__saver_copy(f);
+    return ddp__fsdp_share_result(f, who, ddp__save_agree(ddp__fsdp_file_group(f), who, result));
+}
+
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     ddp__saver *s;
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
@@ -3749,8 +3757,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     writes = !replica || fsdp->desc.checkpoint_group;
     host = fsdp->device == ddp_device_cpu();
     snprintf(s->dir, sizeof s->dir, "%s", dir);
-    DDP__FSDP_TRY(ddp__saver_list(fsdp, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE));
-    if (writes && (fsdp->desc.save_in_background || !host)) DDP__FSDP_TRY(ddp__saver_copy(fsdp));
+    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, writes && (fsdp->desc.save_in_background || !host)));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
     s->state.step = fsdp->step;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);

@@ -1132,6 +1132,69 @@ static ddp_result all_frozen(ddp_group *group) {
     return DDP_OK;
 }
 
+//== checkpoints ============================================================================
+
+/* A folder for this case, whose name all ranks know; rank 0 deletes it with everything beside it. */
+static ddp_result folder_of(ddp_group *group, char folder[64], int done) {
+    int64_t pid = getpid();
+    char command[128];
+    if (!done) RANKS_OK(group, ddp_broadcast(group, &pid, 1, DDP_I64, 0, NULL));
+    if (!done) snprintf(folder, 64, "/tmp/ddp-fsdp-unit-%lld", (long long)pid);
+    RANKS_OK(group, ddp_barrier(group));
+    snprintf(command, sizeof command, done ? "rm -rf %s" : "mkdir %s", folder);
+    if (ddp_rank(group) == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
+    return ddp_barrier(group);
+}
+
+/* Saves that fail, on one rank or in the thread, are failures of all ranks, and those after them are as if they had not been. */
+static ddp_result saves_fail(ddp_group *group) {
+    char folder[64], dir[100];
+    RANKS_OK(group, folder_of(group, folder, 0));
+    for (int turn = 0; turn < 2; turn++) {
+        uint64_t want, have;
+        model m;
+        ddp_fsdp *fsdp;
+        counter c = {0, 0, 0, 0};
+        int poor = ddp_rank(group) == 1 % ddp_world_size(group);
+        blocks(&m, 3, 5, 3);
+        m.desc.strategy = turn ? DDP_FSDP_NO_SHARD : DDP_FSDP_FULL_SHARD;
+        m.desc.save_in_background = 1;
+        m.desc.alloc_fn = counted;
+        m.desc.free_fn = uncounted;
+        m.desc.user = &c;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        snprintf(dir, sizeof dir, "%s/a", folder);
+        if (poor) c.refuse_after = c.calls + 1;
+        FAILS(group, ddp_fsdp_save(fsdp, dir), DDP_ERR_NO_MEMORY, "ddp_fsdp_save", "allocated");
+        c.refuse_after = 0;
+        RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
+        snprintf(dir, sizeof dir, "%s/no/such", folder);
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 2)); /* while the thread is at it */
+        FAILS(group, ddp_fsdp_save_wait(fsdp), DDP_ERR_SYSTEM, "/no", "No such file");
+        RANKS_OK(group, digest(group, fsdp, &m, &want));
+        snprintf(dir, sizeof dir, "%s/a", folder);
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        RANKS_OK(group, train(group, fsdp, &m, 1, 3));
+        RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_OK(group, digest(group, fsdp, &m, &have));
+        RANKS_CHECK(group, have == want, "other values than were saved");
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        ddp_fsdp_destroy(fsdp); /* waits for the thread */
+        RANKS_CHECK(group, c.now == 0, "%zu bytes are left", c.now);
+        blocks(&m, 3, 5, 3);
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_OK(group, digest(group, fsdp, &m, &have));
+        RANKS_CHECK(group, have == want, "other values than were saved");
+        ddp_fsdp_destroy(fsdp);
+    }
+    return folder_of(group, folder, 1);
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1165,6 +1228,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(replicas_disorder);
     CASE(sums);
     CASE(all_frozen);
+    CASE(saves_fail);
     return DDP_OK;
 }
 
