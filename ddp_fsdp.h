@@ -2542,7 +2542,8 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     return DDP_OK;
 }
 
-static ddp_result ddp__load_run(ddp__loading *l, const char *dir, ddp_fsdp_state *state) {
+/* All that can be wrong, before anything is written to. */
+static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
     const int64_t option[2] = {0, 0};
     ddp__task *t = &l->task;
     ddp_result result = DDP_OK;
@@ -2556,15 +2557,38 @@ static ddp_result ddp__load_run(ddp__loading *l, const char *dir, ddp_fsdp_state
         memcpy(t->dir + length, ".old", 5);
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, ddp__load_open(l)));
+    result = ddp__load_open(l);
+    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
+        ddp_scaler probe = *scaler;
+        result = ddp_scaler_load(&probe, &l->state.scaler);
+    }
+    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result));
     for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
     if (other == 0) result = ddp_fail(DDP_ERR_MISMATCH, "%s: another checkpoint than rank 0 finds; is the folder shared, and did a save end just now?", t->dir);
     DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_sum(l)));
     DDP__FSDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, ddp__load_compare_sums(l)));
+    return ddp__save_agree(t->group, t->who, ddp__load_compare_sums(l));
+}
+
+/* What the other replicas found, who look for the same checkpoint, each set of them in a group of its own. */
+static ddp_result ddp__load_agree(const ddp__loading *l, ddp_group *replicas, ddp_result own) {
+    uint64_t low[2];
+    if (!replicas) return own;
+    low[0] = l->text_crc, low[1] = ~low[0];
+    DDP__FSDP_TRY(ddp__save_agree(replicas, l->task.who, own));
+    DDP__FSDP_TRY(ddp__host_reduce(replicas, low, 2, DDP_U64, DDP_OP_MIN));
+    if (low[0] == ~low[1]) return DDP_OK;
+    return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: %s: replicas find different checkpoints; is the folder shared, and did a save end just now?",
+                    ddp_rank(replicas), ddp_world_size(replicas), l->task.who, ddp_group_name(replicas), l->task.dir);
+}
+
+static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
+    ddp__task *t = &l->task;
+    ddp_result result = DDP_OK;
+    DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__load_check(l, dir, scaler)));
     for (int i = 0; i < t->count && result == DDP_OK; i++) result = ddp__load_copy(l, i); /* the first write to the caller's memory */
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result));
+    DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__save_agree(t->group, t->who, result)));
     if (state && l->foreign) state->step = 0;
     else if (state) *state = l->state;
     if (l->foreign && ddp_rank(t->group) == 0) ddp_group_log(t->group, "loaded a model without " DDP__STATE_FILE ": optimizer state starts at zero, at step 0");
@@ -2572,13 +2596,15 @@ static ddp_result ddp__load_run(ddp__loading *l, const char *dir, ddp_fsdp_state
 }
 
 /* Collective. Fills this rank's boxes, which need not tile the tensors, from a checkpoint of any world size, or from a model of another program: then optimizer tensors
-   become zero and of *state, which may be NULL, only the step changes. On failure nothing has been written to, unless the disk failed between the check and the copy. */
-static ddp_result ddp__checkpoint_load(ddp_group *group, const char *dir, const ddp__slice *slices, int count, ddp_fsdp_state *state) {
+   become zero and of *state, which may be NULL, only the step changes. On failure nothing has been written to, unless the disk failed between the check and the copy.
+   replicas, may be NULL: groups that load the same; all fail or none. scaler, may be NULL: is to take its state from *state. */
+static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir, const ddp__slice *slices, int count, const ddp_scaler *scaler,
+                                       ddp_fsdp_state *state) {
     ddp__loading loading;
     ddp_result result;
     memset(&loading, 0, sizeof loading);
     loading.task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
-    result = ddp__load_run(&loading, dir, state);
+    result = ddp__load_run(&loading, replicas, dir, scaler, state);
     for (int f = 0; f < loading.file_count; f++) {
         ddp__in_file *file = &loading.files[f];
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
@@ -3779,10 +3805,11 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
     s = fsdp->saver;
     host = fsdp->device == ddp_device_cpu();
-    DDP__FSDP_TRY(ddp__saver_list(fsdp, DDP__LIST_ALL));
-    if (!host) DDP__FSDP_TRY(ddp__saver_copy(fsdp));
+    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, !host));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
-    DDP__FSDP_TRY(ddp__fsdp_share_result(fsdp, __func__, ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), dir, s->slices, s->count, &s->state)));
+    if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler); /* what it keeps where the checkpoint has none */
+    DDP__FSDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
+                                       fsdp->desc.scaler, &s->state));
     if (!host) DDP__FSDP_TRY(ddp__saver_list(fsdp, DDP__LIST_ALL));
     for (int i = 0; i < s->count && !host; i++) {
         size_t bytes = ddp__slice_held(&s->slices[i]);
@@ -3791,7 +3818,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     }
     if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP__FSDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
     fsdp->step = s->state.step;
-    if (fsdp->desc.state) *fsdp->desc.state = s->state;
+    *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;
     if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
     DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
     return ddp_fsdp_drop_gradients(fsdp);

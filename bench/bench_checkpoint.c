@@ -120,7 +120,7 @@ static double measured(ddp_group *group, part *p, int save) {
     double start;
     if (ddp_barrier(group) != DDP_OK) die("barrier");
     start = now();
-    if ((save ? ddp__checkpoint_save(group, dir, p->slices, p->count, NULL, 0, 1) : ddp__checkpoint_load(group, dir, p->slices, p->count, NULL)) != DDP_OK) die(dir);
+    if ((save ? ddp__checkpoint_save(group, dir, p->slices, p->count, NULL, 0, 1) : ddp__checkpoint_load(group, NULL, dir, p->slices, p->count, NULL, NULL)) != DDP_OK) die(dir);
     if (ddp_barrier(group) != DDP_OK) die("barrier");
     return now() - start;
 }

@@ -115,7 +115,7 @@ static int load_version(ddp_group *group, const char *path) {
     ddp_result result;
     int version = 0;
     ckpt_open(&k, 0, 1, 0, 0xab);
-    result = ddp__checkpoint_load(group, path, k.slices, k.count, &k.state);
+    result = ddp__checkpoint_load(group, NULL, path, k.slices, k.count, NULL, &k.state);
     EXPECT(result == DDP_OK, "%s: %s", path, ddp_last_error());
     if (result == DDP_OK) version = (int)k.state.step;
     EXPECT(result != DDP_OK || ckpt_has(&k, version), "%s is a mixture around version %d", path, version);

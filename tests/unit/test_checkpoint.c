@@ -92,7 +92,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
         setrlimit(RLIMIT_FSIZE, &limit);
         limit.rlim_cur = limit.rlim_max;
     }
-    j->result[rank] = j->load ? ddp__checkpoint_load(group, j->dir, k.slices, k.count, &k.state)
+    j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, j->dir, k.slices, k.count, NULL, &k.state)
                               : ddp__checkpoint_save(group, j->dir, k.slices, k.count, &k.state, j->max_file_bytes, j->keep);
     failing_write = 0;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
@@ -429,7 +429,7 @@ static ddp_result load_foreign(const char *dir, int *fine) {
     desc.init_method = "self://";
     desc.log_fn = foreign_log;
     if (ddp_group_create(&group, &desc) != DDP_OK) return DDP_ERR_SYSTEM;
-    result = ddp__checkpoint_load(group, dir, s, 2, &state);
+    result = ddp__checkpoint_load(group, NULL, dir, s, 2, NULL, &state);
     if (result == DDP_OK) *fine = memcmp(w, foreign_values, sizeof w) == 0 && moment[0] == 0 && moment[1] == 0 && state.step == 0 && state.rng[0] == UINT64_C(0x0505050505050505);
     else *fine = w[0] == 9 && w[5] == 9 && moment[0] == 9 && state.step != 0;
     ddp_group_destroy(group);

@@ -1195,6 +1195,92 @@ static ddp_result saves_fail(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
+/* A set of replicas that finds nothing, or another checkpoint than the others, fails all, and nobody's values move. */
+static ddp_result replicas_load(ddp_group *group) {
+    char folder[64], dir[100];
+    ddp_group *part, *copies;
+    uint64_t saved, before, after;
+    model m;
+    ddp_fsdp *fsdp;
+    int rank = ddp_rank(group);
+    if (ddp_world_size(group) != 4) return DDP_OK;
+    RANKS_OK(group, folder_of(group, folder, 0));
+    RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+    RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
+    blocks(&m, 3, 6, 2);
+    m.desc.replicas = copies;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+    for (int k = 0; k < 2; k++) {
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, digest(group, fsdp, &m, &saved));
+        snprintf(dir, sizeof dir, "%s/%d", folder, k);
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+    }
+    RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+    RANKS_OK(group, digest(group, fsdp, &m, &before));
+    for (int turn = 0; turn < 3; turn++) {
+        snprintf(dir, sizeof dir, "%s/%d", folder, turn == 2 || rank / 2 ? 1 : turn == 0 ? 2 : 0);
+        if (turn == 0) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_SYSTEM, "/2", "No such file");
+        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_MISMATCH, "replicas find different checkpoints");
+        if (turn == 2) RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, after == (turn == 2 ? saved : before), "turn %d: other values", turn);
+        if (turn == 1) RANKS_OK(group, train(group, fsdp, &m, 1, 1)); /* masters have not moved either */
+        if (turn == 1) RANKS_OK(group, digest(group, fsdp, &m, &before));
+    }
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(copies);
+    ddp_group_destroy(part);
+    return folder_of(group, folder, 1);
+}
+
+/* What the scaler would refuse is found before values move; what a checkpoint does not have stays as it is. */
+static ddp_result scaler_state(ddp_group *group) {
+    char folder[64], dir[100];
+    for (int turn = 0; turn < 3; turn++) {
+        uint64_t before, after;
+        model m;
+        ddp_scaler scaler;
+        ddp_fsdp *fsdp;
+        ddp_fsdp_state state = DDP_ZERO;
+        RANKS_OK(group, folder_of(group, folder, 0));
+        snprintf(dir, sizeof dir, "%s/a", folder);
+        RANKS_OK(group, ddp_scaler_init(&scaler, NULL));
+        blocks(&m, 2, 5, 3);
+        if (turn) state.scaler.scale = turn == 1 ? 0.1 : 0; /* no float; no scaler */
+        state.rng[3] = 17;
+        m.desc.state = &state;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        ddp_fsdp_destroy(fsdp);
+        blocks(&m, 2, 5, 3);
+        m.desc.scaler = &scaler;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc)); /* without a state of its own */
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, ddp_scaler_update(&scaler));
+        scaler.scale = 512;
+        RANKS_OK(group, digest(group, fsdp, &m, &before));
+        if (turn == 1) FAILS(group, ddp_fsdp_load(fsdp, dir), DDP_ERR_CORRUPT, "ddp_scaler_load", "0.1");
+        else RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_OK(group, digest(group, fsdp, &m, &after));
+        RANKS_CHECK(group, scaler.scale == 512 && (before == after) == (turn == 1), "turn %d: scale %g", turn, (double)scaler.scale);
+        RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+        RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        ddp_fsdp_destroy(fsdp);
+        blocks(&m, 2, 5, 3);
+        memset(&state, 0, sizeof state);
+        m.desc.state = &state;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        RANKS_CHECK(group, state.step == (turn == 1 ? 2 : 1) && state.scaler.scale == 512 && state.rng[3] == (turn == 1 ? 0 : 17), "turn %d: step %lld, scale %g, rng %llu",
+                    turn, (long long)state.step, state.scaler.scale, (unsigned long long)state.rng[3]);
+        ddp_fsdp_destroy(fsdp);
+        RANKS_OK(group, folder_of(group, folder, 1));
+    }
+    return DDP_OK;
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1229,6 +1315,8 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(sums);
     CASE(all_frozen);
     CASE(saves_fail);
+    CASE(replicas_load);
+    CASE(scaler_state);
     return DDP_OK;
 }
 
