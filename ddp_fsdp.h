@@ -1992,6 +1992,7 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     }
     ddp__parent_name(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
+    DDP__FSDP_TRY(ddp__folder_sync(path)); /* what cannot be done now cannot be done after the swap either */
     DDP__FSDP_TRY(ddp__folder_delete(s->tmp));
     if (mkdir(s->tmp, 0777) != 0) return ddp__file_fail("creating", s->tmp);
     DDP__FSDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, DDP__STATE_START, sizeof DDP__STATE_START - 1)); /* ours, but not whole yet */
@@ -2139,7 +2140,11 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
             return there && rename(previous, s->task.dir) != 0 ? DDP_ERR_SYSTEM : result;
         }
     }
-    DDP__FSDP_TRY(ddp__folder_sync(parent));
+    s->tmp[0] = '\0'; /* what is there now is not to be deleted, should saving fail */
+    if (ddp__folder_sync(parent) != DDP_OK) {
+        snprintf(text, sizeof text, "%.400s", ddp_last_error());
+        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %s", text);
+    }
     if (ddp__save_rotate(s, previous) != DDP_OK) {
         snprintf(text, sizeof text, "the checkpoint is saved, but the one before it could not be put away: %.350s", ddp_last_error());
         ddp_group_log(s->task.group, text);
@@ -2174,7 +2179,7 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
     if (result != DDP_OK && rank == 0) {
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());
-        (void)ddp__folder_delete(s->tmp);
+        if (s->tmp[0]) (void)ddp__folder_delete(s->tmp);
         return ddp_fail(result, "%s", text);
     }
     return result;

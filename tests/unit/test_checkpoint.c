@@ -20,11 +20,18 @@
 #include <unistd.h>
 
 static __thread int failing_write; /* how many more writes of this thread until one fails; 0 = none */
+static __thread int failing_sync;  /* likewise, of a folder's fsync */
 static int no_exchange;            /* the file system cannot swap two names */
 
 static ssize_t test_pwrite(int fd, const void *data, size_t size, off_t at) {
     if (failing_write && --failing_write == 0) { errno = ENOSPC; return -1; }
     return pwrite(fd, data, size, at);
+}
+
+static int test_fsync(int fd) {
+    struct stat info;
+    if (failing_sync && fstat(fd, &info) == 0 && S_ISDIR(info.st_mode) && --failing_sync == 0) { errno = EIO; return -1; }
+    return fsync(fd);
 }
 
 static long test_syscall(long number, ...) {
@@ -40,9 +47,11 @@ static long test_syscall(long number, ...) {
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #define pwrite test_pwrite
+#define fsync test_fsync
 #define syscall test_syscall
 #include "../../ddp_fsdp.h"
 #undef pwrite
+#undef fsync
 #undef syscall
 
 #include "../support/checkpoints.h"
@@ -65,7 +74,7 @@ static const char *scenario = "";
 
 typedef struct job {
     const char *dir;
-    int load, version, keep, whole, fail_rank, fail_at;
+    int load, version, keep, whole, fail_rank, fail_at, fail_sync;
     size_t max_file_bytes;
     rlim_t largest_file;                   /* 0 = no limit */
     void (*twist)(ckpt_rank *k, int rank); /* changes what a rank asks for */
@@ -85,6 +94,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     if (!j->load) ckpt_fill(&k, j->version);
     if (j->twist) j->twist(&k, rank);
     failing_write = rank == j->fail_rank ? j->fail_at : 0;
+    failing_sync = rank == j->fail_rank ? j->fail_sync : 0;
     getrlimit(RLIMIT_FSIZE, &limit);
     if (j->largest_file) {
         RANKS_OK(group, ddp_barrier(group)); /* the group has its memory by now */
@@ -94,7 +104,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     }
     j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, j->dir, k.slices, k.count, NULL, &k.state)
                               : ddp__checkpoint_save(group, j->dir, k.slices, k.count, &k.state, j->max_file_bytes, j->keep);
-    failing_write = 0;
+    failing_write = failing_sync = 0;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
     snprintf(j->text[rank], sizeof j->text[rank], "%s", j->result[rank] == DDP_OK ? "" : ddp_last_error());
     j->fine[rank] = !j->load ? 1 : j->result[rank] != DDP_OK ? ckpt_untouched(&k, fill) : j->no_check ? 1 : ckpt_has(&k, j->version);
@@ -261,6 +271,25 @@ static void test_save_fails(void) {
     }
     load(in("fails"), 2, 1);
     EXPECT(!ckpt_exists(in("fails.tmp")), "left behind");
+}
+
+/* The folder around dir cannot be synced: before anything is there, or when the new checkpoint is in its place; no checkpoint is lost. */
+static void test_sync_fails(void) {
+    for (int turn = 0; turn < 4; turn++) {
+        job j = job_of(in("syncs"), 0, 2);
+        scenario = "a sync fails";
+        no_exchange = turn & 1;
+        save(in("syncs"), 2, 1);
+        j.fail_rank = 0;
+        j.fail_sync = turn < 2 ? 1 : 3;
+        run(&j, 2, DDP_ERR_SYSTEM, turn < 2 ? "rank 0/2|syncing" : "rank 0/2|the new checkpoint is in its place|syncing");
+        load(in("syncs"), 2, turn < 2 ? 1 : 2);
+        if (turn >= 2) load(in(no_exchange ? "syncs.old" : "syncs.tmp"), 2, 1);
+        save(in("syncs"), 2, 3);
+        load(in("syncs"), 2, 3);
+        EXPECT(!ckpt_exists(in("syncs.old")) && !ckpt_exists(in("syncs.tmp")), "something is left");
+    }
+    no_exchange = 0;
 }
 
 static void twist_hole(ckpt_rank *k, int rank) { if (rank == 1) k->slices[5].extent[1]--; }
@@ -496,6 +525,7 @@ int main(void) {
     test_keeps_some();
     test_stale_and_strange();
     test_save_fails();
+    test_sync_fails();
     test_bad_lists();
     test_damage();
     test_other_model();
