@@ -120,7 +120,7 @@ typedef enum ddp_lr_kind {
 typedef struct ddp_fsdp_param {
     ddp_param param;
     int64_t global_shape[DDP_MAX_NDIM];  /* all zero = param.value's: this is a slice of a tensor of that shape, which is what a checkpoint holds, ... */
-    int64_t global_offset[DDP_MAX_NDIM]; /* ... starting there */
+    int64_t global_offset[DDP_MAX_NDIM]; /* ... starting there. Ranks may hold the same slice (all of it, where it is not split): the lowest one's is saved */
     const char *tied_to; /* name of the earlier parameter whose value this one shares; needed when they are in different units, or without data */
     int frozen;          /* 1 = not trained: no gradient, no optimizer state */
     int index;           /* set by ddp_fsdp_wrap: the parameter's place in its list ... */
@@ -1530,6 +1530,7 @@ typedef struct ddp__slice {
     int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
     void *data;
     int file_kind; /* 0 = model-*, 1 = optimizer-* */
+    int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
 static const char *const ddp__kind_names[2] = {"model", "optimizer"};
@@ -1846,11 +1847,38 @@ typedef struct ddp__task {
     ddp__key *keys;    /* the list by name; one allocation, with what follows */
     int64_t *numbers;  /* 2 per tensor */
     uint32_t *crc;     /* per tensor */
+    unsigned char *left; /* per tensor: 1 = a lower rank writes this rank's box */
 } ddp__task;
 
 static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slice *slices, int count) {
-    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL};
+    ddp__task task = {group, who, slices, count, "", NULL, NULL, NULL, NULL};
     return task;
+}
+
+/* Collective, for boxes that do not tile: of ranks with the same box of a tensor the lowest keeps it. numbers become the sums of what is kept. */
+static ddp_result ddp__repeats_leave(ddp__task *t) {
+    enum { MOST = DDP__CALL_BYTES / 16 };
+    int64_t mine[2 * MOST], theirs[2 * MOST];
+    int rank = ddp_rank(t->group), world_size = ddp_world_size(t->group);
+    for (int first = 0, n; first < t->count; first += n) {
+        n = t->count - first < MOST ? t->count - first : MOST;
+        for (int i = 0; i < 2 * n; i++) mine[i] = (int64_t)ddp__box_number(&t->slices[first + i / 2], 0, i % 2);
+        for (int r = 0; r < world_size - 1; r++) {
+            memcpy(theirs, mine, 2 * (size_t)n * sizeof *theirs);
+            DDP__FSDP_TRY(ddp__host_call(t->group, DDP_CALL_BROADCAST, theirs, 2 * (size_t)n, DDP_I64, DDP_OP_SUM, r));
+            for (int i = 0; i < n && rank > r; i++)
+                if (t->slices[first + i].may_repeat && mine[2 * i] && mine[2 * i] == theirs[2 * i] && mine[2 * i + 1] == theirs[2 * i + 1]) t->left[first + i] = 1;
+        }
+        for (int i = 0; i < 2 * n; i++) t->numbers[2 * first + i] = t->left[first + i / 2] ? 0 : mine[i];
+    }
+    return ddp__host_reduce(t->group, t->numbers, 2 * (size_t)t->count, DDP_I64, DDP_OP_SUM);
+}
+
+/* The first tensor that the boxes of all ranks do not tile, or the count. */
+static int ddp__first_not_tiled(const ddp__task *t) {
+    int i = 0;
+    while (i < 2 * t->count && (uint64_t)t->numbers[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
+    return i / 2;
 }
 
 /* Collective: every rank has the same tensors and options and, to save (tile), its boxes tile them with the others'. own: how this rank fares so far. */
@@ -1858,11 +1886,12 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     size_t n = (size_t)t->count, other;
     uint32_t same[3];
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_group_malloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc));
+    t->keys = (ddp__key *)ddp_group_malloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc + 1));
     if (!t->keys) own = DDP_ERR_NO_MEMORY;
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
     t->numbers = (int64_t *)(t->keys + n + 1);
     t->crc = (uint32_t *)(t->numbers + 2 * (n + 1));
+    t->left = (unsigned char *)(t->crc + n + 1);
     same[0] = (uint32_t)n, same[1] = ddp__crc32c(option, 2 * sizeof *option), same[2] = own == DDP_OK ? ddp__crc32c(t->dir, strlen(t->dir)) : 0;
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, same, 3, &other));
     if (own == DDP_OK && other < 3)
@@ -1878,11 +1907,12 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     }
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
     DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
+    memset(t->left, 0, n);
+    if (tile && ddp__first_not_tiled(t) < t->count) DDP__FSDP_TRY(ddp__repeats_leave(t));
     if (other < n)
         own = ddp_fail(DDP_ERR_MISMATCH, "tensor %zu, here '%.100s' %s, is another one on rank 0", other, t->slices[other].name, ddp_dtype_name(t->slices[other].dtype));
-    for (size_t i = 0; tile && i < 2 * n && own == DDP_OK; i++)
-        if ((uint64_t)t->numbers[i] % DDP__PRIME != ddp__box_number(&t->slices[i / 2], 1, (int)(i % 2)))
-            own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[i / 2].name);
+    other = tile && own == DDP_OK ? (size_t)ddp__first_not_tiled(t) : n;
+    if (other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
     memset(t->crc, 0, n * sizeof *t->crc);
     return ddp__save_agree(t->group, t->who, own);
 }
@@ -2020,16 +2050,18 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
     return DDP_OK;
 }
 
+static int ddp__save_has(const ddp__saving *s, int index) { return !s->task.left[index] && ddp__runs_of(&s->task.slices[index]).count > 0; }
+
 static ddp_result ddp__save_slices(ddp__saving *s) {
     for (const ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
         char path[DDP__PATH_MAX];
         ddp_result result = DDP_OK;
         int fd, i = file->first;
-        while (i < file->last && ddp__runs_of(&s->task.slices[s->order[i]]).count == 0) i++;
+        while (i < file->last && !ddp__save_has(s, s->order[i])) i++;
         if (i == file->last) continue;
         DDP__FSDP_TRY(ddp__file_open(s->tmp, file->name, O_WRONLY, path, &fd));
         for (; i < file->last && result == DDP_OK; i++)
-            result = ddp__save_slice(&s->task.slices[s->order[i]], fd, file->header_bytes + s->begin[s->order[i]], path, &s->task.crc[s->order[i]]);
+            if (ddp__save_has(s, s->order[i])) result = ddp__save_slice(&s->task.slices[s->order[i]], fd, file->header_bytes + s->begin[s->order[i]], path, &s->task.crc[s->order[i]]);
         DDP__FSDP_TRY(ddp__file_end(fd, path, result));
     }
     return DDP_OK;
@@ -3675,6 +3707,7 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     slice->ndim = value->ndim;
     slice->file_kind = state != NULL;
     for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
+    slice->may_repeat = global != 0; /* who says nothing of a larger tensor may have forgotten to */
     for (int i = 0; i < value->ndim; i++) {
         slice->shape[i] = global ? w->entry->global_shape[i] : value->shape[i];
         slice->offset[i] = (global ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));

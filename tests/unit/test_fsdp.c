@@ -1281,6 +1281,77 @@ static ddp_result scaler_state(ddp_group *group) {
     return DDP_OK;
 }
 
+enum { TP_ROWS = 6, TP_COLUMNS = 8 };
+
+/* Values by their place in the whole tensors: "norm" of TP_COLUMNS elements, "wide" of TP_ROWS x TP_COLUMNS, "bias" of TP_COLUMNS. */
+static ddp_result place_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    const ddp_tensor *t = &param->param.value;
+    int64_t columns = t->ndim == 2 ? t->shape[1] : 1, width = t->ndim == 2 ? TP_COLUMNS : 1;
+    for (int64_t i = 0; i < row_count * columns; i++) {
+        int64_t row = first_row + i / columns + param->global_offset[0], column = i % columns + (t->ndim == 2 ? param->global_offset[1] : 0);
+        ((float *)out)[i] = user ? -1 : (float)first_value(param->param.name, row * width + column);
+    }
+    return DDP_OK;
+}
+
+/* parts 1: whole. Otherwise what tensor-parallel rank `part` has: columns of one, rows of another, all of the third. */
+static void tensor_parallel(model *m, int part, int parts) {
+    int columns = TP_COLUMNS / parts;
+    ddp_fsdp_param *norm, *wide, *bias;
+    memset(m, 0, sizeof *m);
+    norm = add(m, "block", "norm", DDP_F32, TP_COLUMNS, 0);
+    wide = add(m, NULL, "wide", DDP_F32, TP_ROWS, columns);
+    bias = add(m, "bias", "bias", DDP_F32, columns, 0);
+    m->desc.init_fn = place_fill;
+    if (parts == 1) return;
+    norm->global_shape[0] = bias->global_shape[0] = wide->global_shape[1] = TP_COLUMNS;
+    wide->global_shape[0] = TP_ROWS;
+    wide->global_offset[1] = bias->global_offset[0] = (int64_t)part * columns;
+}
+
+/* Slices of larger tensors are saved as those, and loaded as other slices of them. */
+static ddp_result slices_of_larger(ddp_group *group) {
+    char folder[64], dir[100];
+    int rank = ddp_rank(group), parts = ddp_world_size(group) == 1 ? 1 : 2, data = ddp_world_size(group) / parts;
+    if (ddp_world_size(group) % 2) return DDP_OK;
+    RANKS_OK(group, folder_of(group, folder, 0));
+    snprintf(dir, sizeof dir, "%s/a", folder);
+    for (int turn = 0; turn < 4; turn++) { /* saved as parts, loaded whole; saved whole, loaded as parts */
+        ddp_group *shards = group;
+        int sharded = turn == 0 || turn == 3, part = rank / data;
+        model m;
+        ddp_fsdp *fsdp;
+        tensor_parallel(&m, part, sharded ? parts : 1);
+        if (sharded) RANKS_OK(group, ddp_group_split(group, part, rank, &shards));
+        if (sharded) m.desc.checkpoint_group = group;
+        if (sharded && data > 1) m.desc.strategy = turn ? DDP_FSDP_NO_SHARD : DDP_FSDP_FULL_SHARD;
+        m.desc.init_user = turn & 1 ? &m : NULL; /* what is loaded is something else before */
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m.desc));
+        if (!(turn & 1)) RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+        else RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+        for (int i = 0; i < 3; i++) {
+            ddp_tensor rows;
+            int64_t first;
+            float want[TP_ROWS * TP_COLUMNS];
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, &first));
+            RANKS_OK(group, place_fill(&m.params[i], first, rows.shape[0], want, NULL));
+            RANKS_CHECK(group, !rows.data || memcmp(rows.data, want, (size_t)ddp_tensor_count(&rows) * 4) == 0, "turn %d: %s", turn, m.params[i].param.name);
+        }
+        ddp_fsdp_destroy(fsdp);
+        if (turn == 0) { /* that it is the same everywhere has to be said */
+            tensor_parallel(&m, part, parts);
+            m.params[0].global_shape[0] = 0;
+            m.desc.checkpoint_group = group;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, shards, &m.desc));
+            FAILS(group, ddp_fsdp_save(fsdp, dir), DDP_ERR_MISMATCH, "'norm'", "a hole or overlaps");
+            ddp_fsdp_destroy(fsdp);
+        }
+        RANKS_OK(group, ddp_barrier(group));
+        if (sharded) ddp_group_destroy(shards);
+    }
+    return folder_of(group, folder, 1);
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1317,6 +1388,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(saves_fail);
     CASE(replicas_load);
     CASE(scaler_state);
+    CASE(slices_of_larger);
     return DDP_OK;
 }
 
