@@ -1510,7 +1510,6 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 
 //== checkpoints ================================================================================== >>impl-checkpoint
 #include <dirent.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 
 #define DDP__STATE_FILE "state.json"
@@ -1558,9 +1557,11 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
     return DDP_OK;
 }
 
+typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
+
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
 static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    struct { int32_t result; char text[508]; } cause;
+    ddp__told cause;
     int rank = ddp_rank(group);
     int32_t first = own == DDP_OK ? INT32_MAX : rank;
     memset(&cause, 0, sizeof cause);
@@ -1622,31 +1623,19 @@ static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
     return result;
 }
 
-static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) {
-    for (const char *from = (const char *)data; size;) {
-        ssize_t written = pwrite(fd, from, (size_t)size, (off_t)at);
-        if (written < 0 && errno == EINTR) continue;
-        if (written == 0) errno = ENOSPC;
-        if (written <= 0) return ddp__file_fail("writing", path);
-        from += written;
-        at += (uint64_t)written;
-        size -= (uint64_t)written;
+static ddp_result ddp__transfer(int fd, char *data, uint64_t size, uint64_t at, const char *path, int writes) {
+    for (ssize_t n; size; data += n, at += (uint64_t)n, size -= (uint64_t)n) {
+        n = writes ? pwrite(fd, data, (size_t)size, (off_t)at) : pread(fd, data, (size_t)size, (off_t)at);
+        if (n == 0 && !writes) return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
+        if (n == 0) errno = ENOSPC;
+        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__file_fail(writes ? "writing" : "reading", path);
+        if (n < 0) n = 0;
     }
     return DDP_OK;
 }
 
-static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) {
-    for (char *to = (char *)data; size;) {
-        ssize_t got = pread(fd, to, (size_t)size, (off_t)at);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return ddp__file_fail("reading", path);
-        if (got == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s: the file ends at byte %llu, %llu more belong to it", path, (unsigned long long)at, (unsigned long long)size);
-        to += got;
-        at += (uint64_t)got;
-        size -= (uint64_t)got;
-    }
-    return DDP_OK;
-}
+static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)(uintptr_t)data, size, at, path, 1); }
+static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)data, size, at, path, 0); }
 
 /* A new file that holds data, or has room for size bytes on the disk. */
 static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
@@ -2610,14 +2599,11 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
 
 /* What the other replicas found, who look for the same checkpoint, each set of them in a group of its own. */
 static ddp_result ddp__load_agree(const ddp__loading *l, ddp_group *replicas, ddp_result own) {
-    uint64_t low[2];
+    size_t other;
     if (!replicas) return own;
-    low[0] = l->text_crc, low[1] = ~low[0];
-    DDP__FSDP_TRY(ddp__save_agree(replicas, l->task.who, own));
-    DDP__FSDP_TRY(ddp__host_reduce(replicas, low, 2, DDP_U64, DDP_OP_MIN));
-    if (low[0] == ~low[1]) return DDP_OK;
-    return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: %s: replicas find different checkpoints; is the folder shared, and did a save end just now?",
-                    ddp_rank(replicas), ddp_world_size(replicas), l->task.who, ddp_group_name(replicas), l->task.dir);
+    DDP__FSDP_TRY(ddp__compare_with_first(replicas, &l->text_crc, 1, &other));
+    if (own == DDP_OK && other == 0) own = ddp_fail(DDP_ERR_MISMATCH, "%s: replicas find different checkpoints; is the folder shared?", l->task.dir);
+    return ddp__save_agree(replicas, l->task.who, own);
 }
 
 static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
@@ -3529,8 +3515,6 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
 }
 
-typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
-
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
 static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
     uint64_t low[3] = {number, ~number, 0};
@@ -3663,7 +3647,7 @@ typedef struct ddp__saver {
     unsigned char *copy;
     size_t copy_bytes;
     ddp_fsdp_state state;
-    char dir[4096];
+    char dir[DDP__PATH_MAX];   /* cut off where it is too long to be saved to */
     pthread_t thread;
     int running;
     ddp_result result;
@@ -3675,7 +3659,6 @@ enum { DDP__STATES_MAX = 3, DDP__NAME_ROOM = 192 };
 enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of what this rank holds: what it is to write, all, or none */
 
 static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group; }
-static int ddp__fsdp_is_replica(const ddp_fsdp *f) { return f->desc.replicas && ddp_rank(f->desc.replicas) > 0; }
 
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__saver *s;
@@ -3806,7 +3789,6 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
 static void ddp__saver_destroy(ddp_fsdp *f) {
     if (!f->saver) return;
     if (f->saver->running == 2) pthread_join(f->saver->thread, NULL);
-    f->saver->running = 0;
     ddp_group_destroy(f->saver->group);
 }
 
@@ -3815,9 +3797,8 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     int replica, writes, host;
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
     s = fsdp->saver;
-    DDP__FSDP_NEED(strlen(dir) < sizeof s->dir, "dir is longer than %zu bytes", sizeof s->dir - 1);
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
-    replica = ddp__fsdp_is_replica(fsdp);
+    replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0;
     writes = !replica || fsdp->desc.checkpoint_group;
     host = fsdp->device == ddp_device_cpu();
     snprintf(s->dir, sizeof s->dir, "%s", dir);
