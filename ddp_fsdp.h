@@ -2573,6 +2573,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     const int64_t option[2] = {0, 0};
     ddp__task *t = &l->task;
     ddp_result result = DDP_OK;
+    ddp_scaler probe;
     struct stat info;
     size_t other;
     l->sources = (ddp__source *)ddp_group_malloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
@@ -2584,10 +2585,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
     result = ddp__load_open(l);
-    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) {
-        ddp_scaler probe = *scaler;
-        result = ddp_scaler_load(&probe, &l->state.scaler);
-    }
+    if (result == DDP_OK && scaler && l->state.scaler.scale > 0) result = ddp_scaler_load(&probe, &l->state.scaler);
     DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result));
     for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
@@ -2746,6 +2744,7 @@ struct ddp_fsdp {
 };
 
 static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
+static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 /* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     char text[512];
@@ -3642,7 +3641,8 @@ DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
 typedef struct ddp__saver {
     ddp_group *group;          /* of its own, where a thread saves */
     ddp__slice *slices;
-    char *names;
+    char *names;               /* of states, name_room bytes each */
+    size_t name_room;
     int count, capacity;
     unsigned char *copy;
     size_t copy_bytes;
@@ -3655,7 +3655,7 @@ typedef struct ddp__saver {
     ddp_fsdp *fsdp;
 } ddp__saver;
 
-enum { DDP__STATES_MAX = 3, DDP__NAME_ROOM = 192 };
+enum { DDP__STATES_MAX = 3, DDP__STATE_ROOM = 32 }; /* of a parameter, and of a state's name */
 enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of what this rank holds: what it is to write, all, or none */
 
 static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group; }
@@ -3667,7 +3667,8 @@ static ddp_result ddp__saver_create(ddp_fsdp *f) {
     s->fsdp = f;
     s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * DDP__NAME_ROOM, &s->names));
+    for (int i = 0; i < f->weight_count; i++) ddp__size_at_least(&s->name_room, strlen(f->weights[i].name) + DDP__STATE_ROOM);
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * s->name_room, &s->names));
     return f->desc.save_in_background ? ddp_group_split(ddp__fsdp_file_group(f), 0, ddp_rank(ddp__fsdp_file_group(f)), &s->group) : DDP_OK;
 }
 
@@ -3684,8 +3685,8 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
         rows = w->rows - skip < share ? w->rows - skip : share;
     }
     memset(slice, 0, sizeof *slice);
-    slice->name = s->names + (size_t)s->count * DDP__NAME_ROOM;
-    snprintf(s->names + (size_t)s->count++ * DDP__NAME_ROOM, DDP__NAME_ROOM, state ? "%s.%s" : "%s", w->name, state);
+    slice->name = s->names + (size_t)s->count * s->name_room;
+    snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
     slice->dtype = tensor->dtype;
     slice->ndim = value->ndim;
     slice->file_kind = state != NULL;
@@ -3699,18 +3700,16 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
     if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) return;
     slice->data = NULL; /* nothing of it is held here */
-    if (slice->ndim) slice->extent[0] = 0;
 }
 
 /* Every tensor of the checkpoint, the same list on every rank. */
-static ddp_result ddp__saver_list(ddp_fsdp *f, int list) {
+static void ddp__saver_list(ddp_fsdp *f, int list) {
     int master = 0;
     f->saver->count = 0;
     for (int i = 0; i < f->weight_count; i++) {
         ddp__weight *w = &f->weights[i];
         ddp_tensor tensor = w->entry->param.value;
         if (w->source != w) continue;
-        if (strlen(w->name) + 32 > DDP__NAME_ROOM) return ddp__fsdp_bad("ddp_fsdp_save", f->group, "the name of parameter %s is longer than %d bytes", w->name, DDP__NAME_ROOM - 33);
         tensor.dtype = w->master_dtype;
         tensor.data = w->master;
         ddp__saver_add(f, w, NULL, &tensor, list);
@@ -3722,7 +3721,6 @@ static ddp_result ddp__saver_list(ddp_fsdp *f, int list) {
         }
         master++;
     }
-    return DDP_OK;
 }
 
 /* Bytes of a slice that this rank holds. */
@@ -3771,7 +3769,7 @@ static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_resul
 /* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
     ddp_result result = ddp__fsdp_compute(f);
-    if (result == DDP_OK) result = ddp__saver_list(f, list);
+    ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f);
     return ddp__fsdp_share_result(f, who, ddp__save_agree(ddp__fsdp_file_group(f), who, result));
 }
@@ -3794,15 +3792,15 @@ static void ddp__saver_destroy(ddp_fsdp *f) {
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     ddp__saver *s;
-    int replica, writes, host;
+    int replica, writes;
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
     s = fsdp->saver;
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
     replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0;
     writes = !replica || fsdp->desc.checkpoint_group;
-    host = fsdp->device == ddp_device_cpu();
     snprintf(s->dir, sizeof s->dir, "%s", dir);
-    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE, writes && (fsdp->desc.save_in_background || !host)));
+    DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
+                                      writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu())));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
     s->state.step = fsdp->step;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);
@@ -3829,7 +3827,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler); /* what it keeps where the checkpoint has none */
     DDP__FSDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
                                        fsdp->desc.scaler, &s->state));
-    if (!host) DDP__FSDP_TRY(ddp__saver_list(fsdp, DDP__LIST_ALL));
+    ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
     for (int i = 0; i < s->count && !host; i++) {
         size_t bytes = ddp__slice_held(&s->slices[i]);
         if (bytes) fsdp->device->copy(s->slices[i].data, s->copy + at, bytes);
@@ -4028,8 +4026,6 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     }
     return DDP_OK;
 }
-
-static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 
 /* Where the optimizer works beside the device. */
 static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {

@@ -1155,8 +1155,10 @@ static ddp_result saves_fail(ddp_group *group) {
         model m;
         ddp_fsdp *fsdp;
         counter c = {0, 0, 0, 0};
+        char name[400] = "";
         int poor = ddp_rank(group) == 1 % ddp_world_size(group);
         blocks(&m, 3, 5, 3);
+        m.params[0].param.name = (const char *)memset(name, 'x', sizeof name - 1);
         m.desc.strategy = turn ? DDP_FSDP_NO_SHARD : DDP_FSDP_FULL_SHARD;
         m.desc.save_in_background = 1;
         m.desc.alloc_fn = counted;
@@ -1186,6 +1188,7 @@ static ddp_result saves_fail(ddp_group *group) {
         ddp_fsdp_destroy(fsdp); /* waits for the thread */
         RANKS_CHECK(group, c.now == 0, "%zu bytes are left", c.now);
         blocks(&m, 3, 5, 3);
+        m.params[0].param.name = name;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
         RANKS_OK(group, digest(group, fsdp, &m, &have));
