@@ -71,7 +71,7 @@ CONFIG MACROS (define before including)
     DDP_FSDP_IMPLEMENTATION   also compile the bodies of this header, here. DDP_IMPLEMENTATION does so too
 
 NOT DONE HERE
-    No autograd: the caller runs forward and backward, unit by unit. No model parts: see ddp_tensor.h for tensor parallelism.
+    No autograd: the caller runs forward and backward, unit by unit. No model parts: tensor parallelism is the caller's, global_shape tells checkpoints of it.
 */
 #ifndef DDP_FSDP_H
 #define DDP_FSDP_H
@@ -189,11 +189,11 @@ typedef struct ddp_scaler {
     int found_inf;           /* on some rank of some group */
 } ddp_scaler;
 
-/* What a checkpoint keeps beside tensors: the caller's own numbers. Without padding bytes. */
+/* What a checkpoint keeps beside tensors: the caller's own numbers. Those of rank 0 are written, all ranks get them back. Without padding bytes. */
 typedef struct ddp_fsdp_state {
     int64_t step;            /* set by ddp_fsdp_step: optimizer steps taken */
     ddp_sampler_state sampler;
-    ddp_scaler_state scaler; /* set from desc.scaler by ddp_fsdp_save */
+    ddp_scaler_state scaler; /* in what ddp_fsdp_save writes: desc.scaler's, where there is one */
     uint64_t rng[4];
     double user[8];
 } ddp_fsdp_state;
@@ -222,12 +222,14 @@ typedef struct ddp_fsdp_desc {
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user);
     void *init_user;
     int skip_initial_broadcast;    /* 1 = first values are equal on all ranks already; otherwise rank 0's are taken (of the replicas' rank 0) */
-    ddp_fsdp_state *state;         /* NULL = none; saved with the checkpoint and filled in by ddp_fsdp_load */
+    ddp_fsdp_state *state;         /* NULL = none: what was loaded is saved again; otherwise saved with the checkpoint and filled in by ddp_fsdp_load */
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ... */
-    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Save and load are then collective over it */
-    int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it; see ddp_fsdp_save_wait */
-    void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. A thread that saves calls them too */
+    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Save and load are then collective
+                                      over it, create too with save_in_background */
+    int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. While they run, save and load
+                                      take what they need from the group's, the thread too */
     void (*free_fn)(void *memory, void *user);
     void *user;
 } ddp_fsdp_desc;
@@ -297,13 +299,16 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
 
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with whole tensors in master precision under their names, model.safetensors.index.json,
    optimizer-*.safetensors with the moments, state.json. Collective. Written beside, synced and renamed: dir always is a whole checkpoint, old or new.
-   Errors: DDP_ERR_SYSTEM on every rank, and what was there is untouched. */
+   Errors, on every rank, and what was there is untouched: DDP_ERR_SYSTEM; DDP_ERR_INVALID (other files in dir, a name that is none); DDP_ERR_MISMATCH (ranks give other
+   dirs, slices leave a hole); DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 
-/* save_in_background: blocks until the last save is on disk, and returns its result. Collective. Otherwise DDP_OK at once. */
+/* save_in_background: blocks until the last save is on disk, and returns its result, once. Collective. Otherwise DDP_OK at once. Save and load begin with it: what
+   failed in the background is their result then, and they do nothing else. */
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
-/* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype. Collective, between steps. Errors on every rank, with
+/* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype; or a model of another program, in safetensors: moments
+   become zero then, steps start anew. Collective, between steps. Errors on every rank, with
    the model as it was: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and
    byte range; DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
@@ -1716,6 +1721,7 @@ static ddp_result ddp__folder_delete(const char *path) { int kind; return ddp__f
 static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
     size_t length = dir ? strlen(dir) : 0;
     char *real = length ? realpath(dir, NULL) : NULL;
+    if (length && !real && readlink(dir, out, 1) >= 0) return ddp_fail(DDP_ERR_INVALID, "dir=%.200s is a link to nothing; make the folder that it names", dir);
     while (length > 1 && dir[length - 1] == '/') length--;
     if (real) length = strlen(real);
     if (length && length <= DDP__DIR_MAX) snprintf(out, DDP__PATH_MAX, "%.*s", (int)length, real ? real : dir);
@@ -3730,8 +3736,8 @@ static size_t ddp__slice_held(const ddp__slice *slice) {
     return bytes;
 }
 
-/* Puts the slices into memory of their own: what a thread writes, or what a device's host can read. */
-static ddp_result ddp__saver_copy(ddp_fsdp *f) {
+/* Puts the slices into memory of their own: what a thread writes, or what a device's host can read. back: brings them from there. */
+static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__saver *s = f->saver;
     size_t bytes = 0, at = 0;
     for (int i = 0; i < s->count; i++) bytes += ddp__fsdp_pad(ddp__slice_held(&s->slices[i]));
@@ -3743,8 +3749,8 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f) {
     }
     for (int i = 0; i < s->count; i++) {
         size_t held = ddp__slice_held(&s->slices[i]);
-        if (held) f->device->copy(s->copy + at, s->slices[i].data, held);
-        if (held) s->slices[i].data = s->copy + at;
+        if (held) f->device->copy(back ? s->slices[i].data : s->copy + at, back ? s->copy + at : s->slices[i].data, held);
+        if (held && !back) s->slices[i].data = s->copy + at;
         at += ddp__fsdp_pad(held);
     }
     return f->device->check ? f->device->check(f->group) : DDP_OK;
@@ -3770,7 +3776,7 @@ static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_resul
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
     ddp_result result = ddp__fsdp_compute(f);
     ddp__saver_list(f, list);
-    if (result == DDP_OK && copy) result = ddp__saver_copy(f);
+    if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     return ddp__fsdp_share_result(f, who, ddp__save_agree(ddp__fsdp_file_group(f), who, result));
 }
 
@@ -3807,16 +3813,14 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     if (!fsdp->desc.save_in_background) return ddp__fsdp_share_result(fsdp, __func__, writes ? ddp__saver_write(s, ddp__fsdp_file_group(fsdp)) : DDP_OK);
     s->result = DDP_OK;
     s->running = 1;
-    if (!writes) return DDP_OK;
-    if (pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
-    else ddp__saver_main(s); /* no thread to be had: it is written now */
+    if (writes && pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
+    else if (writes) ddp__saver_main(s); /* no thread to be had: it is written now */
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     ddp__saver *s;
     int host;
-    size_t at = 0;
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
@@ -3828,11 +3832,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_TRY(ddp__checkpoint_load(ddp__fsdp_file_group(fsdp), fsdp->desc.checkpoint_group ? NULL : fsdp->desc.replicas, dir, s->slices, s->count,
                                        fsdp->desc.scaler, &s->state));
     ddp__saver_list(fsdp, DDP__LIST_ALL); /* of the device's memory again */
-    for (int i = 0; i < s->count && !host; i++) {
-        size_t bytes = ddp__slice_held(&s->slices[i]);
-        if (bytes) fsdp->device->copy(s->slices[i].data, s->copy + at, bytes);
-        at += ddp__fsdp_pad(bytes);
-    }
+    if (!host) DDP__FSDP_TRY(ddp__saver_copy(fsdp, 1));
     if (fsdp->desc.scaler && s->state.scaler.scale > 0) DDP__FSDP_TRY(ddp_scaler_load(fsdp->desc.scaler, &s->state.scaler));
     fsdp->step = s->state.step;
     *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;

@@ -178,6 +178,11 @@ static void test_any_world_size(void) {
         EXPECT(symlink("relative", "link") == 0, "symlink");
         save("link", 1, 5);
         load("relative", 1, 5);
+        EXPECT(symlink("nothing", "dangling") == 0, "symlink");
+        {
+            job j = job_of("dangling", 0, 6);
+            run(&j, 2, DDP_ERR_INVALID, "dangling|link to nothing");
+        }
         EXPECT(chdir(here) == 0, "chdir");
     }
 }
