@@ -114,7 +114,7 @@ case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC 
 
 case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled; it calls nothing, so the rest needs no bodies
     need "$CLANG" clang
-    for command in "$CC -O0" "$CC -O2" "$CC -O3 -march=native -ffp-contract=fast" "$CLANG -O0" "$CLANG -O2" "$CLANG -O3 -march=native -ffp-contract=fast"; do
+    for command in "$CC -O2" "$CC -O3 -march=native -ffp-contract=fast" "$CLANG -O3 -march=native -ffp-contract=fast"; do
         build $command -std=gnu11 $warnings -I"$root" -I"$root/examples" -ffunction-sections -Wl,--gc-sections "$root/tests/compile/optimizer_bits.c" -o bits -lm
         ./bits >bits.txt || fail "$command: $(cat bits.txt)"
         cat bits.txt >>all.txt
