@@ -112,7 +112,7 @@ static ddp_result checkpoint_read(const char *path, run_saved *saved) {
         state.rng[3] != STATE_MAGIC)
         return WRONG("--resume %s: this is no checkpoint of train_gpt_fsdp; give a folder that --checkpoint has written", path);
     state.step = (int64_t)step;
-    for (int i = 0; i < 7; i++) state.user[i] = (double)user[i];
+    memcpy(state.user, user, sizeof user); /* the file has the bits of doubles */
     state_read(&state, saved);
     return DDP_OK;
 }
