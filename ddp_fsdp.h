@@ -116,7 +116,8 @@ typedef enum ddp_lr_kind {
 //== descs ================================================================================================ >>descs
 
 /* A parameter of a unit. param.value: dtype (floats) and shape are required; data holds the first values, on every rank the whole tensor, and is used in
-   ddp_fsdp_create alone, which puts rank 0's values there unless skip_initial_broadcast; NULL with init_fn. From then on value.data and grad.data are set by gather and release. ndim 0 counts as one row. */
+   ddp_fsdp_create alone, which puts rank 0's values there unless skip_initial_broadcast; NULL with init_fn. From then on
+   value.data and grad.data are set by gather and release. ndim 0 counts as one row. */
 typedef struct ddp_fsdp_param {
     ddp_param param;
     int64_t global_shape[DDP_MAX_NDIM];  /* all zero = param.value's: this is a slice of a tensor of that shape, which is what a checkpoint holds, ... */
