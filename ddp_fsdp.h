@@ -411,6 +411,42 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char
 /* Leave the public function unless the condition holds; what follows it is what to tell. */
 #define DDP__FSDP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad(__func__, NULL, __VA_ARGS__); } while (0)
 
+/* Makes this thread's device functions follow the caller's own work. */
+static ddp_result ddp__fsdp_enter(ddp_group *group) {
+    const ddp_device *device = ddp_group_device(group);
+    return device->enter ? device->enter(group, DDP_LANE_COMPUTE) : DDP_OK;
+}
+
+/* What this thread's device functions have come to. */
+static ddp_result ddp__fsdp_check(ddp_group *group) {
+    const ddp_device *device = ddp_group_device(group);
+    return device->check ? device->check(group) : DDP_OK;
+}
+
+#define DDP__CALL_BYTES 32768 /* at most so much in one collective: the tcp backend carries twice that */
+
+/* A collective on host memory, in place, whatever the device is. */
+static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.op = op;
+    call.root = root;
+    call.tag = DDP_ON_HOST;
+    call.send = call.recv = data;
+    call.count = count;
+    return ddp_group_call(group, &call, NULL);
+}
+
+/* data becomes op over ranks of data. */
+static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
+    size_t size = ddp_dtype_size(dtype), most = DDP__CALL_BYTES / size;
+    for (size_t at = 0; at < count; at += most)
+        DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
+    return DDP_OK;
+}
+
 //== optimizers ==================================================================================== >>impl-optimizer
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
@@ -724,11 +760,6 @@ static float ddp__optimizer_decay(const ddp_optimizer *o, int i) {
 
 static int ddp__optimizer_steps(const ddp_optimizer *o, int i) { return o->params[i].first_use == i && o->params[i].count > 0; }
 
-static ddp_result ddp__fsdp_enter(ddp_group *group) {
-    const ddp_device *device = ddp_group_device(group);
-    return device->enter ? device->enter(group, DDP_LANE_COMPUTE) : DDP_OK;
-}
-
 /* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. */
 static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
@@ -809,7 +840,7 @@ DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) {
         for (int i = 0; i < o->desc.param_count; i++)
             if (ddp__optimizer_steps(o, i)) ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last);
     }
-    return o->device->check ? o->device->check(o->group) : DDP_OK;
+    return ddp__fsdp_check(o->group);
 }
 
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state) {
@@ -873,7 +904,6 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
 
 //== loss scaling ===================================================================================== >>impl-scaler
 
-#define DDP__SCALER_TAG 100            /* of a call on host memory, whatever the device is */
 #define DDP__SCALER_BLOCK ((size_t)4096) /* elements that are tested while they are in the cache */
 
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc) {
@@ -935,7 +965,7 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
 }
 
 /* On a device the sum of squares tells: it is finite if all elements are (f64: below 1e154). scratch: an exact sum in its memory. */
-static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradients, int gradient_count, float factor, void *scratch, int *bad) {
+static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradients, int gradient_count, float factor, void *scratch, int32_t *bad) {
     const ddp_device *device = ddp_group_device(group);
     ddp_exact_sum sum;
     double squares;
@@ -949,31 +979,18 @@ static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradie
     device->copy(&sum, scratch, sizeof sum);
     squares = ddp_exact_sum_value(&sum);
     *bad = !(squares - squares == 0);
-    return device->check ? device->check(group) : DDP_OK;
+    return ddp__fsdp_check(group);
 }
 
 /* scratch: memory of the device for an exact sum, or NULL on the CPU. */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count, void *scratch) {
     float inverse = (float)(1.0 / (double)scaler->scale);
     int32_t found = 0;
-    int bad = 0;
-    if (scratch) DDP__FSDP_TRY(ddp__unscale_device(group, gradients, gradient_count, inverse, scratch, &bad));
-    else for (int i = 0; i < gradient_count; i++) bad |= ddp__unscale_host(&gradients[i], (size_t)ddp_tensor_count(&gradients[i]), inverse);
-    for (int i = 0; i < scaler->desc.group_count; i++) { /* what one of them found reaches the members of the next one */
-        ddp_call call;
-        memset(&call, 0, sizeof call);
-        call.kind = DDP_CALL_ALL_REDUCE;
-        call.dtype = DDP_I32;
-        call.op = DDP_OP_MAX;
-        call.root = -1;
-        call.tag = DDP__SCALER_TAG;
-        found = bad;
-        call.send = call.recv = &found;
-        call.count = 1;
-        DDP__FSDP_TRY(ddp_group_call(scaler->desc.groups[i], &call, NULL));
-        bad = found;
-    }
-    scaler->found_inf = bad;
+    if (scratch) DDP__FSDP_TRY(ddp__unscale_device(group, gradients, gradient_count, inverse, scratch, &found));
+    else for (int i = 0; i < gradient_count; i++) found |= ddp__unscale_host(&gradients[i], (size_t)ddp_tensor_count(&gradients[i]), inverse);
+    for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
+        DDP__FSDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
+    scaler->found_inf = found;
     scaler->unscaled = 1;
     return DDP_OK;
 }
@@ -1523,7 +1540,6 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 #define DDP__DIR_MAX 1000                  /* bytes of a folder's path, ... */
 #define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
 #define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
-#define DDP__CALL_BYTES 32768              /* at most so much in one collective: the tcp backend carries twice that */
 #define DDP__POPULATE_READ 22              /* MADV_POPULATE_READ, which older libc headers lack */
 
 /* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
@@ -1541,27 +1557,6 @@ typedef struct ddp__slice {
 static const char *const ddp__kind_names[2] = {"model", "optimizer"};
 
 /* --- agreeing --- */
-
-static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = kind;
-    call.dtype = dtype;
-    call.op = op;
-    call.root = root;
-    call.tag = 5; /* buffers are host memory whatever the device is */
-    call.send = call.recv = data;
-    call.count = count;
-    return ddp_group_call(group, &call, NULL);
-}
-
-/* data becomes op over ranks of data. */
-static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
-    size_t size = ddp_dtype_size(dtype), most = DDP__CALL_BYTES / size;
-    for (size_t at = 0; at < count; at += most)
-        DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_ALL_REDUCE, (char *)data + at * size, count - at < most ? count - at : most, dtype, op, -1));
-    return DDP_OK;
-}
 
 typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
 
@@ -3085,7 +3080,7 @@ static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
         }
         if (pack) DDP__FSDP_TRY(ddp_all_gather(group, f->send, f->receive, block, DDP_U8, NULL));
     }
-    return f->device->check ? f->device->check(group) : DDP_OK;
+    return ddp__fsdp_check(group);
 }
 
 /* Free memory for a unit's whole values; allocates while the first step finds out how much is needed. */
@@ -3246,6 +3241,7 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
 
 /* Sums over ranks from where the whole gradients lie. from: this rank's, and its peers' in the same place. */
 static ddp_result ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int casted) {
+    const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
     const void *sources[DDP_MAX_LOCAL_RANKS];
     ddp_call call;
     memset(&call, 0, sizeof call);
@@ -3254,12 +3250,13 @@ static ddp_result ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigne
     call.root = -1;
     call.count = (size_t)unit->index + 1; /* the number of the barrier: ranks that reduce different units find out here */
     DDP__FSDP_TRY(ddp_group_call(f->group, &call, NULL));
+    for (int r = 0; r < f->world; r++) theirs[r] = r == f->rank ? from : (const unsigned char *)ddp_group_peer(f->group, from, r);
     for (int i = 0; i < unit->count; i++) {
         const ddp__weight *w = &unit->weights[i];
         size_t at = (casted ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
         unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
         if (!ddp__is_trained(w) || !count) continue;
-        for (int r = 0; r < f->world; r++) sources[r] = (r == f->rank ? from : (const unsigned char *)ddp_group_peer(f->group, from, r)) + at;
+        for (int r = 0; r < f->world; r++) sources[r] = theirs[r] + at;
         ddp_reduce_tree(out, sources, f->world, count, w->wire_dtype, DDP_OP_SUM, 1);
         if (out != sum) f->device->cast(sum, w->master_dtype, out, w->wire_dtype, count);
     }
@@ -3366,7 +3363,7 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit, ddp_group *
     if (layout == DDP__CASTED) from = f->cast;
     if (!f->reduces_each) {
         ddp__unit_accumulate(f, unit, number, from, layout);
-        if (number + 1 < f->desc.micro_batch_count) return f->device->check ? f->device->check(group) : DDP_OK;
+        if (number + 1 < f->desc.micro_batch_count) return ddp__fsdp_check(group);
     }
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, layout));
     else if (f->direct) DDP__FSDP_TRY(ddp__reduce_direct(f, unit, from, layout == DDP__CASTED));
@@ -3380,7 +3377,7 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit, ddp_group *
     }
     if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     if (f->reduces_each) ddp__unit_carry(f, unit, number, DDP__SUMS);
-    return f->device->check ? f->device->check(group) : DDP_OK;
+    return ddp__fsdp_check(group);
 }
 
 static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
@@ -3455,15 +3452,13 @@ static void ddp__grads_drop(ddp_fsdp *f, ddp__unit *unit) {
 
 //== sharding: the step =================================================================================== >>impl-step
 
-static ddp_result ddp__fsdp_compute(ddp_fsdp *f) { return f->device->enter ? f->device->enter(f->group, DDP_LANE_COMPUTE) : DDP_OK; }
-
 /* Gradients back to their own scale; whether one of them is not finite on any rank. */
 static ddp_result ddp__fsdp_unscale(ddp_fsdp *f) {
     for (int i = 0; i < f->master_count; i++) {
         f->sums[i] = f->masters[i].grad;
         f->sums[i].data = ddp__weight_sum(f->master_of[i], 0);
     }
-    return ddp_scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count);
+    return ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares);
 }
 
 /* Ends the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait does, then unscales. */
@@ -3476,7 +3471,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (f->desc.scaler && f->desc.scaler->unscaled)
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(f, &f->units[u]));
-    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
     for (int i = 0; i < f->weight_count; i++) {
         const ddp__weight *w = &f->weights[i];
         size_t count = ddp__mine(w);
@@ -3485,7 +3480,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
         if (w->source != w) f->device->add(ddp__weight_sum(w->source, 0), ddp__weight_sum(w->source, 0), ddp__weight_sum(w, 0), count, w->master_dtype);
     }
     f->finished = 1;
-    if (!f->desc.scaler) return f->device->check ? f->device->check(f->group) : DDP_OK;
+    if (!f->desc.scaler) return ddp__fsdp_check(f->group);
     return ddp__fsdp_unscale(f);
 }
 
@@ -3500,7 +3495,7 @@ static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
     if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     f->device->copy(&sum, f->squares, sizeof sum);
     *norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    return f->device->check ? f->device->check(f->group) : DDP_OK;
+    return ddp__fsdp_check(f->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
@@ -3509,7 +3504,7 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     result = ddp__fsdp_finish(fsdp, __func__);
-    if (result == DDP_OK) result = ddp__fsdp_compute(fsdp);
+    if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
     if (result == DDP_OK) result = ddp__fsdp_norm(fsdp, &length);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     if (norm) *norm = length;
@@ -3518,7 +3513,7 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
         const ddp__weight *w = fsdp->master_of[i];
         if (ddp__mine(w)) fsdp->device->scale(ddp__weight_sum(w, 0), ddp__mine(w), w->master_dtype, max_norm / length);
     }
-    return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
+    return ddp__fsdp_check(fsdp->group);
 }
 
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
@@ -3555,14 +3550,14 @@ static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
 
 /* Master values have changed: ranks may read each other's new rows once all have met. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f) {
-    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
     for (int u = 0; u < f->unit_count; u++) {
         ddp__unit *unit = &f->units[u];
         ddp__unit_publish(f, unit);
         DDP__FSDP_TRY(ddp__unit_drop(f, unit));
         if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
     }
-    if (f->device->check) DDP__FSDP_TRY(f->device->check(f->group));
+    DDP__FSDP_TRY(ddp__fsdp_check(f->group));
     return f->world > 1 && f->direct ? ddp_barrier(f->group) : DDP_OK;
 }
 
@@ -3607,7 +3602,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
     if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
-        DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+        DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
         for (int i = 0; i < fsdp->master_count && fsdp->host; i++) {
             const ddp__weight *w = fsdp->master_of[i];
             fsdp->device->copy(fsdp->masters[i].grad.data, ddp__weight_sum(w, 0), ddp__mine(w) * ddp_dtype_size(w->master_dtype));
@@ -3754,7 +3749,7 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
         if (held && !back) s->slices[i].data = s->copy + at;
         at += ddp__fsdp_pad(held);
     }
-    return f->device->check ? f->device->check(f->group) : DDP_OK;
+    return ddp__fsdp_check(f->group);
 }
 
 static ddp_result ddp__saver_write(ddp__saver *s, ddp_group *group) {
@@ -3775,7 +3770,7 @@ static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_resul
 
 /* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
-    ddp_result result = ddp__fsdp_compute(f);
+    ddp_result result = ddp__fsdp_enter(f->group);
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
     return ddp__fsdp_share_result(f, who, ddp__save_agree(ddp__fsdp_file_group(f), who, result));
@@ -4101,7 +4096,7 @@ static ddp_result ddp__weight_set(ddp_fsdp *f, ddp__weight *w, const void *rows,
     const void *from = rows;
     if (f->host) f->device->copy(f->host_rows, from, ddp__mine(w) * ddp_dtype_size(dtype)), from = f->host_rows;
     (f->host ? ddp_device_cpu() : f->device)->cast(w->master, w->master_dtype, from, dtype, ddp__mine(w));
-    return f->device->check ? f->device->check(f->group) : DDP_OK;
+    return ddp__fsdp_check(f->group);
 }
 
 /* The first values of this rank's rows. */
@@ -4165,7 +4160,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
 }
 
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
-    DDP__FSDP_TRY(ddp__fsdp_compute(f));
+    DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
     DDP__FSDP_TRY(ddp__fsdp_take_memory(f));
     for (int i = 0; i < f->weight_count; i++)
         if (f->weights[i].source == &f->weights[i]) DDP__FSDP_TRY(ddp__weight_fill(f, &f->weights[i]));
@@ -4401,7 +4396,7 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     ddp_result result;
     DDP__UNIT_NEED(fsdp, unit);
     u = &fsdp->units[unit];
-    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__order_hash(fsdp, 0, unit);
     result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
     if (result == DDP_OK) result = ddp__make_room(fsdp, u);
@@ -4413,7 +4408,7 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     if (result == DDP_OK) result = ddp__fetch_ahead(fsdp);
     if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
     ddp__unit_point(fsdp, u, 1, u->attached);
-    return fsdp->device->check ? fsdp->device->check(fsdp->group) : DDP_OK;
+    return ddp__fsdp_check(fsdp->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
@@ -4440,7 +4435,7 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
     DDP__FSDP_NEED(!u->trained || u->attached, "unit %s has no gradients; gather it before its backward", u->name);
     ddp__order_hash(fsdp, 1, unit);
     if (!u->trained) return DDP_OK;
-    DDP__FSDP_TRY(ddp__fsdp_compute(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
     DDP__FSDP_TRY(ddp__reduce_wait(fsdp, u));
     u->reduced++;
     u->attached = 0;
