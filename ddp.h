@@ -656,6 +656,8 @@ struct ddp_backend {
     ddp_order default_order; /* 0 = tree */
     ddp_result (*batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
     void *(*peer)(ddp_group *group, void *state, const void *memory, int rank); /* see ddp_group_peer; NULL = no rank reads another's memory */
+    void (*raise)(ddp_group *group, void *state, uint64_t *word, uint64_t value);              /* see ddp_group_raise; where peer is, so are these */
+    ddp_result (*await)(ddp_group *group, void *state, const uint64_t *word, uint64_t target); /* may run beside run's calls of the ranks that do not wait */
 };
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -722,6 +724,12 @@ DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_
 /* Where rank's counterpart of this rank's group memory lies for this rank, who may read and write it between calls that keep the ranks in step;
    NULL where memory is not group memory, or that rank's cannot be reached. The answer is alike for all ranks of a group. Not collective. */
 DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank);
+
+/* How ranks that read each other's memory tell how far they are. word: 8 bytes, aligned, of this group's own group memory, the same ones on every rank, which only grow.
+   raise sets this rank's, after all that this thread has written. await returns once every rank's has reached target; until then it blocks, with
+   the errors of a collective, in issue order with this rank's collectives. Not collective. Where ddp_group_peer answers. */
+DDPDEF void ddp_group_raise(ddp_group *group, uint64_t *word, uint64_t value);
+DDPDEF ddp_result ddp_group_await(ddp_group *group, const uint64_t *word, uint64_t target);
 DDPDEF const char *ddp_group_name(const ddp_group *group);
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
 DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
@@ -2004,6 +2012,7 @@ typedef struct ddp__local {
     ddp__heap *heap;
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
+    int awaits_word;                 /* inside ddp_group_await */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
     int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
     uint64_t offset;                 /* of the control memory in the heap */
@@ -2196,6 +2205,20 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     }
 }
 
+/* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
+static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
+    char text[DDP__TEXT_MAX], call[72];
+    for (int r = 0; r < l->world_size && l->awaits_word; r++) {
+        const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
+        if (r == l->rank || ddp__load(&post->seq) != group->seq + 1) continue;
+        if (ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride)) >= target) continue;
+        ddp__describe_post(call, sizeof call, post->signature, post->count);
+        snprintf(text, sizeof text, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call, l->number[l->rank]);
+        ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+        return;
+    }
+}
+
 /* Waits until *word of `peer` reaches target. words and stride say where the same word of the other ranks is. Spins, then yields, then sleeps;
    while it sleeps it looks after failures, the time, and pending sends and receives. */
 static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
@@ -2219,6 +2242,7 @@ static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, c
             checked = now;
             ddp__tell_inside(group, l, 1);
             ddp__look_for_lost(l, words, stride, target);
+            ddp__look_for_strays(group, l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
@@ -3438,10 +3462,27 @@ static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, 
     return found;
 }
 
+static void ddp__local_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
+    (void)group;
+    ddp__store(word, value);
+    ddp__announce((ddp__local *)state);
+}
+
+static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
+    ddp__local *l = (ddp__local *)state;
+    const unsigned char *first = (const unsigned char *)ddp__local_peer(group, state, word, 0), *second = (const unsigned char *)ddp__local_peer(group, state, word, 1);
+    ddp_result result = DDP_OK;
+    l->awaits_word = 1;
+    for (int i = 1; i < l->world_size && result == DDP_OK; i++)
+        result = ddp__await(group, l, (l->rank + i) % l->world_size, (const uint64_t *)(const void *)first, (size_t)(second - first), target);
+    l->awaits_word = 0;
+    return result;
+}
+
 static const ddp_backend *ddp__backend_local(void) {
     static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
                                       ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
-                                      ddp__local_peer};
+                                      ddp__local_peer, ddp__local_raise, ddp__local_await};
     return &local;
 }
 
@@ -3516,7 +3557,7 @@ static void ddp__self_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_self(void) {
     static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
-                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL};
+                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
     return &self;
 }
 
@@ -5029,7 +5070,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 
 static const ddp_backend *ddp__backend_tcp(void) {
     static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
-                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL};
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
     return &tcp;
 }
 
@@ -5309,6 +5350,26 @@ DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank) {
     if (group->world_size == 1) return (void *)(uintptr_t)memory;
     return memory && group->backend->peer ? group->backend->peer(group, group->state, memory, rank) : NULL;
 }
+DDPDEF void ddp_group_raise(ddp_group *group, uint64_t *word, uint64_t value) {
+    if (group->world_size > 1) group->backend->raise(group, group->state, word, value);
+}
+
+typedef struct ddp__goal { const uint64_t *word; uint64_t target; } ddp__goal;
+
+static ddp_result ddp__await_task(ddp_group *group, void *argument) {
+    const ddp__goal *goal = (const ddp__goal *)argument;
+    ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
+    ddp_result result = group->backend->await(group, group->state, goal->word, goal->target);
+    return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
+}
+
+DDPDEF ddp_result ddp_group_await(ddp_group *group, const uint64_t *word, uint64_t target) {
+    ddp__goal goal;
+    goal.word = word;
+    goal.target = target;
+    return group->world_size > 1 ? ddp_group_enqueue(group, ddp__await_task, &goal, NULL) : DDP_OK;
+}
+
 DDPDEF const char *ddp_group_name(const ddp_group *group) { return group->name; }
 DDPDEF void *ddp_group_backend_user(const ddp_group *group) { return group->desc.backend_user; }
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text) { group->backend->poison(group, group->state, cause, text); }
@@ -5957,10 +6018,21 @@ static void *ddp__mpi_peer_memory(ddp_group *group, void *state, const void *mem
     return local->world_size == group->world_size ? ddp_group_peer(local, memory, rank) : NULL;
 }
 
+static void ddp__mpi_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
+    (void)group;
+    ddp_group_raise(((ddp__mpi *)state)->local, word, value);
+}
+
+static ddp_result ddp__mpi_await_word(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    (void)group;
+    return ddp__local_await(local, local->state, word, target);
+}
+
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
                                     ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL,
-                                    ddp__mpi_peer_memory};
+                                    ddp__mpi_peer_memory, ddp__mpi_raise, ddp__mpi_await_word};
     return &mpi;
 }
 

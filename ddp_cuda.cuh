@@ -2833,7 +2833,7 @@ static void ddp__nccl_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
     static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split, ddp__nccl_alloc, ddp__nccl_free,
-                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL};
+                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL};
     return &nccl;
 }
 

@@ -2666,6 +2666,7 @@ typedef struct ddp__holding { /* one piece of memory */
 typedef struct ddp__slot { /* memory for one unit's whole values, or whole gradients */
     unsigned char *memory;
     struct ddp__unit *reducing; /* gradients: whose reduction still reads it */
+    uint64_t given;             /* gradients: number of the last reduction from here, which peers read */
     int busy;
     struct ddp__slot *next;
 } ddp__slot;
@@ -2698,6 +2699,7 @@ typedef struct ddp__unit {
     int reduced;                   /* micro-batches of this step whose gradients were handed in */
     ddp_work gathering, reducing;
     ddp__slot *reducing_slot;
+    uint64_t given;                /* number of its last reduction, where peers read it */
     int has_reducing;
 } ddp__unit;
 
@@ -2721,6 +2723,9 @@ struct ddp_fsdp {
     int following;                 /* this step has had the last one's order so far */
     int most_in_use, in_use, slots_ready;
     uint64_t order_hash;
+    uint64_t **turns;              /* direct: every rank's words by which ranks keep in step, see impl-shard-reduce */
+    ddp__unit **given_units;       /* whose reductions this rank has handed in, by number */
+    uint64_t given, taken, cast_given; /* numbers of the last reduction handed in, carried out, and handed in through cast */
     ddp_optimizer *optimizer;
     ddp_param *masters;            /* what the optimizer sees */
     ddp__weight **master_of;       /* the weight behind each of them */
@@ -3239,28 +3244,20 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
     }
 }
 
-/* Sums over ranks from where the whole gradients lie. from: this rank's, and its peers' in the same place. */
-static ddp_result ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int casted) {
+/* Sums over ranks from where the whole gradients lie: at from in this rank's memory, and at the same place in its peers'. */
+static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int layout) {
     const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_BARRIER;
-    call.dtype = DDP_U8;
-    call.root = -1;
-    call.count = (size_t)unit->index + 1; /* the number of the barrier: ranks that reduce different units find out here */
-    DDP__FSDP_TRY(ddp_group_call(f->group, &call, NULL));
-    for (int r = 0; r < f->world; r++) theirs[r] = r == f->rank ? from : (const unsigned char *)ddp_group_peer(f->group, from, r);
+    for (int r = 0; r < f->world; r++) theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
     for (int i = 0; i < unit->count; i++) {
         const ddp__weight *w = &unit->weights[i];
-        size_t at = (casted ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
+        size_t at = (layout == DDP__CASTED ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
         unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
         if (!ddp__is_trained(w) || !count) continue;
         for (int r = 0; r < f->world; r++) sources[r] = theirs[r] + at;
         ddp_reduce_tree(out, sources, f->world, count, w->wire_dtype, DDP_OP_SUM, 1);
         if (out != sum) f->device->cast(sum, w->master_dtype, out, w->wire_dtype, count);
     }
-    return ddp_barrier(f->group); /* the gradients may be overwritten */
 }
 
 /* Sums over ranks by a reduce_scatter per dtype on the wire. */
@@ -3350,23 +3347,37 @@ static void ddp__unit_accumulate(ddp_fsdp *f, ddp__unit *unit, int number, unsig
     }
 }
 
-/* One micro-batch's gradients of a unit. */
-static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit, ddp_group *group) {
-    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
-    int number = unit->reduced - 1, layout = DDP__GRADS;
-    for (int i = 0; i < unit->count; i++)
-        if (ddp__is_trained(&unit->weights[i]) && unit->weights[i].wire_dtype != unit->weights[i].grad_dtype) layout = DDP__CASTED;
+/* Gradients with the wire's dtype, where that is another one. */
+static unsigned char *ddp__unit_cast(ddp_fsdp *f, const ddp__unit *unit, unsigned char *from, int layout) {
     for (int i = 0; i < unit->count && layout == DDP__CASTED; i++) {
         const ddp__weight *w = &unit->weights[i];
         if (ddp__is_trained(w)) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
     }
-    if (layout == DDP__CASTED) from = f->cast;
+    return layout == DDP__CASTED ? f->cast : from;
+}
+
+static int ddp__unit_layout_on_wire(const ddp__unit *unit) {
+    for (int i = 0; i < unit->count; i++)
+        if (ddp__is_trained(&unit->weights[i]) && unit->weights[i].wire_dtype != unit->weights[i].grad_dtype) return DDP__CASTED;
+    return DDP__GRADS;
+}
+
+/* What follows the sum over ranks, on this rank's rows. */
+static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
+    if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
+    if (f->reduces_each) ddp__unit_carry(f, unit, unit->reduced - 1, DDP__SUMS);
+    return ddp__fsdp_check(f->group);
+}
+
+/* One micro-batch's gradients of a unit, where no rank reads another's. */
+static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
+    int number = unit->reduced - 1, layout = ddp__unit_layout_on_wire(unit);
+    unsigned char *from = ddp__unit_cast(f, unit, unit->reducing_slot ? unit->reducing_slot->memory : unit->grads, layout);
     if (!f->reduces_each) {
         ddp__unit_accumulate(f, unit, number, from, layout);
-        if (number + 1 < f->desc.micro_batch_count) return ddp__fsdp_check(group);
+        if (number + 1 < f->desc.micro_batch_count) return ddp__fsdp_check(f->group);
     }
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, layout));
-    else if (f->direct) DDP__FSDP_TRY(ddp__reduce_direct(f, unit, from, layout == DDP__CASTED));
     else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from, layout == DDP__CASTED));
     for (int i = 0; i < unit->count && f->world == 1; i++) {
         const ddp__weight *w = &unit->weights[i];
@@ -3375,21 +3386,71 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit, ddp_group *
         ddp__grads_at(w, layout, &at, &count);
         f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, w->wire_dtype, count);
     }
-    if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
-    if (f->reduces_each) ddp__unit_carry(f, unit, number, DDP__SUMS);
-    return ddp__fsdp_check(group);
+    return ddp__reduce_rest(f, unit);
 }
 
 static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
-    return ddp__fsdp_failed(unit->fsdp, ddp__unit_reduce_now(unit->fsdp, unit, group));
+    (void)group;
+    return ddp__fsdp_failed(unit->fsdp, ddp__unit_reduce_now(unit->fsdp, unit));
 }
 
-/* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
-   choice follows from the order of calls alone, as group memory is taken by all ranks together. */
+/* Ranks that read each other's gradients number the reductions of a step as they hand them in, and keep in step by words of group memory: how many a rank
+   has given and how many it has taken, that is, added up its own rows of; behind them which units. A rank adds up what all have given when it comes by, and
+   waits only where it has no memory for more gradients, or the step ends:
+
+       rank 0   give 1 . give 2 take 1 . . . give 3 take 2 3 . .      it may write over the gradients of 1 once all have taken 1
+       rank 1   . . give 1 take 1 . . give 2 take 2 give 3 . take 3 */
+enum { DDP__TURN_GIVEN = 0, DDP__TURN_TAKEN = 8, DDP__TURN_UNITS = 16 }; /* words; the first two on lines of their own */
+
+static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; } /* of which units is known: more are never under way */
+
+static int ddp__turn_reached(const ddp_fsdp *f, int word, uint64_t number) {
+    for (int r = 0; r < f->world; r++)
+        if (__atomic_load_n(&f->turns[r][word], __ATOMIC_ACQUIRE) < number) return 0;
+    return 1;
+}
+
+static ddp_result ddp__turn_await(ddp_fsdp *f, int word, uint64_t number) {
+    return ddp__turn_reached(f, word, number) ? DDP_OK : ddp_group_await(f->group, f->turns[f->rank] + word, number);
+}
+
+static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
+    uint64_t slot = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = f->turns[rank][slot];
+    if (ddp_group_cause(f->group) != DDP_OK) return ddp_barrier(f->group); /* says why: a rank that has failed may have freed its memory */
+    return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_unit_reduce group=%s: rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank", f->rank,
+                    f->world, ddp_group_name(f->group), rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[f->turns[f->rank][slot]].name);
+}
+
+/* Carries out the next reduction; waits until all ranks have handed it in. */
+static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
+    uint64_t number = f->taken + 1, at = number % (uint64_t)ddp__turns_kept(f);
+    ddp__unit *unit = f->given_units[at];
+    int layout = ddp__unit_layout_on_wire(unit);
+    DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
+    for (int r = 0; r < f->world; r++)
+        if (f->turns[r][DDP__TURN_UNITS + at] != (uint64_t)unit->index) return ddp__turn_mismatch(f, number, r);
+    ddp__reduce_direct(f, unit, layout == DDP__CASTED ? f->cast : unit->reducing_slot ? unit->reducing_slot->memory : unit->grads, layout);
+    ddp_group_raise(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
+    return ddp__reduce_rest(f, unit);
+}
+
+/* Where the sum goes on to replicas it is a task, since collectives of two groups need the same order on all ranks. */
+static ddp_result ddp__take_task(ddp_group *group, void *argument) {
+    (void)group;
+    return ddp__fsdp_failed((ddp_fsdp *)argument, ddp__reduce_take_next((ddp_fsdp *)argument));
+}
+
+/* Carries out the reductions that all ranks have handed in; those up to number least are waited for. */
+static ddp_result ddp__reduce_take(ddp_fsdp *f, uint64_t least) {
+    while (f->turns && !f->copy_count && f->taken < f->given && (f->taken < least || ddp__turn_reached(f, DDP__TURN_GIVEN, f->taken + 1)))
+        DDP__FSDP_TRY(ddp__reduce_take_next(f));
+    return DDP_OK;
+}
+
 static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result = DDP_OK;
-    if (unit->has_reducing) result = ddp_wait(f->group, &unit->reducing);
+    ddp_result result = ddp__reduce_take(f, unit->given);
+    if (unit->has_reducing && result == DDP_OK) result = ddp_wait(f->group, &unit->reducing);
     unit->has_reducing = 0;
     return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
 }
@@ -3404,6 +3465,43 @@ static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
     return result;
 }
 
+/* Hands one micro-batch's gradients of a unit in. */
+static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
+    int number = unit->reduced - 1, layout = ddp__unit_layout_on_wire(unit);
+    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
+    uint64_t *mine = f->turns[f->rank];
+    if (layout == DDP__CASTED) { /* all units share the memory for it */
+        if (f->cast_given) DDP__FSDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
+        DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
+        from = ddp__unit_cast(f, unit, from, layout);
+    }
+    if (!f->reduces_each) {
+        ddp__unit_accumulate(f, unit, number, from, layout);
+        if (number + 1 < f->desc.micro_batch_count) return DDP_OK;
+    }
+    unit->given = ++f->given;
+    if (layout == DDP__CASTED) f->cast_given = f->given;
+    if (unit->reducing_slot) unit->reducing_slot->given = f->given;
+    f->given_units[f->given % (uint64_t)ddp__turns_kept(f)] = unit;
+    mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index;
+    ddp_group_raise(f->group, mine + DDP__TURN_GIVEN, f->given);
+    if (!f->copy_count) return ddp__reduce_take(f, 0);
+    DDP__FSDP_TRY(ddp_group_enqueue(f->group, ddp__take_task, f, &unit->reducing));
+    unit->has_reducing = 1;
+    return DDP_OK;
+}
+
+/* Starts the reduction of a unit's gradients. */
+static ddp_result ddp__reduce_begin(ddp_fsdp *f, ddp__unit *unit) {
+    ddp_result result;
+    if (f->turns) return ddp__fsdp_failed(f, ddp__reduce_give(f, unit));
+    result = ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing);
+    unit->has_reducing = result == DDP_OK;
+    return result;
+}
+
+/* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
+   choice follows from the order of calls alone, as group memory is taken by all ranks together. */
 static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     ddp__slot *slot, **link, *oldest = NULL;
     int behind = 0;
@@ -3426,6 +3524,7 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     while (*link) link = &(*link)->next;
     *link = slot;
     slot->next = NULL;
+    if (f->turns) DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
     slot->busy = 1;
     unit->grad_slot = slot;
     unit->grads = slot->memory;
@@ -3434,6 +3533,7 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
 
 /* Gradient memory for a backward of the unit. Under NO_SHARD and SHARD_OPTIM it always is the same. */
 static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
+    DDP__FSDP_TRY(ddp__reduce_take(f, 0));
     if (!unit->trained || unit->attached || f->no_grad || unit->reduced >= f->desc.micro_batch_count) return DDP_OK;
     if (f->reduces_each) DDP__FSDP_TRY(ddp__grad_slot_take(f, unit));
     else DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
@@ -4078,6 +4178,18 @@ static ddp_result ddp__fsdp_open_file(ddp_fsdp *f) {
     return fcntl(f->file, F_SETFD, FD_CLOEXEC) == 0 ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create: fcntl: %s", strerror(errno));
 }
 
+/* The words by which ranks that read each other's memory keep in step. */
+static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
+    uint64_t *mine;
+    int kept = ddp__turns_kept(f);
+    if (f->world == 1 || !f->direct) return DDP_OK;
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->given_units, &f->given_units));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__TURN_UNITS + kept) * sizeof *mine, &mine));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->world * sizeof *f->turns, &f->turns));
+    for (int r = 0; r < f->world; r++) f->turns[r] = (uint64_t *)ddp_group_peer(f->group, mine, r);
+    return DDP_OK;
+}
+
 static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     if (f->device->enter && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
     DDP__FSDP_TRY(ddp__fsdp_open_file(f));
@@ -4088,6 +4200,7 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
         const unsigned char *shared = unit->quant ? unit->quant : unit->shard ? unit->shard : unit->whole;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
+    DDP__FSDP_TRY(ddp__fsdp_take_turns(f));
     return ddp__fsdp_take_staging(f);
 }
 
@@ -4446,8 +4559,7 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
         u->grads = NULL;
         ddp__unit_point(fsdp, u, 1, 0);
     }
-    result = ddp_group_enqueue(fsdp->group, ddp__reduce_task, u, &u->reducing);
-    u->has_reducing = result == DDP_OK;
+    result = ddp__reduce_begin(fsdp, u);
     return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(fsdp, result, __func__, u);
 }
 

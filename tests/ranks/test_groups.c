@@ -182,6 +182,47 @@ static ddp_result memory(ddp_group *world) {
     return DDP_OK;
 }
 
+/* Words by which ranks tell how far they are: what was written before a raise is there after the await, also beside asynchronous collectives; who goes
+   on without a raise is found out. */
+static ddp_result words(ddp_group *world) {
+    enum { ROUNDS = 200, DONE = 8, DATA = 16 };
+    int rank = ddp_rank(world), w = ddp_world_size(world);
+    ddp_group *child;
+    void *memory;
+    uint64_t *mine;
+    int64_t one = 1, sum = 0;
+    ddp_work work = DDP_ZERO;
+    char text[64];
+    RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
+    RANKS_OK(child, ddp_group_alloc(child, 17 * sizeof *mine, &memory));
+    mine = (uint64_t *)memory;
+    for (int r = 0; r < w; r++)
+        if (!ddp_group_peer(child, mine, r)) { ddp_group_destroy(child); return DDP_OK; } /* alike on all ranks */
+    for (uint64_t round = 1; round <= ROUNDS; round++) {
+        RANKS_OK(child, ddp_group_await(child, mine + DONE, round - 1));
+        mine[DATA] = round * 100 + (uint64_t)rank;
+        ddp_group_raise(child, mine, round);
+        if (round % 50 == 0) RANKS_OK(child, ddp_all_reduce(child, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &work));
+        if (ranks_mix(round * 64 + (uint64_t)rank) % 16 == 0) ranks_sleep_us(100);
+        RANKS_OK(child, ddp_group_await(child, mine, round));
+        for (int r = 0; r < w; r++) {
+            const uint64_t *theirs = (const uint64_t *)ddp_group_peer(child, mine, r);
+            RANKS_CHECK(world, theirs[DATA] == round * 100 + (uint64_t)r, "round %d: rank %d has %d", (int)round, r, (int)theirs[DATA]);
+        }
+        ddp_group_raise(child, mine + DONE, round);
+        if (round % 50 == 0) RANKS_OK(child, ddp_wait(child, &work));
+    }
+    RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
+    snprintf(text, sizeof text, "rank %d is in ddp_barrier", w - 1);
+    if (w > 1 && rank < w - 1) {
+        RANKS_CHECK(world, ddp_group_await(child, mine, ROUNDS + 1) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
+    } else if (w > 1) {
+        RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "of the stray: %s", ddp_last_error());
+    }
+    ddp_group_destroy(child);
+    return DDP_OK;
+}
+
 /* Far too much is an error on every rank and the group goes on. */
 static ddp_result too_much_memory(ddp_group *world) {
     static const size_t sizes[] = {SIZE_MAX, SIZE_MAX - 100, SIZE_MAX / 64, (size_t)1 << 55};
@@ -343,6 +384,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, nested(world));
     RANKS_RUN(world, many_groups_at_once(world));
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, memory(world)); /* apart it is each rank's own, see test_tcp.c */
+    RANKS_RUN(world, words(world));
     if (!(ranks_on.is & RANKS_APART)) RANKS_RUN(world, too_much_memory(world));
     RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / ranks_slow() + 2));
     if (!(ranks_on.is & RANKS_NO_MESSAGES)) RANKS_RUN(world, async_order(world));
