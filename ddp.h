@@ -4001,9 +4001,9 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 /* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
 typedef struct ddp__identity {
-    const char *place;   /* what follows the scheme of init_method: host:port, or a path */
-    int found;           /* a launcher has said who this rank is */
     int rank, world_size, local_rank, local_world_size;
+    int found;           /* a launcher has said who this rank is */
+    int owns_rank;       /* as in ddp__local */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
@@ -4075,9 +4075,9 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From desc, which is resolved, what follows its scheme, and the environment, which is read here, above, and in
-   ddp__venue_from_env. alone: this rank is all of its world. */
-static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, const char *place, int alone) {
+/* From desc, which is resolved, and the environment, which is read here, above, and in ddp__venue_from_env. alone: this rank is all of its world.
+   url: init_method says where the ranks meet. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone, int url) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
         id->rank = desc->rank;
@@ -4085,33 +4085,37 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
     } else if (alone) {
         id->world_size = 1;
-    } else if (ddp__here.heap && !*place) {
+    } else if (ddp__here.heap && !url) {
         id->heap = ddp__here.heap;
         id->rank = ddp__here.rank;
         id->world_size = (int)id->heap->job->world_size;
     } else {
         DDP__TRY(ddp__identity_resolve(id));
     }
-    id->place = place;
     if (id->local_world_size > 0) return DDP_OK;
     id->local_rank = id->rank;
     id->local_world_size = id->world_size;
     return DDP_OK;
 }
 
-#define DDP__JOIN_FAIL(id, result, text, ...) DDP__RANK_FAIL(id, result, "ddp_group_create: " text, __VA_ARGS__)
-
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
    visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
    that they will not be, sends everybody the outcome: on one machine with the heap's descriptor. */
 
+/* Where and how a group's ranks meet, and who has come. */
 typedef struct ddp__venue {
-    ddp__identity id;
+    ddp_group *group;
+    char token[416];     /* as in ddp__identity */
     struct sockaddr_un address; /* of this machine, when */
     socklen_t local;     /* its length, is not 0. Otherwise: */
     char hosts[256];     /* names or addresses with blanks between, asked in turn */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
+    struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
+    struct pollfd *poll;
+    int count, next;     /* of peers; stranger */
+    double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
+    ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
 } ddp__venue;
 
 enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
@@ -4277,36 +4281,27 @@ static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *pol
 
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
-typedef struct ddp__lobby {
-    const ddp__venue *venue;
-    const ddp_group_desc *desc;
-    int world_size, next, count;  /* next: stranger. count: of peers: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener */
-    ddp__peer *peer;
-    struct pollfd *poll;
-    double deadline;              /* the earliest of all ranks: whoever gives up first, all learn from rank 0 who is missing */
-    ddp_result result;            /* why, when it is not DDP_OK, is this thread's error line */
-} ddp__lobby;
 
-static void ddp__hello_init(ddp__hello *hello, const ddp__venue *venue, double patience) {
-    const ddp__identity *id = &venue->id;
+static void ddp__hello_init(ddp__hello *hello, const ddp__venue *v) {
+    double patience = v->deadline - ddp_now();
     char host[64] = "";
     memset(hello, 0, sizeof *hello);
-    memcpy(hello->token, id->token, sizeof hello->token);
+    memcpy(hello->token, v->token, sizeof hello->token);
     hello->version = DDP__VERSION;
-    hello->world_size = id->world_size;
-    hello->rank = id->rank;
+    hello->world_size = v->group->world_size;
+    hello->rank = v->group->rank;
     hello->pid = (int32_t)getpid();
     hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
     gethostname(host, sizeof host - 1);
-    snprintf(hello->who, sizeof hello->who, venue->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
+    snprintf(hello->who, sizeof hello->who, v->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
 }
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
-static void ddp__turn_away(const ddp__lobby *lobby, ddp__peer *p, const char *why, int tell) {
+static void ddp__turn_away(const ddp__venue *v, ddp__peer *p, const char *why, int tell) {
     char text[DDP__TEXT_MAX];
-    snprintf(text, sizeof text, "rank 0/%d ddp_group_create: hung up on %s: %s", lobby->world_size, p->who, why);
+    snprintf(text, sizeof text, "hung up on %s: %s", p->who, why);
     if (tell) ddp__send_news(p->fd, tell, why, -1);
-    if (lobby->desc->log_fn) lobby->desc->log_fn(text, lobby->desc->user);
+    ddp_group_log(v->group, text);
     ddp__peer_close(p);
 }
 
@@ -4319,172 +4314,136 @@ static int ddp__is_there(ddp__peer *p) {
 }
 
 /* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__lobby *lobby, ddp__peer *p) {
+static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p) {
     const ddp__hello *hello = &p->record.hello;
-    int rank = hello->rank, in_range = rank > 0 && rank < lobby->world_size, pid = (int)ddp__peer_of(p->fd).pid;
+    int rank = hello->rank, w = v->group->world_size, in_range = rank > 0 && rank < w;
     double patience = ddp_now() + hello->patience_ms * 1e-3;
-    ddp__peer *place = &lobby->peer[in_range ? rank : 0];
-    unsigned v = hello->version;
-    if (v != DDP__VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who, v / 10000,
-                        v / 100 % 100, v % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
+    ddp__peer *place = &v->peer[in_range ? rank : 0];
+    unsigned version = hello->version;
+    if (version != DDP__VERSION)
+        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who,
+                        version / 10000, version / 100 % 100, version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
     snprintf(p->who, sizeof p->who, "%.71s", hello->who);
-    if (hello->world_size != lobby->world_size)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, lobby->world_size);
+    if (hello->world_size != w)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, w);
     if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
-    if (lobby->venue->local && hello->pid != pid)
+    if (v->local && hello->pid != (int)ddp__peer_of(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
                         "(such as --pid=host)", rank, hello->pid);
     *place = *p;
     place->arrived = 1;
     p->fd = -1;
-    if (patience < lobby->deadline) lobby->deadline = patience;
+    if (patience < v->deadline) v->deadline = patience;
     ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
     return DDP_OK;
 }
 
-static void ddp__lobby_read(ddp__lobby *lobby, ddp__peer *p) {
+static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     int whole = ddp__peer_read(NULL, p);
-    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(lobby, p, "it did not say who it is", 0);
+    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
     if (whole == 0) return;
-    if (whole < 0 && errno != EPROTO) ddp__turn_away(lobby, p, "it left without saying who it is", 0);
-    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(lobby, p, "it is no rank of ddp", 0);
-    else if (memcmp(p->record.hello.token, lobby->venue->id.token, sizeof lobby->venue->id.token) != 0)
-        ddp__turn_away(lobby, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-    else lobby->result = ddp__judge_hello(lobby, p);
+    if (whole < 0 && errno != EPROTO) ddp__turn_away(v, p, "it left without saying who it is", 0);
+    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(v, p, "it is no rank of ddp", 0);
+    else if (memcmp(p->record.hello.token, v->token, sizeof v->token) != 0)
+        ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    else v->result = ddp__judge_hello(v, p);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
    no rank out, and nobody goes unread. */
-static void ddp__lobby_admit(ddp__lobby *lobby) {
-    ddp__peer *stranger = lobby->peer + lobby->world_size, *end = lobby->peer + lobby->count - 1;
+static void ddp__admit(ddp__venue *v) {
+    ddp__peer *stranger = v->peer + v->group->world_size, *end = v->peer + v->count - 1;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        ddp__peer *p = stranger + lobby->next % DDP__STRANGERS;
+        ddp__peer *p = stranger + v->next % DDP__STRANGERS;
         int fd = p->fd >= 0 && accepted ? -1 : accept(end->fd, NULL, NULL);
         if (fd < 0) break;
-        if (lobby->venue->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
-        if (p->fd >= 0) ddp__turn_away(lobby, p, "it did not say who it is, and others are waiting", 0);
+        if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
+        if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         ddp__peer_init(p, fd);
-        lobby->next++;
+        v->next++;
     }
-    for (; stranger < end && lobby->result == DDP_OK; stranger++)
-        if (stranger->fd >= 0) ddp__lobby_read(lobby, stranger);
+    for (; stranger < end && v->result == DDP_OK; stranger++)
+        if (stranger->fd >= 0) ddp__read_hello(v, stranger);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
-static int ddp__lobby_waits(ddp__lobby *lobby) {
+static int ddp__still_waits(ddp__venue *v) {
     int missing = 0, to_come = 0, departed = 0;
     char list[300] = "";
-    for (int r = 1; r < lobby->world_size; r++) {
-        if (ddp__is_there(&lobby->peer[r])) continue;
+    for (int r = 1; r < v->group->world_size; r++) {
+        if (ddp__is_there(&v->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
         missing++;
-        if (lobby->peer[r].arrived) departed = r;
+        if (v->peer[r].arrived) departed = r;
         else to_come++;
     }
-    if (lobby->result != DDP_OK || missing == 0) return 0;
-    if (to_come && ddp_now() <= lobby->deadline) return 1;
-    if (to_come) lobby->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", lobby->desc->timeout_ms, list);
-    else lobby->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, lobby->peer[departed].who);
+    if (v->result != DDP_OK || missing == 0) return 0;
+    if (to_come && ddp_now() <= v->deadline) return 1;
+    if (to_come) v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", v->group->desc.timeout_ms, list);
+    else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
     return 0;
 }
 
-/* Tells everybody how the meeting went, and frees the lobby. kept: where the ranks' connections go; NULL = they are closed. */
-static ddp_result ddp__lobby_end(ddp__lobby *lobby, ddp_result result, int heap_fd, ddp__peer *kept) {
-    for (int i = 0; i < lobby->count; i++) {
-        ddp__peer *p = &lobby->peer[i];
-        int rank = i < lobby->world_size, keep = rank && kept && result == DDP_OK;
-        if (p->fd >= 0 && (rank || result != DDP_OK)) ddp__send_news(p->fd, result, result == DDP_OK ? lobby->peer[0].who : ddp_last_error(), heap_fd);
-        p->arrived = 0;
-        if (keep) kept[i] = *p;
-        else ddp__peer_close(p);
-    }
-    ddp__aligned_free(lobby->desc->free_fn, lobby->desc->user, lobby->peer);
-    return result == DDP_OK ? DDP_OK : DDP__JOIN_FAIL(&lobby->venue->id, result, "%s", ddp_last_error());
-}
-
-/* Waits at the listener, which it closes, for all ranks, or a reason not to; then nothing is left of the lobby. */
-static ddp_result ddp__lobby_hold(ddp__lobby *lobby, const ddp__venue *venue, const ddp_group_desc *desc, int listener) {
-    size_t count = (size_t)venue->id.world_size + DDP__STRANGERS + 1, size = count * (sizeof *lobby->peer + sizeof *lobby->poll);
-    memset(lobby, 0, sizeof *lobby);
-    lobby->peer = (ddp__peer *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size);
-    if (!lobby->peer) { close(listener); return DDP__JOIN_FAIL(&venue->id, DDP_ERR_NO_MEMORY, "%zu bytes could not be allocated", size); }
-    lobby->poll = (struct pollfd *)(void *)(lobby->peer + count);
-    lobby->venue = venue;
-    lobby->desc = desc;
-    lobby->world_size = venue->id.world_size;
-    lobby->count = (int)count;
-    lobby->deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    for (size_t i = 0; i < count; i++) ddp__peer_init(&lobby->peer[i], i == count - 1 ? listener : -1);
-    ddp__hello_init(&lobby->peer[0].record.hello, venue, 0);
-    snprintf(lobby->peer[0].who, sizeof lobby->peer[0].who, "%s", lobby->peer[0].record.hello.who);
-    for (ddp__lobby_admit(lobby); ddp__lobby_waits(lobby); ddp__lobby_admit(lobby)) ddp__peers_poll(lobby->peer, lobby->count, lobby->poll);
-    ddp__peer_close(&lobby->peer[count - 1]);
-    return lobby->result == DDP_OK ? DDP_OK : ddp__lobby_end(lobby, lobby->result, -1, NULL);
-}
-
-/* Rank 0's next news, by the deadline. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
-static int ddp__await_news(ddp__peer *p, double deadline) {
+/* Rank 0's next news, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
+static int ddp__await_news(ddp__peer *p, double until) {
     int whole;
     while ((whole = ddp__peer_read(NULL, p)) == 0)
-        if (!ddp__fd_ready(p->fd, POLLIN, deadline)) return ETIMEDOUT;
+        if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
     p->record.text[DDP__TEXT_MAX - 1] = 0;
     return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
    elsewhere. */
-static ddp_result ddp__say_hello(const ddp__venue *venue, ddp__peer *p, double deadline) {
-    const ddp__identity *id = &venue->id;
-    double answer_by = ddp_now() + DDP__STRANGER_SECONDS;
+static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + 1.0; /* rank 0 knows our deadline; its answer says more than silence */
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
-    int error;
-    ddp__hello_init(&letter.record.hello, venue, deadline - ddp_now());
+    ddp__hello_init(&letter.record.hello, v);
     (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
-    error = ddp__await_news(p, answer_by < deadline + 1.0 ? answer_by : deadline + 1.0);
+    int error = ddp__await_news(p, answer_by < until ? answer_by : until);
     if (error || p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
                         error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, deadline + 1.0); /* rank 0 knows our deadline, and its answer says more than silence */
-    if (error == ETIMEDOUT) return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
-    if (error) return DDP__JOIN_FAIL(id, DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
-    return p->in.result == 0 ? DDP_OK : DDP__JOIN_FAIL(id, (ddp_result)p->in.result, "%.400s", p->record.text);
+    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, until);
+    if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
+    return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->record.text);
 }
 
 /* One try at an address; result as of ddp__say_hello. */
-static ddp_result ddp__ask(const ddp__venue *venue, const struct sockaddr *to, socklen_t length, double deadline, ddp__peer *p) {
+static ddp_result ddp__ask(const ddp__venue *v, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
     ddp_result result;
-    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < deadline ? try_until : deadline)) error = ETIMEDOUT;
+    if (error == EINPROGRESS && !ddp__fd_ready(fd, POLLOUT, try_until < v->deadline ? try_until : v->deadline)) error = ETIMEDOUT;
     else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
-    ddp__peer_init(p, fd);
+    ddp__peer_init(v->peer, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (to->sa_family == AF_UNIX && ddp__peer_of(fd).uid != geteuid())
-        result = DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
-    else result = ddp__say_hello(venue, p, deadline);
-    if (result != DDP_OK) ddp__peer_close(p);
+    else if (v->local && ddp__peer_of(fd).uid != geteuid())
+        result = ddp_fail(DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else result = ddp__say_hello(v, v->peer);
+    if (result != DDP_OK) ddp__peer_close(v->peer);
     return result;
 }
 
 /* Asks at every address of every host. */
-static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__peer *p) {
+static ddp_result ddp__ask_hosts(const ddp__venue *v) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
-    char hosts[sizeof venue->hosts], number[16], *rest = NULL;
+    char hosts[sizeof v->hosts], number[16], *rest = NULL;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
-    memcpy(hosts, venue->hosts, sizeof hosts);
+    memcpy(hosts, v->hosts, sizeof hosts);
     for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
-        for (int port = venue->port; port < venue->port + venue->ports && result == DDP_ERR_INVALID; port++) {
+        for (int port = v->port; port < v->port + v->ports && result == DDP_ERR_INVALID; port++) {
             snprintf(number, sizeof number, "%d", port);
             int error = getaddrinfo(host, number, &hints, &list);
             if (error) { ddp_fail(result, "host \"%s\" has no address: %s", host, gai_strerror(error)); break; }
             for (struct addrinfo *a = list; a && result == DDP_ERR_INVALID; a = a->ai_next) {
-                result = ddp__ask(venue, a->ai_addr, a->ai_addrlen, deadline, p);
+                result = ddp__ask(v, a->ai_addr, a->ai_addrlen);
                 if (result == DDP_ERR_INVALID) ddp_fail(result, "%s port %d: %s", host, port, ddp_last_error());
             }
             freeaddrinfo(list);
@@ -4493,82 +4452,40 @@ static ddp_result ddp__ask_hosts(const ddp__venue *venue, double deadline, ddp__
 }
 
 /* What rank 0 has announced; 0 if it is not whole. token_size: what all ranks know of the token. */
-static int ddp__venue_hear(ddp__venue *venue, size_t token_size, const char *text) {
+static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
-    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &venue->port, &n) != 2) return 0;
-    snprintf(venue->id.token + token_size, sizeof venue->id.token - token_size, ":%s", number);
-    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
+    if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &v->port, &n) != 2) return 0;
+    snprintf(v->token + token_size, sizeof v->token - token_size, ":%s", number);
+    snprintf(v->hosts, sizeof v->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
     return 1;
 }
 
 /* Whoever finds the file of an earlier job finds nobody there. */
-static int ddp__venue_read(ddp__venue *venue, size_t token_size) {
+static int ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
-    int fd = open(venue->path, O_RDONLY | O_CLOEXEC);
+    int fd = open(v->path, O_RDONLY | O_CLOEXEC);
     ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
     if (fd >= 0) close(fd);
     text[n > 0 ? n : 0] = 0;
-    return ddp__venue_hear(venue, token_size, text);
+    return ddp__venue_hear(v, token_size, text);
 }
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
-static ddp_result ddp__visit(ddp__venue *venue, const ddp_group_desc *desc, ddp__peer *p) {
-    const ddp__identity *id = &venue->id;
-    double deadline = ddp_now() + desc->timeout_ms * 1e-3;
-    size_t token_size = strlen(id->token);
-    for (useconds_t pause = 1000;; usleep(pause), pause = venue->local || pause > 100000 ? pause : 2 * pause) {
+static ddp_result ddp__visit(ddp__venue *v) {
+    size_t token_size = strlen(v->token);
+    for (useconds_t pause = 1000;; usleep(pause), pause = v->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
-        memset(p, 0, sizeof *p);
-        if (venue->local) result = ddp__ask(venue, (struct sockaddr *)&venue->address, venue->local, deadline, p);
-        else if (venue->path && !ddp__venue_read(venue, token_size)) ddp_fail(result, "%s: there is no such file yet", venue->path);
-        else result = ddp__ask_hosts(venue, deadline, p);
+        v->peer->in.result = 0;
+        if (v->local) result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
+        else if (v->path && !ddp__venue_read(v, token_size)) ddp_fail(result, "%s: there is no such file yet", v->path);
+        else result = ddp__ask_hosts(v);
         if (result != DDP_ERR_INVALID) return result;
-        if (p->in.result == DDP__OTHER_JOB && venue->ports == 1 && !venue->path)
-            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
-        if (ddp_now() > deadline)
-            return DDP__JOIN_FAIL(id, DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", desc->timeout_ms, ddp_last_error());
+        if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
+            return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp_now() > v->deadline)
+            return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", v->group->desc.timeout_ms, ddp_last_error());
     }
-}
-
-/* A socket that listens at an address; -1 with errno. */
-static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
-    int fd = ddp__socket(at->sa_family), on = 1, off = 0, error;
-    if (fd < 0) return -1;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
-    error = errno;
-    close(fd);
-    errno = error;
-    return -1;
-}
-
-/* Meets the other ranks of this machine. Rank 0 notes who they are, so that one that dies from here on is missed. */
-static ddp_result ddp__rendezvous(const ddp__identity *id, const ddp_group_desc *desc, ddp__heap **out) {
-    ddp__venue venue = DDP_ZERO;
-    ddp__lobby lobby;
-    ddp__peer host;
-    venue.id = *id;
-    venue.local = ddp__job_address(&venue.address, id->token);
-    if (id->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", id->world_size,
-                         DDP_MAX_LOCAL_RANKS);
-    if (id->rank == 0) {
-        int listener = ddp__listen_at((struct sockaddr *)&venue.address, venue.local);
-        if (listener < 0 && errno == EADDRINUSE)
-            return DDP__JOIN_FAIL(id, DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", id->token);
-        if (listener < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
-        DDP__TRY(ddp__lobby_hold(&lobby, &venue, desc, listener));
-        ddp_result result = ddp__heap_create(out, id->world_size, 0, 0);
-        for (int r = 0; r < id->world_size && result == DDP_OK; r++) ddp__rank_enter(*out, r, lobby.peer[r].record.hello.pid);
-        return ddp__lobby_end(&lobby, result, result == DDP_OK ? (*out)->fd : -1, NULL);
-    }
-    DDP__TRY(ddp__visit(&venue, desc, &host));
-    close(host.fd);
-    if (host.heap_fd < 0) return DDP__JOIN_FAIL(id, DDP_ERR_SYSTEM, "%s", "rank 0 sent no shared memory");
-    *out = ddp__heap_wrap(host.heap_fd, 0);
-    return *out ? DDP_OK : DDP__JOIN_FAIL(id, DDP_ERR_NO_MEMORY, "%s", "the job's shared memory could not be mapped");
 }
 
 //== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
@@ -4587,39 +4504,50 @@ static void ddp__first_host(char *out, size_t size, const char *list) {
 }
 
 /* From MASTER_ADDR and MASTER_PORT, or what SLURM says. A torchrun agent serves MASTER_PORT itself: then it is one of the next 16. */
-static ddp_result ddp__venue_from_env(ddp__venue *venue) {
-    const ddp__identity *id = &venue->id;
+static ddp_result ddp__venue_from_env(ddp__venue *v, const ddp__identity *id) {
     const char *nodes = ddp__env_text(*ddp__env_text("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST");
-    int port, own, slurm = strncmp(id->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
+    int port, own, slurm = strncmp(v->token, "slurm", 5) == 0, agent = strcmp(ddp__env_text("TORCHELASTIC_USE_AGENT_STORE"), "True") == 0;
     DDP__TRY(ddp__env_int("MASTER_PORT", 0, &port));
     DDP__TRY(ddp__env_int("DDP_MASTER_PORT", 0, &own));
-    venue->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(id->token) % 10000) : 0; /* Linux gives out higher ones by itself */
-    if (!own && (port ? agent : slurm)) venue->ports = 16;
-    snprintf(venue->hosts, sizeof venue->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
-    if (!*venue->hosts && slurm) ddp__first_host(venue->hosts, sizeof venue->hosts, nodes);
-    if (!*venue->hosts || !venue->port)
+    v->port = own ? own : port ? port + agent : slurm ? 20000 + (int)(ddp__hash_text(v->token) % 10000) : 0; /* Linux gives out higher ones by itself */
+    if (!own && (port ? agent : slurm)) v->ports = 16;
+    snprintf(v->hosts, sizeof v->hosts, "%.255s", ddp__env_text("MASTER_ADDR"));
+    if (!*v->hosts && slurm) ddp__first_host(v->hosts, sizeof v->hosts, nodes);
+    if (!*v->hosts || !v->port)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: the world has %d ranks, %d of them on this machine; set MASTER_ADDR and MASTER_PORT to where "
                          "all ranks reach rank 0, give desc.backend one that reaches further, or start all ranks here", id->world_size, id->local_world_size);
-    DDP__JOIN_NEED(venue->port + venue->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", venue->port + venue->ports - 1);
+    DDP__JOIN_NEED(v->port + v->ports - 1 <= 65535, "MASTER_PORT or DDP_MASTER_PORT: port %d is above 65535", v->port + v->ports - 1);
     return DDP_OK;
 }
 
 /* From "tcp://host:port", "tcp://[::1]:port" or "file:///path". */
-static ddp_result ddp__venue_from_url(ddp__venue *venue, const ddp_group_desc *desc) {
-    const char *host = venue->id.place, *colon = strrchr(host, ':');
+static ddp_result ddp__venue_from_url(ddp__venue *v, const ddp__identity *id, const ddp_group_desc *desc) {
+    const char *host = strstr(desc->init_method, "://") + 3, *colon = strrchr(host, ':');
     int length = colon ? (int)(colon - host) : 0, file = desc->init_method[0] == 'f';
-    char *end = NULL, job[300];
-    snprintf(job, sizeof job, "%.299s", venue->id.found ? venue->id.token : "");
-    snprintf(venue->id.token, sizeof venue->id.token, "%.20s:%.30s:%s", file ? "file" : host + length, desc->name, job);
-    if (file) venue->path = host;
+    char *end = NULL;
+    snprintf(v->token, sizeof v->token, "%.20s:%.30s:%.299s", file ? "file" : host + length, desc->name, id->found ? id->token : "");
+    if (file) v->path = host;
     DDP__JOIN_NEED(!file || host[0] == '/', "init_method \"%.60s\" is not like \"file:///path\"", desc->init_method);
     if (file) return DDP_OK;
     if (length > 1 && host[0] == '[' && colon[-1] == ']') { host++; length -= 2; }
-    venue->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
-    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && venue->port > 0 && venue->port <= 65535 && !*end,
+    v->port = colon ? (int)strtol(colon + 1, &end, 10) : 0;
+    DDP__JOIN_NEED(length > 0 && length < 250 && !memchr(host, ' ', (size_t)length) && v->port > 0 && v->port <= 65535 && !*end,
                    "init_method \"%.60s\" is not like \"tcp://host:port\"", desc->init_method);
-    snprintf(venue->hosts, sizeof venue->hosts, "%.*s", length, host);
+    snprintf(v->hosts, sizeof v->hosts, "%.*s", length, host);
     return DDP_OK;
+}
+
+/* A socket that listens at an address; -1 with errno. */
+static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
+    int fd = ddp__socket(at->sa_family), on = 1, off = 0;
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, at, length) == 0 && listen(fd, 1024) == 0) return fd;
+    int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
 }
 
 /* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
@@ -4670,20 +4598,40 @@ static void ddp__port_holder(int port, char *out, size_t size) {
     globfree(&files);
 }
 
+/* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
+static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
+    double give_up = ddp_now() + 1.0;
+    char holder[160];
+    if (*listener >= 0) return DDP_OK;
+    if (v->local) {
+        *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
+        if (*listener >= 0) return DDP_OK;
+        if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
+        return ddp_fail(DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", v->token);
+    }
+    do {
+        for (int i = 0; i < v->ports; i++)
+            if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;
+    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
+    if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(errno));
+    ddp__port_holder(v->port, holder, sizeof holder);
+    return ddp_fail(DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method", v->port, holder);
+}
+
 /* Ranks with one number can share memory: same boot, user, and network and process namespaces. */
 #if !defined(DDP__MACHINE_SALT)
 #define DDP__MACHINE_SALT 0 /* tests give ranks of one machine different numbers, as if they were on several */
 #endif
 static uint64_t ddp__machine(void) {
-    struct { char boot[64]; uint64_t user, salt, space[2]; } m = DDP_ZERO;
+    char boot[64] = "";
+    uint64_t number[4] = {(uint64_t)geteuid(), (uint64_t)(DDP__MACHINE_SALT)};
     int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     struct stat s;
-    if (fd < 0 || read(fd, m.boot, sizeof m.boot - 1) <= 0) gethostname(m.boot, sizeof m.boot);
+    if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
     if (fd >= 0) close(fd);
-    m.user = (uint64_t)geteuid();
-    m.salt = (uint64_t)(DDP__MACHINE_SALT);
-    for (int i = 0; i < 2; i++) m.space[i] = stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0 ? (uint64_t)s.st_ino : 0;
-    return ddp__hash_bytes(DDP__HASH, &m, sizeof m);
+    for (int i = 0; i < 2; i++)
+        if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
+    return ddp__hash_bytes(ddp__hash_bytes(DDP__HASH, boot, sizeof boot), number, sizeof number);
 }
 
 /* No other process or time gives the same number. */
@@ -4712,27 +4660,95 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
 }
 
-static ddp_result ddp__venue_write(ddp__venue *venue, int listener) {
+static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     char text[DDP__ANNOUNCED];
     ddp__announce_text(listener, text);
-    ddp__venue_hear(venue, strlen(venue->id.token), text);
-    int fd = open(venue->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    ddp__venue_hear(v, strlen(v->token), text);
+    int fd = open(v->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (fd >= 0 && close(fd) != 0) ok = 0;
-    return ok ? DDP_OK : DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", venue->path, strerror(errno));
+    return ok ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
 }
 
-/* Rank 0's listener. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
-static ddp_result ddp__venue_open(ddp__venue *venue, int *listener) {
-    double give_up = ddp_now() + 1.0;
-    char holder[160];
-    do {
-        for (int i = 0; i < venue->ports; i++)
-            if ((*listener = ddp__tcp_listen(venue->hosts, venue->port + i)) >= 0) return DDP_OK;
-    } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
-    if (errno != EADDRINUSE) return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", venue->port, strerror(errno));
-    ddp__port_holder(venue->port, holder, sizeof holder);
-    return DDP__JOIN_FAIL(&venue->id, DDP_ERR_SYSTEM, "port %d is in use by %s; choose another one on all ranks, by DDP_MASTER_PORT or in init_method",
-                          venue->port, holder);
+/* Rank 0 waits for all ranks, or a reason not to, and tells everybody how the meeting went. */
+static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
+    int w = v->group->world_size;
+    ddp__peer *me = v->peer, *door = me + v->count - 1;
+    ddp__hello_init(&me->record.hello, v);
+    snprintf(me->who, sizeof me->who, "%s", me->record.hello.who);
+    door->fd = listener;
+    v->result = ddp__venue_open(v, &door->fd);
+    if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, door->fd);
+    if (v->result == DDP_OK) {
+        for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__peers_poll(v->peer, v->count, v->poll);
+        if (v->path) unlink(v->path);
+    }
+    ddp__peer_close(door);
+    if (heap && v->result == DDP_OK) v->result = ddp__heap_create(heap, w, 0, 0);
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, me[r].record.hello.pid); /* one that dies from here on is missed */
+    for (ddp__peer *p = me; p < door; p++) {
+        int rank = p < me + w;
+        if (p->fd >= 0 && (rank || v->result != DDP_OK))
+            ddp__send_news(p->fd, v->result, v->result == DDP_OK ? me->who : ddp_last_error(), heap && *heap ? (*heap)->fd : -1);
+        p->arrived = 0;
+        if (!rank) ddp__peer_close(p);
+    }
+    v->count = w;
+}
+
+static void ddp__venue_close(ddp__venue *v) {
+    for (int i = 0; i < v->count; i++) ddp__peer_close(&v->peer[i]);
+    ddp_group_mfree(v->group, v->peer);
+    v->peer = NULL;
+    v->count = 0;
+}
+
+/* Brings the group's ranks together: when it returns DDP_OK, each is a peer of rank 0 and rank 0 is one of each. listener: rank 0 has it already, or -1.
+   heap: rank 0 makes one for all; or NULL. */
+static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__heap **heap) {
+    int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
+    v->group = group;
+    v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    v->peer = (ddp__peer *)ddp__group_calloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
+    if (!v->peer) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
+    v->poll = (struct pollfd *)(void *)(v->peer + count);
+    for (v->count = 0; v->count < count; v->count++) ddp__peer_init(&v->peer[v->count], -1);
+    if (group->rank) v->result = ddp__visit(v);
+    else ddp__hold(v, listener, heap);
+    if (v->result == DDP_OK) return DDP_OK;
+    ddp__venue_close(v);
+    return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
+}
+
+/* owns_rank: this is the rank's world. */
+static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, int owns_rank) {
+    char text[96];
+    DDP__TRY(ddp__local_world(group, heap));
+    ((ddp__local *)group->state)->owns_rank = owns_rank;
+    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
+    if (heap->job->folder[0]) ddp_group_log(group, text);
+    return DDP_OK;
+}
+
+/* The group's ranks meet on this machine: it becomes one of the local backend. */
+static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
+    ddp__venue v = DDP_ZERO;
+    ddp__heap *heap = NULL;
+    if (group->world_size > DDP_MAX_LOCAL_RANKS)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size, DDP_MAX_LOCAL_RANKS);
+    snprintf(v.token, sizeof v.token, "%s", token);
+    v.local = ddp__job_address(&v.address, v.token);
+    DDP__TRY(ddp__meet(&v, group, -1, &heap));
+    int sent = v.peer->heap_fd >= 0;
+    if (sent) heap = ddp__heap_wrap(v.peer->heap_fd, 0);
+    v.peer->heap_fd = -1;
+    ddp__venue_close(&v);
+    if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
+                                     sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
+    group->backend = ddp__backend_local();
+    group->seq = 0;
+    ddp_result result = ddp__local_join(group, heap, 1);
+    ddp__heap_release(heap);
+    return result;
 }
 
 /* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
@@ -4839,9 +4855,8 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
 
 /* Writes what this rank sends, its pieces by who takes them. Returns the size, or SIZE_MAX when it is too much. */
 static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
-    int first = m->common && m->call->root > 0 ? m->call->root : 0, end = m->common ? first + 1 : group->world_size;
     size_t size = 0;
-    for (int to = first; to < end; to++) {
+    for (int to = 0; to < group->world_size && !(m->common && size); to++) {
         ddp__part give = ddp__gives(group->rank, m, to);
         if (m->call->recv_counts || give.size > DDP__TCP_PAYLOAD - size) return SIZE_MAX;
         if (give.size) memcpy(out + size, m->send + give.begin, give.size);
@@ -4976,6 +4991,7 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
         ddp__peer_close(&t->peer[r]);
         ddp_group_mfree(group, t->peer[r].bytes);
     }
+    ddp_group_mfree(group, t->peer);
     ddp_group_mfree(group, t->out);
     pthread_mutex_destroy(&t->lock);
     ddp__self_close(group, state);
@@ -4989,82 +5005,58 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
     for (int i = 0; i < 6; i++) setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof(int));
 }
 
-/* Rank 0 gathers all at the listener, -1 = it has none yet; the others find it. */
-static ddp_result ddp__tcp_meet(ddp_group *group, ddp__tcp *t, ddp__venue *venue, int listener) {
-    ddp__lobby lobby;
-    ddp_result result = DDP_OK;
-    if (group->rank) {
-        DDP__TRY(ddp__visit(venue, &group->desc, t->peer));
-        snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
-    } else {
-        if (listener < 0) DDP__TRY(ddp__venue_open(venue, &listener));
-        if (venue->path) result = ddp__venue_write(venue, listener);
-        if (result != DDP_OK) { close(listener); return result; }
-        result = ddp__lobby_hold(&lobby, venue, &group->desc, listener);
-        if (venue->path) unlink(venue->path);
-        if (result == DDP_OK) ddp__lobby_end(&lobby, DDP_OK, -1, t->peer);
-    }
-    for (int r = 0; r < t->peer_count && result == DDP_OK; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
-    return result;
-}
-
-/* Makes the state of a group whose ranks meet at the venue. */
-static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *venue, int listener) {
-    size_t w = (size_t)group->world_size, peers = group->rank ? 1 : w;
+/* Makes the state of a group whose ranks meet at the venue. Ranks that turn out to be on one machine need the network no longer. */
+static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
+    size_t w = (size_t)group->world_size;
     uint64_t mine[2] = {ddp__machine(), ddp__nonce()};
-    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + peers * (sizeof *t->peer + sizeof *t->poll) + w * (sizeof *t->card + sizeof *t->source));
-    int local_rank = 0, local_size = 0;
-    if (!t) return DDP_ERR_NO_MEMORY;
+    ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + w * (sizeof *t->card + sizeof *t->source));
+    char token[32];
+    if (!t) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
     t->card = (uint64_t (*)[2])(void *)(t + 1);
     t->source = (const void **)(void *)(t->card + w);
-    t->peer = (ddp__peer *)(void *)(t->source + w);
-    t->poll = (struct pollfd *)(void *)(t->peer + peers);
-    t->peer_count = (int)peers;
-    for (size_t r = 0; r < peers; r++) t->peer[r].fd = -1;
     pthread_mutex_init(&t->lock, NULL);
     group->state = t;
-    ddp_result result = ddp__tcp_meet(group, t, venue, listener);
+    ddp_result result = ddp__meet(v, group, listener, NULL);
+    t->peer = v->peer;
+    t->poll = v->poll;
+    t->peer_count = v->count;
+    for (int r = 0; r < t->peer_count; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
+    if (group->rank && result == DDP_OK) snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
     if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
     if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
+    group->local_rank = group->local_world_size = 0;
     for (int r = 0; r < group->world_size; r++) {
-        local_rank += r < group->rank && t->card[r][0] == mine[0];
-        local_size += t->card[r][0] == mine[0];
+        group->local_rank += r < group->rank && t->card[r][0] == mine[0];
+        group->local_world_size += t->card[r][0] == mine[0];
     }
-    ddp_group_set_local(group, local_rank, local_size);
-    return DDP_OK;
+    if (group->local_world_size < group->world_size || group->world_size > DDP_MAX_LOCAL_RANKS) return DDP_OK;
+    snprintf(token, sizeof token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
+    ddp__tcp_close(group, t);
+    return ddp__local_meet(group, token);
 }
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
-    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, listener = -1;
+    int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && child->rank == 0;
     char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
     ddp__venue venue = DDP_ZERO;
-    ddp__heap *heap;
-    ddp_result result;
-    *child_state = NULL;
     for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
-    if (child && !local && child->rank == 0) listener = ddp__tcp_listen("", 0);
-    if (child && child->rank == 0) ddp__announce_text(listener, mine);
-    result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    int listener = leads && !local ? ddp__tcp_listen("", 0) : -1;
+    if (leads) ddp__announce_text(listener, mine);
+    ddp_result result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
     if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + sizeof mine * (size_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);
+    *child_state = NULL;
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
-    venue.id.rank = child->rank;
-    venue.id.world_size = member_count;
     venue.ports = 1;
-    if (!local) {
-        DDP__TRY(ddp__tcp_open(child, &venue, listener));
-        *child_state = child->state;
-        return DDP_OK;
+    if (member_count == 1) {
+        child->backend = ddp__backend_self();
+        return ddp__self_open(child, child_state);
     }
-    child->backend = member_count == 1 ? ddp__backend_self() : ddp__backend_local();
-    if (member_count == 1) return ddp__self_open(child, child_state);
-    DDP__TRY(ddp__rendezvous(&venue.id, &child->desc, &heap));
-    result = ddp__local_world(child, heap);
-    if (result == DDP_OK) ((ddp__local *)(*child_state = child->state))->owns_rank = 1;
-    ddp__heap_release(heap);
+    result = local ? ddp__local_meet(child, venue.token) : ddp__tcp_open(child, &venue, listener);
+    if (result == DDP_OK) *child_state = child->state;
     return result;
 }
 
@@ -5136,22 +5128,27 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     return result;
 }
 
-/* heap: where the local backend's ranks meet, not retained here; NULL for any other backend. */
-static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, ddp__heap *heap, int rank, int world_size) {
+/* A group with its backend's state. backend NULL: over tcp, where the ranks meet at v. The local one: on id->heap, or its ranks meet by id->token. */
+static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, const ddp__identity *id, ddp__venue *v) {
     ddp_group *group;
     ddp_result result;
-    DDP__TRY(ddp__group_new(&group, desc, backend, rank, world_size, NULL));
-    result = heap ? ddp__local_world(group, heap) : backend->open(group, &group->state);
+    DDP__TRY(ddp__group_new(&group, desc, backend ? backend : ddp__backend_tcp(), id->rank, id->world_size, NULL));
+    if (!backend) result = ddp__tcp_open(group, v, -1);
+    else if (backend->open) result = backend->open(group, &group->state);
+    else if (id->heap) result = ddp__local_join(group, id->heap, id->owns_rank);
+    else result = ddp__local_meet(group, id->token);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
 }
 
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
-    ddp_group_desc d;
     if (out) *out = NULL;
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
-    d = control->desc;
+    ddp__identity id = DDP_ZERO;
+    ddp_group_desc d = control->desc;
+    id.rank = control->rank;
+    id.world_size = control->world_size;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user ? desc->backend_user : control;
     d.order = desc->order;
@@ -5159,103 +5156,64 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
     DDP__TRY(ddp__group_desc_resolve(__func__, &d, &d));
-    DDP__TRY(ddp__world_new(out, &d, d.backend, NULL, control->rank, control->world_size));
+    DDP__TRY(ddp__world_new(out, &d, d.backend, &id, NULL));
     ddp_group_set_local(*out, control->local_rank, control->local_world_size);
     return DDP_OK;
 }
 
-static ddp_result ddp__world_on_heap(ddp_group **out, const ddp_group_desc *desc, ddp__heap *heap, int rank, int owns_rank) {
-    char text[96];
-    DDP__TRY(ddp__world_new(out, desc, ddp__backend_local(), heap, rank, (int)heap->job->world_size));
-    ((ddp__local *)(*out)->state)->owns_rank = owns_rank;
-    snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
-    if (heap->job->folder[0]) ddp_group_log(*out, text);
-    return DDP_OK;
-}
-
-static ddp_result ddp__create_self(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    DDP__JOIN_NEED(id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
-    return ddp__world_new(out, desc, ddp__backend_self(), NULL, 0, 1);
-}
-
 #if defined(DDP_USE_MPI)
-static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id);
-#else
-#define ddp__create_mpi NULL
+static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id);
 #endif
 static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 
-static ddp_result ddp__create_local(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    ddp__heap *heap;
-    DDP__TRY(ddp__rendezvous(id, desc, &heap));
-    ddp_result result = ddp__world_on_heap(out, desc, heap, id->rank, 1);
-    ddp__heap_release(heap);
-    return result;
-}
+/* What init_method begins with. A host or a path follows the last two. */
+enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
+static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
-/* Ranks that turn out to be on one machine need the network no longer. */
-static ddp_result ddp__create_tcp(ddp_group **out, const ddp_group_desc *desc, ddp__venue *venue) {
-    ddp__identity *id = &venue->id;
-    ddp_group *group;
-    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_tcp(), id->rank, id->world_size, NULL));
-    ddp_result result = ddp__tcp_open(group, venue, -1);
-    if (result != DDP_OK) { ddp__group_delete(group); return result; }
-    if (group->local_world_size < id->world_size || id->world_size > DDP_MAX_LOCAL_RANKS) { *out = group; return DDP_OK; }
-    memset(id->token, 0, sizeof id->token);
-    snprintf(id->token, sizeof id->token, "tcp:%016llx", (unsigned long long)((ddp__tcp *)group->state)->card[0][1]);
-    ddp_group_destroy(group);
-    return ddp__create_local(out, desc, id);
-}
-
-/* With whatever launcher started us, or nobody; or by tcp:// or file://. */
-static ddp_result ddp__create_env(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
+/* How ranks meet and what they get. */
+static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    int url = desc->init_method[0] != 'e';
-    ddp__venue venue = DDP_ZERO;
+    int url = scheme >= DDP__BY_TCP;
+    ddp__venue v = DDP_ZERO;
+    DDP__JOIN_NEED(scheme != DDP__BY_SELF || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
-    if (id->heap && !desc->backend) return ddp__world_on_heap(out, desc, id->heap, id->rank, 0);
-    if (desc->backend) {
-        DDP__TRY(ddp__world_new(out, desc, desc->backend, NULL, id->rank, id->world_size));
+    if (desc->backend && (scheme == DDP__BY_ENV || url)) {
+        DDP__TRY(ddp__world_new(out, desc, desc->backend, id, NULL));
         ddp_group_set_local(*out, id->local_rank, id->local_world_size);
         return DDP_OK;
     }
-    if (id->world_size == 1) return ddp__create_self(out, desc, id);
+    if (id->heap && scheme == DDP__BY_ENV) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
+    if (id->world_size == 1 && scheme != DDP__BY_MPI) return ddp__world_new(out, desc, ddp__backend_self(), id, NULL);
 #if defined(DDP_USE_MPI)
-    if (!url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0)) return ddp__create_mpi(out, desc, id);
+    if (scheme == DDP__BY_MPI || (!url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0)))
+        return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
+#else
+    if (scheme == DDP__BY_MPI)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", desc->init_method);
 #endif
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__create_local(out, desc, id);
-    venue.id = *id;
-    venue.ports = 1;
-    DDP__TRY(url ? ddp__venue_from_url(&venue, desc) : ddp__venue_from_env(&venue));
-    return ddp__create_tcp(out, desc, &venue);
+    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
+    snprintf(v.token, sizeof v.token, "%s", id->token);
+    v.ports = 1;
+    DDP__TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
+    return ddp__world_new(out, desc, NULL, id, &v);
 }
 
-/* How ranks meet and what they get, by the scheme of init_method. */
-static const struct ddp__meeting {
-    const char *scheme;
-    int place; /* 1 = a host or a path follows */
-    ddp_result (*create)(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id); /* NULL = not in this build */
-} ddp__meetings[] = {{"self://", 0, ddp__create_self}, {"env://", 0, ddp__create_env}, {"mpi://", 0, ddp__create_mpi}, {"tcp://", 1, ddp__create_env},
-                 {"file://", 1, ddp__create_env}};
-
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) {
-    const struct ddp__meeting *meeting = ddp__meetings, *end = meeting + sizeof ddp__meetings / sizeof *meeting;
+    int scheme = 0;
     ddp__identity id;
     ddp_group_desc d;
     DDP__NEED(out, "out is NULL");
     *out = NULL;
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    while (meeting < end && (meeting->place ? strncmp(d.init_method, meeting->scheme, strlen(meeting->scheme)) : strcmp(d.init_method, meeting->scheme)))
-        meeting++;
-    DDP__NEED(meeting < end, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
-    if (!meeting->create)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", d.init_method);
-    DDP__TRY(ddp__identity_of(&id, &d, d.init_method + strlen(meeting->scheme), meeting->create == ddp__create_self));
-    return meeting->create(out, &d, &id);
+    while (scheme < DDP__SCHEMES && (scheme < DDP__BY_TCP ? strcmp(d.init_method, ddp__schemes[scheme])
+                                                          : strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])))) scheme++;
+    DDP__NEED(scheme < DDP__SCHEMES, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
+    DDP__TRY(ddp__identity_of(&id, &d, scheme == DDP__BY_SELF, scheme >= DDP__BY_TCP));
+    return ddp__create(out, &d, &id, scheme);
 }
 
 /* Members of this rank's color, ordered by key, then rank. table: color and key of each rank. The rank's own place in *me. */
@@ -5934,7 +5892,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__create_local(&s->local, &desc, &here),
+    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, ddp__backend_local(), &here, NULL),
                             "the ranks of another machine could not share memory; see their error"));
     memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
     ddp_group_set_local(group, here.rank, here.world_size);
@@ -6046,6 +6004,7 @@ static void ddp__mpi_end(void) {
 /* id: what a launcher or the desc says of this rank; NULL: comm is the program's. */
 static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id) {
     ddp_group_desc d = *desc;
+    ddp__identity here = DDP_ZERO;
     int running = 0, over = 0, between = 0, level, rank, size;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
@@ -6065,14 +6024,12 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
                    "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
     d.backend_user = &comm;
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
-    DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), NULL, rank, size));
+    here.rank = rank;
+    here.world_size = size;
+    DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), &here, NULL));
     (*out)->desc.backend_user = NULL;
     (*out)->on_mpi = 1;
     return DDP_OK;
-}
-
-static ddp_result ddp__create_mpi(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id) {
-    return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
@@ -6240,12 +6197,13 @@ static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result re
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     const ddp__place outside = ddp__here, here = {launch->heap, rank, launch->desc->devices ? launch->desc->devices[rank] + 1 : 0};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
+    const ddp__identity id = {rank, launch->world_size, rank, launch->world_size, 0, 1, launch->heap, ""};
     ddp_result result;
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
-    result = ddp__world_on_heap(&world, &launch->group, launch->heap, rank, 1);
+    result = ddp__world_new(&world, &launch->group, ddp__backend_local(), &id, NULL);
     if (result == DDP_OK && launch->group.backend) result = ddp_group_create_on(&plugged, world, &launch->group);
     if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;
@@ -6379,11 +6337,11 @@ static ddp_result ddp__launch_once(ddp__launch *launch) {
 static ddp_result ddp__launch_join(const ddp__launch *launch) {
     const ddp_launch_desc *desc = launch->desc;
     ddp_group *world;
-    ddp__outcome outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
     DDP__TRY(ddp_group_create(&world, &launch->group));
     if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
+    ddp__outcome outcome = {DDP_OK, ""};
     ddp__outcome_join(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
     ddp_group_destroy(world);
@@ -6410,7 +6368,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     launch.group.init_method = NULL;
     launch.group.rank = launch.group.world_size = 0;
     DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
-    DDP__TRY(ddp__identity_of(&id, &launch.group, "", 0));
+    DDP__TRY(ddp__identity_of(&id, &launch.group, 0, 0));
     if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
               launch.world_size);

@@ -52,10 +52,13 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
     ddp__venue venue = DDP_ZERO;
-    snprintf(venue.id.token, sizeof venue.id.token, "%s", token);
-    venue.id.rank = rank;
-    venue.id.world_size = world_size;
-    ddp__hello_init(&letter.record.hello, &venue, 20.0);
+    ddp_group group = DDP_ZERO;
+    snprintf(venue.token, sizeof venue.token, "%s", token);
+    venue.group = &group;
+    venue.deadline = ddp_now() + 20.0;
+    group.rank = rank;
+    group.world_size = world_size;
+    ddp__hello_init(&letter.record.hello, &venue);
     letter.record.hello.version = version;
     memcpy(out, &letter, sizeof letter);
     return sizeof letter;
