@@ -4241,12 +4241,13 @@ static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
-static int ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
-    if (size <= *room) return 1;
+/* Makes *bytes hold size; what it held may go. */
+static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
+    if (size <= *room) return DDP_OK;
     ddp_group_mfree(group, *bytes);
     *bytes = (unsigned char *)ddp_group_malloc(group, size);
     *room = *bytes ? size : 0;
-    return *bytes != NULL;
+    return *bytes ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 /* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
@@ -4257,7 +4258,7 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
         int data = p->in.kind == DDP__FRAME_DATA;
         if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
         if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
-        if (p->got == head && data && !ddp__room(group, &p->bytes, &p->room, p->in.size)) { errno = ENOMEM; return -1; }
+        if (p->got == head && data && ddp__room(group, &p->bytes, &p->room, p->in.size) != DDP_OK) { errno = ENOMEM; return -1; }
         size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
         if (p->got == end) { p->got = 0; return 1; }
         void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)&p->record) + (p->got - head);
@@ -4298,7 +4299,7 @@ static void ddp__hello_init(ddp__hello *hello, const ddp__venue *v) {
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
 static void ddp__turn_away(const ddp__venue *v, ddp__peer *p, const char *why, int tell) {
-    char text[DDP__TEXT_MAX];
+    char text[200];
     snprintf(text, sizeof text, "hung up on %s: %s", p->who, why);
     if (tell) ddp__send_news(p->fd, tell, why, -1);
     ddp_group_log(v->group, text);
@@ -4882,7 +4883,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp_reduce_tree(t->peer[0].bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
     frame.size = frame.result ? 0 : total;
-    if (!ddp__room(group, &t->out, &t->room, at + frame.size)) return DDP_ERR_NO_MEMORY;
+    DDP__TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
     for (int r = 0; r < parts && !frame.result; r++) {
         size_t size = t->peer[r].data.size;
@@ -4911,7 +4912,7 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__mo
     ddp__peer *p = t->peer;
     size_t most = sizeof frame + DDP__TCP_PAYLOAD, size;
     int hub = group->rank == 0;
-    if (!(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most))) return DDP_ERR_NO_MEMORY;
+    DDP__TRY(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most));
     size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
     frame.result = size == SIZE_MAX;
     frame.size = frame.result ? 0 : size;
@@ -5431,24 +5432,25 @@ static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, con
         if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
+/* This rank has failed, or found a failure: its error line tells. */
+static void ddp__mpi_fail(ddp_group *group, ddp__mpi *s, ddp_result cause) { ddp__mpi_poison(group, s, cause, ddp_last_error()); }
+
 /* Takes in the notices that have come. MPI, too, moves on: what it has sent may need that to get there. */
 static void ddp__mpi_listen(void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    for (;;) {
-        ddp__mpi_notice notice;
-        MPI_Message message;
-        MPI_Status status;
-        int there = 0;
-        if (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) != MPI_SUCCESS || !there) return;
-        if (MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) != MPI_SUCCESS) return;
-        if (notice.kind == DDP__NOTICE_WHO) {
-            ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
-        } else if (notice.kind == DDP__NOTICE_HERE) {
-            s->here[status.MPI_SOURCE] = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
-        } else if (notice.kind == DDP__NOTICE_FAILED) {
+    ddp__mpi_notice notice;
+    MPI_Message message;
+    MPI_Status status;
+    int there = 0;
+    while (MPI_Improbe(MPI_ANY_SOURCE, DDP__MPI_NOTICE, s->comm, &there, &message, &status) == MPI_SUCCESS && there &&
+           MPI_Mrecv(&notice, (int)sizeof notice, MPI_BYTE, &message, &status) == MPI_SUCCESS) {
+        if (notice.kind == DDP__NOTICE_WHO) ddp__mpi_tell(s, status.MPI_SOURCE, DDP__NOTICE_HERE);
+        if (notice.kind == DDP__NOTICE_HERE) s->here[status.MPI_SOURCE] = notice.seq >= s->notice[DDP__NOTICE_HERE].seq;
+        if (notice.kind == DDP__NOTICE_FAILED) {
             ddp__store(&s->told, 1u);
             ddp_group_poison(s->local, (ddp_result)notice.code, notice.text);
-        } else if (notice.seq < s->left_after) {
+        }
+        if (notice.kind == DDP__NOTICE_LEFT && notice.seq < s->left_after) {
             s->left_after = notice.seq;
             s->left = status.MPI_SOURCE;
         }
@@ -5463,30 +5465,27 @@ static ddp_result ddp__mpi_heard(const ddp_group *group, void *state) {
 
 /* This rank's time is up: who does not answer, of those that wait for MPI as well, has not come. */
 static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
-    char list[2][190] = {"", ""}, text[DDP__TEXT_MAX];
-    double end = ddp_now() + 0.5;
+    char list[2][190] = {"", ""};
     memset(s->here, 0, (size_t)s->world_size);
     s->here[s->rank] = 1;
     for (int r = 0; r < s->world_size; r += s->step) ddp__mpi_tell(s, r, DDP__NOTICE_WHO);
-    for (; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
+    for (double end = ddp_now() + 0.5; ddp_now() < end; usleep(1000)) ddp__mpi_listen(s);
     for (int r = 0; r < s->world_size; r += s->step) ddp__list_rank(list[s->here[r]], sizeof *list, r);
-    snprintf(text, sizeof text, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none");
-    ddp__mpi_poison(group, s, DDP_ERR_TIMEOUT, text);
+    ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_TIMEOUT, DDP__MISSING_TEXT, group->desc.timeout_ms, list[1], list[0][0] ? list[0] : "none"));
 }
 
 /* What a wait looks after now and then. */
 static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     char text[DDP__TEXT_MAX];
     double now = ddp_now();
-    int overdue = now - start > group->desc.timeout_ms * 1e-3;
-    ddp__local *l = s->local ? (ddp__local *)s->local->state : NULL;
-    if (!l) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
+    int overdue = now - start > group->desc.timeout_ms * 1e-3, late = now - s->looked > 0.005;
+    if (!s->local) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
+    ddp__local *l = (ddp__local *)s->local->state;
     ddp__mpi_listen(s);
-    snprintf(text, sizeof text, "rank %d has destroyed this group", s->left);
-    if (s->left_after < s->notice->seq) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
-    for (int r = 0; r < l->world_size && now - s->looked > 0.005; r++) /* who has left may have done its part of this call */
+    if (s->left_after < s->notice->seq) ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
+    for (int r = 0; r < l->world_size && late; r++) /* who has left may have done its part of this call */
         if (r != l->rank && !ddp__load(&l->line[r].left) && ddp__member_gone(l, r, text, sizeof text)) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
-    if (now - s->looked > 0.005) s->looked = now;
+    if (late) s->looked = now;
     if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
     return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
 }
@@ -5550,22 +5549,14 @@ static ddp_result ddp__mpi_agree(ddp_group *group, ddp__mpi *s, ddp_result own, 
     ddp__outcome first = {DDP_OK, ""};
     ddp__outcome_join(&first, own);
     if (s->local && ddp__mpi_status(group, s) != DDP_OK) {
-        ddp__mpi_poison(group, s, DDP_ERR_POISONED, ddp_last_error()); /* other machines wait for this one */
+        ddp__mpi_fail(group, s, DDP_ERR_POISONED); /* other machines wait for this one */
         return own == DDP_OK ? ddp__mpi_status(group, s) : ddp__outcome_tell(&first);
     }
     s->step = 1;
     s->word[0] = own == DDP_OK;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, MPI_IN_PLACE, s->word, 1, MPI_UINT64_T, MPI_MIN);
-    if (s->word[0]) return DDP_OK;
-    return own == DDP_OK ? ddp_fail(DDP_ERR_SYSTEM, "%s", other) : ddp__outcome_tell(&first);
-}
-
-static ddp_result ddp__mpi_scratch(ddp_group *group, ddp__mpi *s, size_t size_bytes) {
-    if (size_bytes <= s->scratch_bytes) return DDP_OK;
-    ddp_group_mfree(group, s->scratch);
-    s->scratch = (unsigned char *)ddp_group_malloc(group, size_bytes);
-    s->scratch_bytes = s->scratch ? size_bytes : 0;
-    return s->scratch ? DDP_OK : DDP_ERR_NO_MEMORY;
+    if (own == DDP_OK && !s->word[0]) return ddp_fail(DDP_ERR_SYSTEM, "%s", other);
+    return ddp__outcome_tell(&first);
 }
 
 /* In turn i this rank sends to one peer and receives from another; no two send to one. */
@@ -5613,7 +5604,7 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     m.rounds = (m.block + m.chunk - 1) / m.chunk;
     m.room = m.shared ? ddp__share(m.chunk, (int)w) : m.chunk;
     m.first_share = ddp__share(m.block - (m.rounds - 1) * m.chunk, (int)w);
-    DDP__TRY(ddp__mpi_scratch(group, s, 2 * w * m.room + w * sizeof(void *)));
+    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * m.room + w * sizeof(void *)));
     came[0] = s->scratch;
     came[1] = came[0] + w * m.room;
     for (size_t k = 0; k <= m.rounds; k++) {
@@ -5650,25 +5641,27 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
    code lets their sums stop at the ends of the range, where ours wrap. A reduce_scatter is one exchange either way. MPI_DATATYPE_NULL otherwise. */
 static MPI_Datatype ddp__mpi_adds(const ddp_group *group, const ddp_call *call) {
     int floats = call->op != DDP_OP_MIN && call->op != DDP_OP_MAX;
-    if (group->desc.order != DDP_ORDER_ANY || call->kind == DDP_CALL_REDUCE_SCATTER) return MPI_DATATYPE_NULL;
+    if (group->desc.order != DDP_ORDER_ANY || (call->kind != DDP_CALL_ALL_REDUCE && call->kind != DDP_CALL_REDUCE)) return MPI_DATATYPE_NULL;
     if (call->dtype == DDP_I32) return MPI_INT32_T;
     if (call->dtype == DDP_I64) return MPI_INT64_T;
     if (call->dtype == DDP_U64) return MPI_UINT64_T;
     return floats && call->dtype == DDP_F32 ? MPI_FLOAT : floats && call->dtype == DDP_F64 ? MPI_DOUBLE : MPI_DATATYPE_NULL;
 }
 
-static ddp_result ddp__mpi_any(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
+/* What MPI carries as it is: a broadcast, and sums in any order. */
+static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *call, MPI_Datatype type) {
     MPI_Op op = call->op == DDP_OP_MIN ? MPI_MIN : call->op == DDP_OP_MAX ? MPI_MAX : call->op == DDP_OP_PROD ? MPI_PROD : MPI_SUM;
-    size_t element = ddp_dtype_size(call->dtype), size = call->count * element;
-    int gets = ddp__receives(call, s->rank);
-    unsigned char *recv = (unsigned char *)call->recv;
-    for (size_t at = 0, n; at < size; at += n * element) {
-        const void *send = call->send == recv && gets ? MPI_IN_PLACE : (const unsigned char *)call->send + at;
-        n = (size - at < DDP__MPI_PIECE_BYTES ? size - at : DDP__MPI_PIECE_BYTES) / element;
-        if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv + at, (int)n, type, op);
-        else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv + at : NULL, (int)n, type, op, call->root);
+    size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_PIECE_BYTES / element, n;
+    int gets = ddp__receives(call, s->rank), moves = call->kind == DDP_CALL_BROADCAST;
+    for (size_t first = 0; first < call->count; first += n) {
+        unsigned char *recv = (unsigned char *)call->recv + first * element;
+        const void *send = call->send == call->recv && gets ? MPI_IN_PLACE : (const unsigned char *)call->send + first * element;
+        n = call->count - first < most ? call->count - first : most;
+        if (moves) DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
+        else if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
+        else DDP__MPI_RUN(group, s, MPI_Ireduce, send, gets ? recv : NULL, (int)n, type, op, call->root);
     }
-    if (call->op == DDP_OP_AVG && gets) ddp__divide(recv, call->count, call->dtype, call->divisor);
+    if (!moves && call->op == DDP_OP_AVG && gets) ddp__divide(call->recv, call->count, call->dtype, call->divisor);
     return DDP_OK;
 }
 
@@ -5676,11 +5669,6 @@ static ddp_result ddp__mpi_any(ddp_group *group, ddp__mpi *s, const ddp_call *ca
 static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     ddp__move m = ddp__move_of(call);
     m.room = SIZE_MAX;
-    for (size_t at = 0, n; at < m.block && call->kind == DDP_CALL_BROADCAST; at += n) {
-        n = m.block - at < DDP__MPI_PIECE_BYTES ? m.block - at : DDP__MPI_PIECE_BYTES;
-        DDP__MPI_RUN(group, s, MPI_Ibcast, m.recv + at, (int)n, MPI_BYTE, call->root);
-    }
-    if (call->kind == DDP_CALL_BROADCAST) return DDP_OK;
     DDP__TRY(ddp__mpi_exchange(s, &m, 0, NULL));
     ddp__move_own(s->rank, &m);
     return ddp__mpi_await(group, s);
@@ -5696,7 +5684,7 @@ static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
 
 /* Every rank has made this call, and the same one, when this returns DDP_OK. */
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6, *all;
+    uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6;
     const size_t size = 3 * sizeof *mine;
     char text[DDP__TEXT_MAX];
     int other = 1;
@@ -5716,8 +5704,8 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
     if (s->block > 1) s->way = (int)most[2];
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * size));
-    all = (uint64_t *)(void *)s->scratch;
+    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
+    uint64_t *all = (uint64_t *)(void *)s->scratch;
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
     while (other < s->world_size - 1 && memcmp(all, all + 3 * other, size) == 0) other++;
     if (memcmp(all, all + 3 * other, 2 * sizeof *all) == 0) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
@@ -5727,45 +5715,39 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    size_t *given, *mine;
-    int r = 0;
-    DDP__TRY(ddp__mpi_scratch(group, s, 2 * (size_t)s->world_size * sizeof *given));
-    given = (size_t *)(void *)s->scratch;
-    mine = (size_t *)memcpy(given + s->world_size, call->send_counts, (size_t)s->world_size * sizeof *given); /* theirs may go, should this fail */
+    size_t w = (size_t)s->world_size, r = 0;
+    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * sizeof(size_t)));
+    size_t *given = (size_t *)(void *)s->scratch, *mine = (size_t *)memcpy(given + w, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
     DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
-    while (r < s->world_size && given[r] == call->recv_counts[r]) r++;
-    if (r == s->world_size) return DDP_OK;
-    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", r, (unsigned long long)given[r],
+    while (r < w && given[r] == call->recv_counts[r]) r++;
+    if (r == w) return DDP_OK;
+    return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", (int)r, (unsigned long long)given[r],
                      s->rank, (unsigned long long)call->recv_counts[r]);
 }
 
 static ddp_result ddp__mpi_carry(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
-    MPI_Datatype type;
-    double start;
+    MPI_Datatype type = ddp__mpi_adds(group, call);
     DDP__TRY(ddp__mpi_status(group, s));
     DDP__TRY(ddp__mpi_enter(group, s, call));
     if (call->send_counts) DDP__TRY(ddp__mpi_counts_agree(group, s, call));
     if (call->kind == DDP_CALL_BARRIER || (call->count == 0 && !call->recv_counts)) return DDP_OK;
+    if (call->kind == DDP_CALL_BROADCAST || type != MPI_DATATYPE_NULL) return ddp__mpi_whole(group, s, call, type);
     if (!ddp__has_op(call->kind)) return ddp__mpi_move(group, s, call);
-    type = ddp__mpi_adds(group, call);
-    if (type != MPI_DATATYPE_NULL) return ddp__mpi_any(group, s, call, type);
     if (call->kind != DDP_CALL_ALL_REDUCE) return ddp__mpi_flat(group, s, call, 1);
-    start = ddp_now();
-    if (s->way == DDP__WAY_FLAT) DDP__TRY(ddp__mpi_flat(group, s, call, 1));
-    else DDP__TRY(ddp__mpi_by_machine(group, s, call));
+    double start = ddp_now();
+    DDP__TRY(s->way == DDP__WAY_FLAT ? ddp__mpi_flat(group, s, call, 1) : ddp__mpi_by_machine(group, s, call));
     ddp__route_learn(ddp__mpi_route(s, call), s->way, ddp_now() - start);
     return DDP_OK;
 }
 
 static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__mpi *s = (ddp__mpi *)state;
-    ddp_result result;
     for (int i = 0; i < DDP__NOTICES; i++) s->notice[i].seq = call->seq;
     s->step = 1;
     s->request_count = 0;
-    result = ddp__mpi_carry(group, s, call);
+    ddp_result result = ddp__mpi_carry(group, s, call);
     if (result == DDP_OK) return DDP_OK;
-    ddp__mpi_poison(group, s, result, ddp_last_error()); /* the others count on this rank */
+    ddp__mpi_fail(group, s, result); /* the others count on this rank */
     for (int i = 0; i < s->request_count && s->messages; i++)
         if (s->requests[i] != MPI_REQUEST_NULL) MPI_Cancel(&s->requests[i]); /* buffers are their owner's again */
     return DDP_ERR_POISONED;
@@ -5777,17 +5759,16 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
     const void *data = call->send ? call->send : call->recv;
-    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
+    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag), sends = call->kind == DDP_CALL_SEND; /* MPI says when the tag is too large */
     MPI_Datatype type;
-    ddp_result result;
     if (!m) return DDP_ERR_NO_MEMORY;
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    result = ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type);
+    ddp_result result = ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type);
     if (result == DDP_OK) {
-        if (call->kind == DDP_CALL_SEND) result = ddp__mpi_result(MPI_Isend(m, 1, type, call->root, tag, s->comm, &m->request), "MPI_Isend");
-        else result = ddp__mpi_result(MPI_Irecv(m, 1, type, call->root, tag, s->comm, &m->request), "MPI_Irecv");
+        int error = sends ? MPI_Isend(m, 1, type, call->root, tag, s->comm, &m->request) : MPI_Irecv(m, 1, type, call->root, tag, s->comm, &m->request);
+        result = ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
         MPI_Type_free(&type);
     }
     if (result != DDP_OK) ddp_group_mfree(group, m);
@@ -5797,23 +5778,17 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
 static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)request;
-    char text[DDP__TEXT_MAX];
-    int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error, same;
+    const ddp_call *call = &m->call;
+    int error = MPI_Test(&m->request, done, MPI_STATUS_IGNORE), kind = error;
     if (error != MPI_SUCCESS) MPI_Error_class(error, &kind);
     else if (!*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK; /* the time is the caller's to watch */
     else if (!*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
-    same = m->dtype == (uint64_t)m->call.dtype && m->count == m->call.count;
-    if (kind == MPI_ERR_TRUNCATE || (kind == MPI_SUCCESS && !same)) {
-        snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)", m->call.root,
-                 ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */, s->rank,
-                 ddp_dtype_name(m->call.dtype), (unsigned long long)m->call.count, m->call.tag);
-        ddp__mpi_poison(group, s, DDP_ERR_MISMATCH, text);
-    } else if (error != MPI_SUCCESS) {
-        ddp__mpi_poison(group, s, ddp__mpi_result(error, "MPI_Test"), ddp_last_error());
-    } else {
-        ddp_group_mfree(group, m);
-        return DDP_OK;
-    }
+    int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
+    if (error == MPI_SUCCESS && same) { ddp_group_mfree(group, m); return DDP_OK; }
+    if (error != MPI_SUCCESS && !cut) ddp__mpi_fail(group, s, ddp__mpi_result(error, "MPI_Test"));
+    else ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)",
+                                          call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "",
+                                          s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
     return DDP_ERR_POISONED;
 }
 
@@ -5875,7 +5850,7 @@ static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *he
 
 /* The ranks of this machine meet, unless they are in `local` already. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
-    uint64_t *id = s->word, (*ids)[2];
+    uint64_t (*ids)[2];
     int number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
@@ -5883,11 +5858,11 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__TRY(ddp__mpi_await(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
-    DDP__TRY(ddp__mpi_scratch(group, s, (size_t)s->world_size * sizeof *ids));
-    id[0] = machine;
-    id[1] = ddp__nonce();
+    DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
+    s->word[0] = machine;
+    s->word[1] = ddp__nonce();
     ids = (uint64_t (*)[2])(void *)s->scratch;
-    DDP__MPI_RUN(group, s, MPI_Iallgather, id, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
+    DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
     ddp__mpi_machines(s, ids, &here, number);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
@@ -6034,8 +6009,8 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
     ddp_group_desc d;
+    if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
-    *out = NULL;
     DDP__NEED(comm != MPI_COMM_NULL, "comm is MPI_COMM_NULL");
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
     return ddp__mpi_world(__func__, out, &d, comm, NULL);
