@@ -4002,15 +4002,15 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 /* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
-    int found;           /* a launcher has said who this rank is */
+    int device_plus_1;   /* that ddp_launch_desc.devices gives it; 0 = none */
     int owns_rank;       /* as in ddp__local */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
+    int found;           /* a launcher has said who this rank is */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
-typedef struct ddp__place { ddp__heap *heap; int rank, device_plus_1; } ddp__place;
-static DDP__THREAD_LOCAL ddp__place ddp__here;
+static DDP__THREAD_LOCAL ddp__identity ddp__here;
 
 /* How a launcher tells its ranks who they are, and the variables that together name a job. The local ones may be absent: then the world is on
    this machine, unless MASTER_ADDR names another one. */
@@ -4035,7 +4035,6 @@ static ddp_result ddp__env_int(const char *name, int fallback, int *out) {
 static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *from) {
     DDP__TRY(ddp__env_int(from->rank, -1, &id->rank));
     DDP__TRY(ddp__env_int(from->size, -1, &id->world_size));
-    if (id->rank < 0 && id->world_size < 0) return DDP_OK;
     DDP__JOIN_NEED(id->rank >= 0 && id->world_size >= 0, "%s is set in the environment but %s is not; set both or neither",
                    id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
     DDP__TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
@@ -4061,17 +4060,15 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
         {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"}}};
     enum { LAUNCHERS = sizeof launchers / sizeof launchers[0], PMI = 2, SLURM = 3 };
     memset(id, 0, sizeof *id);
-    for (int i = 0; i < LAUNCHERS; i++) {
+    id->world_size = id->local_world_size = 1;
+    for (int i = 0; i < LAUNCHERS && !id->found; i++) {
         if (i == SLURM && !*ddp__env_text("SLURM_STEP_ID")) break; /* a batch script itself has SLURM_PROCID=0 and is no rank */
+        if (!*ddp__env_text(launchers[i].rank) && !*ddp__env_text(launchers[i].size)) continue;
         DDP__TRY(ddp__identity_from(id, &launchers[i]));
-        if (!id->found) continue;
         if (i == PMI && !*ddp__env_text("PMI_PORT")) snprintf(id->token, sizeof id->token, "pmi:%d", (int)getppid());
         int on_node = i == SLURM ? atoi(ddp__env_text("SLURM_STEP_TASKS_PER_NODE")) : 0;
         if (on_node > 0 && on_node < id->world_size) id->local_world_size = on_node;
-        return DDP_OK;
     }
-    id->rank = 0;
-    id->world_size = id->local_world_size = 1;
     return DDP_OK;
 }
 
@@ -4086,9 +4083,8 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     } else if (alone) {
         id->world_size = 1;
     } else if (ddp__here.heap && !url) {
-        id->heap = ddp__here.heap;
-        id->rank = ddp__here.rank;
-        id->world_size = (int)id->heap->job->world_size;
+        *id = ddp__here;
+        id->owns_rank = 0;
     } else {
         DDP__TRY(ddp__identity_resolve(id));
     }
@@ -4253,7 +4249,7 @@ static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *roo
 /* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
    ours. group: whose data may come; or NULL. */
 static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
-    size_t head = sizeof p->in, most = group ? (DDP__TCP_PAYLOAD + sizeof(size_t)) * (size_t)group->world_size : 0;
+    size_t head = sizeof p->in, most = group ? DDP__TCP_PAYLOAD * (size_t)group->world_size : 0;
     for (;;) {
         int data = p->in.kind == DDP__FRAME_DATA;
         if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
@@ -4272,12 +4268,12 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
 }
 
 /* Sleeps a moment, or until something comes. */
-static void ddp__peers_poll(const ddp__peer *peer, int count, struct pollfd *poll_fds) {
-    for (int i = 0; i < count; i++) {
-        poll_fds[i].fd = peer[i].fd;
-        poll_fds[i].events = POLLIN;
+static void ddp__venue_poll(ddp__venue *v) {
+    for (int i = 0; i < v->count; i++) {
+        v->poll[i].fd = v->peer[i].fd;
+        v->poll[i].events = POLLIN;
     }
-    poll(poll_fds, (nfds_t)count, 20);
+    poll(v->poll, (nfds_t)v->count, 20);
 }
 
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
@@ -4680,7 +4676,7 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     v->result = ddp__venue_open(v, &door->fd);
     if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, door->fd);
     if (v->result == DDP_OK) {
-        for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__peers_poll(v->peer, v->count, v->poll);
+        for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__venue_poll(v);
         if (v->path) unlink(v->path);
     }
     ddp__peer_close(door);
@@ -4696,9 +4692,12 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     v->count = w;
 }
 
-static void ddp__venue_close(ddp__venue *v) {
-    for (int i = 0; i < v->count; i++) ddp__peer_close(&v->peer[i]);
-    ddp_group_mfree(v->group, v->peer);
+static void ddp__venue_close(ddp__venue *v, ddp_group *group) {
+    for (int i = 0; i < v->count; i++) {
+        ddp__peer_close(&v->peer[i]);
+        ddp_group_mfree(group, v->peer[i].bytes);
+    }
+    ddp_group_mfree(group, v->peer);
     v->peer = NULL;
     v->count = 0;
 }
@@ -4716,7 +4715,7 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
     if (group->rank) v->result = ddp__visit(v);
     else ddp__hold(v, listener, heap);
     if (v->result == DDP_OK) return DDP_OK;
-    ddp__venue_close(v);
+    ddp__venue_close(v, group);
     return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
 }
 
@@ -4742,7 +4741,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
     int sent = v.peer->heap_fd >= 0;
     if (sent) heap = ddp__heap_wrap(v.peer->heap_fd, 0);
     v.peer->heap_fd = -1;
-    ddp__venue_close(&v);
+    ddp__venue_close(&v, group);
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
     group->backend = ddp__backend_local();
@@ -4758,9 +4757,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
 
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
-    int peer_count;              /* of rank 0: all ranks, with itself; of others: rank 0 */
-    ddp__peer *peer;
-    struct pollfd *poll;
+    ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
     int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
     uint64_t (*card)[2];         /* of each rank: its machine, and a nonce */
@@ -4783,45 +4780,46 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
 static void ddp__tcp_tell(ddp__tcp *t) {
     if (t->self.cause == DDP_OK || t->told) return;
     t->told = 1;
-    for (int r = 0; r < t->peer_count; r++)
-        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, t->self.cause, t->self.text, -1);
+    for (int r = 0; r < t->venue.count; r++)
+        if (t->venue.peer[r].fd >= 0) ddp__send_news(t->venue.peer[r].fd, t->self.cause, t->self.text, -1);
 }
 
-/* Who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
-static void ddp__tcp_missing_text(const ddp_group *group, const ddp__tcp *t, char out[DDP__TEXT_MAX]) {
+/* Fails with who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
+static ddp_result ddp__tcp_missing(const ddp_group *group, const ddp__tcp *t) {
     char here[90] = "", missing[190] = "";
-    for (int r = 0; r < t->peer_count; r++)
-        ddp__list_rank(t->peer[r].arrived ? here : missing, t->peer[r].arrived ? sizeof here : sizeof missing, r);
-    if (group->rank) snprintf(out, DDP__TEXT_MAX, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, t->peer->who);
-    else snprintf(out, DDP__TEXT_MAX, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
+    const ddp__peer *peer = t->venue.peer;
+    if (group->rank) return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 (%s) does not answer", group->desc.timeout_ms, peer->who);
+    for (int r = 0; r < group->world_size; r++) ddp__list_rank(peer[r].arrived ? here : missing, peer[r].arrived ? sizeof here : sizeof missing, r);
+    return ddp_fail(DDP_ERR_TIMEOUT, DDP__MISSING_TEXT, group->desc.timeout_ms, here, missing[0] ? missing : "none");
 }
+
+/* With the lock held: this rank has found a failure, which its error line tells. */
+static void ddp__tcp_fail(ddp_group *group, ddp__tcp *t, ddp_result cause) { ddp__self_abort(group, t, cause, ddp_last_error()); }
 
 /* With the lock held: somebody has failed, or leaves. What rank 0 says is the group's cause, also if this rank has found another meanwhile; what others say,
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
-    int waited = group->rank == 0 && t->running && p->in.result == DDP_ERR_TIMEOUT;
+    ddp_result cause = (ddp_result)p->in.result;
     p->record.text[DDP__TEXT_MAX - 1] = 0;
-    if (p->in.result == 0) { ddp__peer_close(p); return; }
-    if (waited) ddp__tcp_missing_text(group, t, p->record.text);
+    if (cause == DDP_OK) { ddp__peer_close(p); return; }
     if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
-    ddp__self_abort(group, t, (ddp_result)p->in.result, p->record.text);
+    if (group->rank == 0 && t->running && cause == DDP_ERR_TIMEOUT) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
+    else ddp__self_abort(group, t, cause, p->record.text);
 }
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
 static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
-    int missing = 0;
-    for (int r = 0; r < t->peer_count; r++) {
-        ddp__peer *p = &t->peer[r];
-        char text[DDP__TEXT_MAX];
-        int whole;
+    int missing = 0, whole = 0;
+    for (int r = 0; r < t->venue.count; r++) {
+        ddp__peer *p = &t->venue.peer[r];
         while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) > 0) {
-            p->arrived |= p->in.kind == DDP__FRAME_DATA;
-            if (p->in.kind == DDP__FRAME_DATA) p->data = p->in;
-            else ddp__tcp_hear(group, t, p);
+            if (p->in.kind != DDP__FRAME_DATA) { ddp__tcp_hear(group, t, p); continue; }
+            p->arrived = 1;
+            p->data = p->in;
         }
         if (p->fd >= 0 && whole < 0) {
-            snprintf(text, sizeof text, errno == ECONNRESET ? "rank %d: %s is gone" : "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno));
-            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
+            ddp__tcp_fail(group, t, errno == ECONNRESET ? ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", r, p->who)
+                : ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno)));
             ddp__peer_close(p);
         }
         missing += !p->arrived;
@@ -4831,77 +4829,63 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
 
 /* Waits for the data of all peers. A rank whose time is up says so, and waits a moment for rank 0 to say who is to blame. */
 static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
-    char text[DDP__TEXT_MAX];
     for (;;) {
         pthread_mutex_lock(&t->lock);
-        int missing = ddp__tcp_pump(group, t), failed;
-        for (int r = 0; r < t->peer_count; r++) {
-            if (t->peer[r].arrived || t->peer[r].fd >= 0) continue;
-            snprintf(text, sizeof text, "rank %d (%s) has destroyed this group", r, t->peer[r].who);
-            ddp__self_abort(group, t, DDP_ERR_PEER_LOST, text);
-        }
-        if (missing && ddp_now() > deadline) {
-            ddp__tcp_missing_text(group, t, text);
-            ddp__self_abort(group, t, DDP_ERR_TIMEOUT, text);
-        }
-        failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
+        int missing = ddp__tcp_pump(group, t);
+        for (int r = 0; r < t->venue.count; r++)
+            if (!t->venue.peer[r].arrived && t->venue.peer[r].fd < 0)
+                ddp__tcp_fail(group, t, ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) has destroyed this group", r, t->venue.peer[r].who));
+        if (missing && ddp_now() > deadline) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
+        int failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
         ddp__tcp_tell(t);
         if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + 0.5) failed = 0;
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;
-        ddp__peers_poll(t->peer, t->peer_count, t->poll);
+        ddp__venue_poll(&t->venue);
     }
 }
 
-/* Writes what this rank sends, its pieces by who takes them. Returns the size, or SIZE_MAX when it is too much. */
-static size_t ddp__tcp_pack(const ddp_group *group, const ddp__move *m, unsigned char *out) {
-    size_t size = 0;
-    for (int to = 0; to < group->world_size && !(m->common && size); to++) {
-        ddp__part give = ddp__gives(group->rank, m, to);
-        if (m->call->recv_counts || give.size > DDP__TCP_PAYLOAD - size) return SIZE_MAX;
-        if (give.size) memcpy(out + size, m->send + give.begin, give.size);
-        size += give.size;
-    }
-    return size;
+/* How much a rank sends: what it gives to one of those it gives to is what each takes, or each takes as much. */
+static size_t ddp__tcp_sends(const ddp_group *group, const ddp__move *m, int rank) {
+    size_t gives = ddp__gives(rank, m, m->call->root > 0 ? m->call->root : 0).size;
+    return m->common ? gives : gives * (size_t)group->world_size;
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
-    ddp__frame frame = t->peer[0].data;
-    char text[DDP__TEXT_MAX] = "";
+    ddp__peer *peer = t->venue.peer;
+    ddp__frame frame = peer->data;
+    char text[DDP__TEXT_MAX];
     size_t total = 0, at = sizeof frame;
     int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
-    for (int r = 0; r < w && !*text; r++) {
-        const ddp__frame *theirs = &t->peer[r].data;
-        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
+    for (int r = 0; r < w; r++) {
+        const ddp__frame *theirs = &peer[r].data;
+        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) {
+            ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
+            return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+        }
         if (theirs->result) frame.result = theirs->result;
-        if (r < parts) total += sizeof total + theirs->size;
-        t->source[r] = t->peer[r].bytes;
+        if (r < parts) total += theirs->size;
+        t->source[r] = peer[r].bytes;
+        peer[r].arrived = 0;
     }
-    if (*text) return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
     if (adds && !frame.result) /* into the place of rank 0's data */
-        ddp_reduce_tree(t->peer[0].bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
+        ddp_reduce_tree(peer->bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
     frame.size = frame.result ? 0 : total;
     DDP__TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
-    for (int r = 0; r < parts && !frame.result; r++) {
-        size_t size = t->peer[r].data.size;
-        memcpy(t->out + at, &size, sizeof size);
-        if (size) memcpy(t->out + at + sizeof size, t->peer[r].bytes, size);
-        at += sizeof size + size;
-    }
-    for (int r = 0; r < w; r++) t->peer[r].arrived = 0;
+    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
+        if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
     return DDP_OK;
 }
 
 /* Takes what is this rank's from the data of all, or their sum. */
 static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsigned char *answer) {
-    size_t size, begin = m->common ? 0 : (size_t)group->rank * m->block;
-    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); r++, answer += sizeof size + size) {
+    size_t begin = m->common ? 0 : (size_t)group->rank * m->block;
+    for (int r = 0; r < (m->shape & DDP__ADDS ? 1 : group->world_size); answer += ddp__tcp_sends(group, m, r++)) {
         ddp__part take = ddp__takes(group->rank, m, r);
-        memcpy(&size, answer, sizeof size);
-        if (take.size) memcpy(m->recv + take.begin, answer + sizeof size + begin, take.size);
+        if (take.size) memcpy(m->recv + take.begin, answer + begin, take.size);
     }
 }
 
@@ -4909,21 +4893,21 @@ static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsi
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
     ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
-    ddp__peer *p = t->peer;
-    size_t most = sizeof frame + DDP__TCP_PAYLOAD, size;
+    ddp__peer *p = t->venue.peer;
     int hub = group->rank == 0;
-    DDP__TRY(hub ? ddp__room(group, &p->bytes, &p->room, most) : ddp__room(group, &t->out, &t->room, most));
-    size = ddp__tcp_pack(group, m, hub ? p->bytes : t->out + sizeof frame);
-    frame.result = size == SIZE_MAX;
+    size_t head = hub ? 0 : sizeof frame, size = ddp__tcp_sends(group, m, group->rank);
+    frame.result = m->call->recv_counts || size > DDP__TCP_PAYLOAD;
     frame.size = frame.result ? 0 : size;
+    DDP__TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
+    if (frame.size) memcpy(hub ? p->bytes : t->out + head, m->send, frame.size);
     p->arrived = hub;
-    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, sizeof frame + frame.size, deadline); /* if it fails, what comes or does not come says why */
+    if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP__TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
     memcpy(&frame, hub ? t->out : (unsigned char *)&p->data, sizeof frame);
-    for (int r = 1; r < t->peer_count; r++)
-        if (!ddp__send_all(t->peer[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(t->peer[r].fd, SHUT_RDWR); /* it is missed soon */
+    for (int r = 1; r < t->venue.count; r++)
+        if (!ddp__send_all(p[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
                                       "DDP_USE_MPI, or for GPU memory use ddp_cuda.cuh");
     ddp__tcp_take(group, m, hub ? t->out + sizeof frame : p->bytes);
@@ -4955,9 +4939,8 @@ static ddp_result ddp__tcp_status(const ddp_group *group, void *state) { return 
 static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__move m = ddp__move_of(call);
-    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
     if (call->kind == DDP_CALL_BARRIER) m.block = 0; /* count is no size then */
-    if (result == DDP_OK) result = ddp__tcp_exchange(group, t, &m);
+    ddp_result result = ddp__tcp_look(group, t, 1) == DDP_OK ? ddp__tcp_exchange(group, t, &m) : DDP_ERR_POISONED;
     if (result != DDP_OK && result != DDP_ERR_UNSUPPORTED) {
         ddp__tcp_poison(group, t, result, ddp_last_error());
         result = DDP_ERR_POISONED;
@@ -4987,12 +4970,9 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    for (int r = 0; r < t->peer_count; r++) {
-        if (t->peer[r].fd >= 0) ddp__send_news(t->peer[r].fd, DDP_OK, "", -1);
-        ddp__peer_close(&t->peer[r]);
-        ddp_group_mfree(group, t->peer[r].bytes);
-    }
-    ddp_group_mfree(group, t->peer);
+    for (int r = 0; r < t->venue.count; r++)
+        if (t->venue.peer[r].fd >= 0) ddp__send_news(t->venue.peer[r].fd, DDP_OK, "", -1);
+    ddp__venue_close(&t->venue, group);
     ddp_group_mfree(group, t->out);
     pthread_mutex_destroy(&t->lock);
     ddp__self_close(group, state);
@@ -5018,11 +4998,9 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
     pthread_mutex_init(&t->lock, NULL);
     group->state = t;
     ddp_result result = ddp__meet(v, group, listener, NULL);
-    t->peer = v->peer;
-    t->poll = v->poll;
-    t->peer_count = v->count;
-    for (int r = 0; r < t->peer_count; r++) ddp__tcp_tune(t->peer[r].fd, group->desc.timeout_ms);
-    if (group->rank && result == DDP_OK) snprintf(t->peer->who, sizeof t->peer->who, "%.95s", t->peer->record.text);
+    t->venue = *v;
+    for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, group->desc.timeout_ms);
+    if (group->rank && result == DDP_OK) snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->record.text);
     if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
     if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
     group->local_rank = group->local_world_size = 0;
@@ -6035,80 +6013,72 @@ static int ddp__mesh_find(const ddp_mesh *mesh, const char *name) {
 }
 
 /* Checks a desc and fills the mesh in, with the dimension that is left open. */
-static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, int world_size, const ddp_mesh_desc *desc) {
-    long long ranks = 1;
+static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_mesh_desc *desc) {
+    long long ranks = 1, w = mesh->world->world_size;
     int open = -1;
+    DDP__CHECK(who, mesh->world, desc->ndim >= 1 && desc->ndim <= DDP_MAX_NDIM, "ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
     for (int i = 0; i < desc->ndim; i++) {
-        const char *name = desc->names[i];
-        if (!name || !*name || strlen(name) >= DDP__MESH_NAME || strpbrk(name, " ="))
-            return ddp_fail(DDP_ERR_INVALID, "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =", i, name ? name : "",
-                             DDP__MESH_NAME - 1);
-        if (ddp__mesh_find(mesh, name) < mesh->ndim) return ddp_fail(DDP_ERR_INVALID, "two dimensions have the name \"%s\"", name);
-        if (desc->shape[i] < 0 || (desc->shape[i] == 0 && open >= 0))
-            return ddp_fail(DDP_ERR_INVALID, "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i, desc->shape[i]);
+        const char *name = desc->names[i] ? desc->names[i] : "";
+        DDP__CHECK(who, mesh->world, *name && strlen(name) < DDP__MESH_NAME && !strpbrk(name, " ="),
+                   "names[%d] is \"%.32s\"; give each dimension a name of 1 to %d bytes without blanks or =", i, name, DDP__MESH_NAME - 1);
+        DDP__CHECK(who, mesh->world, ddp__mesh_find(mesh, name) == mesh->ndim, "two dimensions have the name \"%s\"", name);
+        DDP__CHECK(who, mesh->world, desc->shape[i] > 0 || (desc->shape[i] == 0 && open < 0),
+                   "shape[%d]=%d; use 1 or more, and 0 = what is left in one place at most", i, desc->shape[i]);
         if (desc->shape[i] == 0) open = i;
         else ranks = ranks > INT32_MAX ? ranks : ranks * desc->shape[i];
         mesh->shape[i] = desc->shape[i];
         snprintf(mesh->name[i], sizeof mesh->name[i], "%s", name);
         mesh->ndim = i + 1;
     }
-    if (open >= 0 && world_size % ranks == 0) ranks *= mesh->shape[open] = (int)(world_size / ranks);
+    if (open >= 0 && w % ranks == 0) ranks *= mesh->shape[open] = (int)(w / ranks);
     for (int i = 0; i < mesh->ndim; i++) {
         size_t used = strlen(mesh->text);
         snprintf(mesh->text + used, sizeof mesh->text - used, "%s%s=%d", i ? " " : "", mesh->name[i], mesh->shape[i]);
     }
-    if (ranks == world_size) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, open >= 0 ? "%s is not possible: %lld ranks do not divide the world of %d" : "%s makes %lld ranks, and the world has %d",
-                     mesh->text, ranks, world_size);
+    DDP__CHECK(who, mesh->world, open < 0 || ranks == w, "%s is not possible: %lld ranks do not divide the world of %lld", mesh->text, ranks, w);
+    DDP__CHECK(who, mesh->world, ranks == w, "%s makes %lld ranks, and the world has %lld", mesh->text, ranks, w);
+    return DDP_OK;
 }
 
 /* Whether all ranks mean the same mesh. */
 static ddp_result ddp__mesh_compare(const ddp_mesh *mesh) {
     ddp_group *world = mesh->world;
     size_t size = sizeof mesh->text;
-    char *all = (char *)ddp_group_malloc(world, (size_t)world->world_size * size), zero[sizeof mesh->text];
+    char *all = (char *)ddp_group_malloc(world, (size_t)world->world_size * size);
     ddp_result result = all ? ddp_all_gather(world, mesh->text, all, size, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
-    for (int r = 1; r < world->world_size && result == DDP_OK; r++) {
-        snprintf(zero, sizeof zero, "%s", all);
-        if (strcmp(zero, all + (size_t)r * size) == 0) continue;
-        result = ddp_fail(DDP_ERR_MISMATCH, "ranks made different meshes: rank 0 %.200s, rank %d %.200s", zero, r, all + (size_t)r * size);
-    }
+    for (int r = 1; r < world->world_size && result == DDP_OK; r++)
+        if (strcmp(all, all + (size_t)r * size) != 0)
+            result = DDP__GROUP_FAIL(world, DDP_ERR_MISMATCH, "ddp_mesh_create: ranks made different meshes: rank 0 %.200s, rank %d %.200s", all, r,
+                                     all + (size_t)r * size);
     ddp_group_mfree(world, all);
     return result;
 }
 
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc) {
-    ddp_mesh *mesh;
-    ddp_result result;
     int stride = 1;
     if (out) *out = NULL;
-    if (!out || !world || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_mesh_create: out, world or desc is NULL");
-    if (desc->ndim < 1 || desc->ndim > DDP_MAX_NDIM)
-        return DDP__GROUP_FAIL(world, DDP_ERR_INVALID, "ddp_mesh_create: ndim=%d; use 1 to %d", desc->ndim, DDP_MAX_NDIM);
-    mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
+    DDP__NEED(out && world && desc, "out, world or desc is NULL");
+    ddp_mesh *mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
     if (!mesh) return DDP_ERR_NO_MEMORY;
     mesh->world = world;
-    result = ddp__mesh_resolve(mesh, world->world_size, desc);
+    ddp_result result = ddp__mesh_resolve(mesh, __func__, desc);
     if (result == DDP_OK) result = ddp__mesh_compare(mesh);
     for (int i = mesh->ndim - 1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
         int place = world->rank / stride % mesh->shape[i];
         result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
         if (result == DDP_OK) snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name, mesh->name[i]);
     }
-    if (result != DDP_OK) {
-        result = DDP__GROUP_FAIL(world, result, "ddp_mesh_create: %s", ddp_last_error());
-        ddp_mesh_destroy(mesh);
-        return result;
-    }
-    *out = mesh;
-    return DDP_OK;
+    if (result == DDP_OK) *out = mesh;
+    else ddp_mesh_destroy(mesh);
+    return result;
 }
 
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
-    int i = mesh && name ? ddp__mesh_find(mesh, name) : 0;
-    if (!mesh || !name) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
-    else if (i == mesh->ndim) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name, mesh->text);
-    return mesh && name && i < mesh->ndim ? mesh->group[i] : NULL;
+    int i = mesh && name ? ddp__mesh_find(mesh, name) : -1;
+    if (i >= 0 && i < mesh->ndim) return mesh->group[i];
+    if (i < 0) ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: mesh or name is NULL");
+    else ddp_fail(DDP_ERR_INVALID, "ddp_mesh_group: there is no dimension \"%.32s\"; the mesh is %s", name, mesh->text);
+    return NULL;
 }
 
 DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
@@ -6119,25 +6089,33 @@ DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
 //== launch ============================================================================================== >>impl-launch
 
 typedef struct ddp__launch {
-    const ddp_launch_desc *desc;
-    ddp_group_desc group;        /* resolved */
+    ddp_launch_desc desc;        /* resolved */
     ddp__heap *heap;
     ddp_rank_fn fn;
     void *user;
-    int world_size, interrupted; /* interrupted: by SIGINT or SIGTERM */
+    int interrupted;             /* by SIGINT or SIGTERM */
     ddp__cpus cpus;              /* the caller's */
 } ddp__launch;
 
+/* A failure of a rank, told in this thread's error line. The first to fail is the one that ddp_launch reports. */
 #define DDP__LAUNCH_FAIL(launch, rank, result, text, ...) \
-    ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->world_size, __VA_ARGS__)
+    ddp__note_failure(launch, rank, ddp_fail(result, "ddp_launch: rank %d/%d " text, rank, (launch)->desc.world_size, __VA_ARGS__))
+
+static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
+    ddp__job *job = launch->heap->job;
+    uint32_t nobody = 0;
+    snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
+    job->rank[rank].result = (int32_t)result;
+    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
 
 typedef struct ddp__launched_thread { ddp__launch *launch; int rank, started; pthread_t thread; } ddp__launched_thread;
 
 /* Cores are dealt out in contiguous shares; when ranks outnumber cores the scheduler deals. */
 static void ddp__take_cores(const ddp__launch *launch, int rank) {
     ddp__cpus mine = DDP_ZERO;
-    int cores = (int)launch->heap->job->cores, first = rank * cores / launch->world_size, last = (rank + 1) * cores / launch->world_size, seen = 0;
-    if (launch->desc->no_affinity || launch->world_size > cores) return;
+    int cores = (int)launch->heap->job->cores, w = launch->desc.world_size, first = rank * cores / w, last = (rank + 1) * cores / w, seen = 0;
+    if (launch->desc.no_affinity || w > cores) return;
     for (int cpu = 0; cpu < DDP__CPU_WORDS * DDP__CPU_BITS; cpu++) {
         unsigned long bit = launch->cpus.word[cpu / DDP__CPU_BITS] & 1ul << cpu % DDP__CPU_BITS;
         if (bit && seen >= first && seen < last) mine.word[cpu / DDP__CPU_BITS] |= bit;
@@ -6150,40 +6128,30 @@ static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLA
 
 /* Tells thread pools how many cores a rank has; returns which variables were set here. */
 static int ddp__set_thread_variables(const ddp__launch *launch) {
-    int share = (int)launch->heap->job->cores / launch->world_size, set = 0;
+    int share = (int)launch->heap->job->cores / launch->desc.world_size, set = 0;
     char text[16];
-    if (launch->desc->no_affinity) return 0;
     snprintf(text, sizeof text, "%d", share < 1 ? 1 : share);
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
         if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0) set |= 1 << i;
     return set;
 }
 
-/* This rank failed, for the reason in this thread's error line. The first to fail is the one that ddp_launch reports. */
-static void ddp__note_failure(const ddp__launch *launch, int rank, ddp_result result) {
-    ddp__job *job = launch->heap->job;
-    uint32_t nobody = 0;
-    snprintf(job->rank[rank].text, DDP__TEXT_MAX, "%s", ddp_last_error());
-    job->rank[rank].result = (int32_t)result;
-    __atomic_compare_exchange_n(&job->failed_rank_plus_1, &nobody, (uint32_t)rank + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
-
 /* The life of one rank. */
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
-    const ddp__place outside = ddp__here, here = {launch->heap, rank, launch->desc->devices ? launch->desc->devices[rank] + 1 : 0};
+    const ddp_launch_desc *desc = &launch->desc;
+    const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
+    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, 1, launch->heap, 0, ""};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
-    const ddp__identity id = {rank, launch->world_size, rank, launch->world_size, 0, 1, launch->heap, ""};
-    ddp_result result;
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
-    result = ddp__world_new(&world, &launch->group, ddp__backend_local(), &id, NULL);
-    if (result == DDP_OK && launch->group.backend) result = ddp_group_create_on(&plugged, world, &launch->group);
+    ddp_result result = ddp__world_new(&world, &desc->group, ddp__backend_local(), &here, NULL);
+    if (result == DDP_OK && desc->group.backend) result = ddp_group_create_on(&plugged, world, &desc->group);
     if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;
     if (result != DDP_OK && !ddp_last_error()[0]) DDP__LAUNCH_FAIL(launch, rank, result, "returned %s", ddp_result_name(result));
-    if (result != DDP_OK) ddp__note_failure(launch, rank, result);
+    else if (result != DDP_OK) ddp__note_failure(launch, rank, result);
     ddp_group_destroy(plugged);
     if (world) ddp_group_destroy(world); /* marks the rank as having left */
     else ddp__store(&launch->heap->job->rank[rank].state, (uint32_t)DDP__RANK_LEFT);
@@ -6213,8 +6181,8 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     if (ddp__load(&r->state) == DDP__RANK_LEFT && !number) return;
     r->signal_number = number;
     r->exit_status = WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-    ddp__note_failure(launch, rank, number ? DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number)
-        : DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status));
+    if (number) DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) was killed by signal %d", r->pid, number);
+    else DDP__LAUNCH_FAIL(launch, rank, DDP_ERR_PEER_LOST, "(pid %d) exited with status %d before its function returned", r->pid, r->exit_status);
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
@@ -6226,15 +6194,14 @@ static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
 static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
     double deadline = 0; /* 0 = none: nothing has gone wrong yet */
     const struct timespec slice = {0, 20000000};
-    for (int alive = 1; alive;) {
-        siginfo_t info;
-        int number = sigtimedwait(watched, &info, &slice);
+    for (int alive = 1, w = launch->desc.world_size; alive;) {
+        int number = sigtimedwait(watched, NULL, &slice);
         if (number == SIGINT || number == SIGTERM) {
             launch->interrupted = 1;
-            ddp__signal_ranks(pids, launch->world_size, number);
+            ddp__signal_ranks(pids, w, number);
         }
         alive = 0;
-        for (int r = 0; r < launch->world_size; r++) {
+        for (int r = 0; r < w; r++) {
             int status = 0;
             if (pids[r] > 0 && waitpid(pids[r], &status, WNOHANG) != 0) {
                 ddp__record_end(launch, r, status);
@@ -6243,24 +6210,23 @@ static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *w
             alive |= pids[r] > 0;
         }
         if (deadline == 0 && (launch->interrupted || ddp__load(&launch->heap->job->failed_rank_plus_1)))
-            deadline = ddp_now() + launch->group.timeout_ms * 1e-3;
-        if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, launch->world_size, SIGKILL);
+            deadline = ddp_now() + launch->desc.group.timeout_ms * 1e-3;
+        if (deadline != 0 && ddp_now() > deadline) ddp__signal_ranks(pids, w, SIGKILL);
     }
 }
 
 static void ddp__launch_processes(ddp__launch *launch) {
+    static const int taken[] = {SIGINT, SIGTERM, SIGCHLD};
     pid_t pids[DDP_MAX_LOCAL_RANKS] = DDP_ZERO;
     sigset_t watched, old;
     sigemptyset(&watched);
-    sigaddset(&watched, SIGINT);
-    sigaddset(&watched, SIGTERM);
-    sigaddset(&watched, SIGCHLD);
+    for (int i = 0; i < 3; i++) sigaddset(&watched, taken[i]);
     pthread_sigmask(SIG_BLOCK, &watched, &old);
     fflush(NULL);
-    for (int r = 0; r < launch->world_size; r++) {
+    for (int r = 0; r < launch->desc.world_size; r++) {
         pids[r] = ddp__fork_rank(launch, r, &old);
         if (pids[r] >= 0) continue;
-        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be forked: %s", strerror(errno)));
+        DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be forked: %s", strerror(errno));
         ddp__signal_ranks(pids, r, SIGKILL);
         break;
     }
@@ -6279,44 +6245,43 @@ static void *ddp__launched_thread_main(void *argument) {
 
 static void ddp__launch_threads(ddp__launch *launch) {
     ddp__launched_thread threads[DDP_MAX_LOCAL_RANKS];
-    int set = ddp__set_thread_variables(launch);
-    for (int r = 0; r < launch->world_size; r++) {
+    int set = ddp__set_thread_variables(launch), w = launch->desc.world_size;
+    for (int r = 0; r < w; r++) {
         ddp__launched_thread *t = &threads[r];
         t->launch = launch;
         t->rank = r;
         int error = pthread_create(&t->thread, NULL, ddp__launched_thread_main, t);
         t->started = error == 0;
         if (!error) continue;
-        ddp__note_failure(launch, r, DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error)));
+        DDP__LAUNCH_FAIL(launch, r, DDP_ERR_SYSTEM, "could not be started as a thread: %s", strerror(error));
         ddp__store(&launch->heap->job->rank[r].state, (uint32_t)DDP__RANK_LEFT);
     }
-    for (int r = 0; r < launch->world_size; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
+    for (int r = 0; r < w; r++) if (threads[r].started) pthread_join(threads[r].thread, NULL);
     for (int i = 0; i < 2; i++) if (set >> i & 1) unsetenv(ddp__thread_variables[i]);
 }
 
 /* One attempt: a heap of its own, all ranks, and the first failure. */
 static ddp_result ddp__launch_once(ddp__launch *launch) {
-    int threads = launch->desc->mode == DDP_LAUNCH_THREADS;
-    ddp_result result = ddp__heap_create(&launch->heap, launch->world_size, threads, 1);
-    if (result != DDP_OK) return result;
+    int threads = launch->desc.mode == DDP_LAUNCH_THREADS;
+    DDP__TRY(ddp__heap_create(&launch->heap, launch->desc.world_size, threads, 1));
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
     const ddp__job *job = launch->heap->job;
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
-    if (failed) result = ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text);
+    ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text) : DDP_OK;
     ddp__heap_release(launch->heap);
     return result;
 }
 
 /* Joins the world that somebody else started. */
 static ddp_result ddp__launch_join(const ddp__launch *launch) {
-    const ddp_launch_desc *desc = launch->desc;
+    const ddp_launch_desc *desc = &launch->desc;
     ddp_group *world;
+    ddp__outcome outcome = {DDP_OK, ""};
     int outside = ddp__here.device_plus_1;
-    DDP__TRY(ddp_group_create(&world, &launch->group));
+    DDP__TRY(ddp_group_create(&world, &desc->group));
     if (desc->devices && world->local_rank < desc->device_count) ddp__here.device_plus_1 = desc->devices[world->local_rank] + 1;
     world->device_index = ddp__here.device_plus_1 - 1;
-    ddp__outcome outcome = {DDP_OK, ""};
     ddp__outcome_join(&outcome, launch->fn(world, launch->user));
     ddp__here.device_plus_1 = outside;
     ddp_group_destroy(world);
@@ -6324,29 +6289,27 @@ static ddp_result ddp__launch_join(const ddp__launch *launch) {
 }
 
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user) {
-    const ddp_launch_desc none = DDP_ZERO, *d = desc ? desc : &none;
     ddp__launch launch = DDP_ZERO;
+    ddp_launch_desc *d = &launch.desc;
     ddp__identity id;
     ddp_result result = DDP_OK;
     int cores = ddp__usable_cores(&launch.cpus);
+    if (desc) *d = *desc;
+    launch.fn = fn;
+    launch.user = user;
     DDP__NEED(fn, "fn is NULL");
     DDP__NEED(d->world_size >= 0 && d->world_size <= DDP_MAX_LOCAL_RANKS, "world_size=%d; use 1 to %d, or 0 for one rank per core", d->world_size,
               DDP_MAX_LOCAL_RANKS);
     DDP__NEED((unsigned)d->mode <= DDP_LAUNCH_THREADS, "mode=%d is not a ddp_launch_mode", (int)d->mode);
     DDP__NEED(d->max_restarts >= 0, "max_restarts=%d is negative", d->max_restarts);
     DDP__NEED(d->device_count == 0 || (d->device_count > 0 && d->devices), "device_count=%d without devices", d->device_count);
-    launch.desc = d;
-    launch.fn = fn;
-    launch.user = user;
-    launch.world_size = d->world_size ? d->world_size : cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
-    launch.group = d->group;
-    launch.group.init_method = NULL;
-    launch.group.rank = launch.group.world_size = 0;
-    DDP__TRY(ddp__group_desc_resolve(__func__, &launch.group, &launch.group));
-    DDP__TRY(ddp__identity_of(&id, &launch.group, 0, 0));
-    if (id.heap || id.found || launch.world_size == 1) return ddp__launch_join(&launch);
-    DDP__NEED(!d->devices || d->device_count >= launch.world_size, "%d devices for %d ranks; list one for each rank", d->device_count,
-              launch.world_size);
+    if (d->world_size == 0) d->world_size = cores < DDP_MAX_LOCAL_RANKS ? cores : DDP_MAX_LOCAL_RANKS;
+    d->group.init_method = NULL;
+    d->group.rank = d->group.world_size = 0;
+    DDP__TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
+    DDP__TRY(ddp__identity_of(&id, &d->group, 0, 0));
+    if (id.heap || id.found || d->world_size == 1) return ddp__launch_join(&launch);
+    DDP__NEED(!d->devices || d->device_count >= d->world_size, "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {
         result = ddp__launch_once(&launch);
         if (result == DDP_OK || launch.interrupted || d->mode == DDP_LAUNCH_THREADS) break;
