@@ -5328,8 +5328,8 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
 #if defined(DDP_USE_MPI)
 //== the MPI backend: several machines ================================================================ >>impl-mpi
 
-/* The ranks of one machine also form a group of the local backend. In tree order it is all that a group on one machine needs, and takes its place.
-   Elsewhere it compares fingerprints before MPI sees a call, notices the dead, keeps the cause of a failure and holds group memory. Data travels by
+/* The ranks of one machine also form a group of the local backend. It is all that a group on one machine needs, and takes its place. Elsewhere it notices
+   the dead, keeps the cause of a failure and holds group memory. Data travels by
 
      any order   all_reduce and reduce of types that MPI has go to MPI as they are
      machines    all_reduce where every machine holds 2^k ranks in a row, their sum is a subtree, and it lately was faster than the flat way
@@ -5402,8 +5402,9 @@ static void ddp__mpi_tell(ddp__mpi *s, int to, int kind) {
 static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_notice *notice = &s->notice[DDP__NOTICE_FAILED];
+    if (!s->local) return; /* it is being opened */
     ddp_group_poison(s->local, cause, text);
-    if (s->machine_count == 1 || __atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
+    if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
     notice->code = (int32_t)ddp__mpi_status(group, s);
     snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
     for (int r = 0; r < s->world_size; r++)
@@ -5665,22 +5666,16 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6;
     const size_t size = 3 * sizeof *mine;
     char text[DDP__TEXT_MAX];
-    int other = 1;
-    s->way = s->block > 1 ? DDP__WAY_MACHINES : DDP__WAY_FLAT;
-    if (s->machine_count == 1) {
-        ddp_call here = *call;
-        here.seq = ++s->local->seq;
-        return ddp__enter(s->local, (ddp__local *)s->local->state, &here, 0, 0);
-    }
+    int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
     mine[0] = ddp__signature(call);
     mine[1] = call->count;
     mine[2] = call->seq;
     if (call->kind == DDP_CALL_ALL_GATHER_V) mine[2] = ddp__hash_bytes(mine[2], call->recv_counts, (size_t)s->world_size * sizeof(size_t));
     hash[0] = ddp__hash_bytes(DDP__HASH, mine, size);
     hash[1] = ~hash[0]; /* the most of this is the least of that */
-    hash[2] = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
+    hash[2] = proposes ? (uint64_t)ddp__route_pick(ddp__mpi_route(s, call), DDP__MPI_WAYS) : 0;
     DDP__MPI_RUN(group, s, MPI_Iallreduce, hash, most, 3, MPI_UINT64_T, MPI_MAX);
-    if (s->block > 1) s->way = (int)most[2];
+    s->way = s->block > 1 ? (int)most[2] : DDP__WAY_FLAT;
     if (most[0] == hash[0] && most[1] == hash[1]) return DDP_OK;
     DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * size));
     uint64_t *all = (uint64_t *)(void *)s->scratch;
@@ -5789,23 +5784,19 @@ static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
     return ddp_group_enqueue(group, ddp__mpi_free_here, memory, NULL);
 }
 
-/* Late notices may be under way: where there are any, the communicator and the state stay until MPI ends. */
+/* Late notices may be under way: the communicator and the state stay until MPI ends. */
 static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
-    int healthy = ddp__mpi_status(group, s) == DDP_OK, alone = s->machine_count == 1;
-    for (int r = 0; r < s->world_size && healthy && !alone; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    int healthy = ddp__mpi_status(group, s) == DDP_OK;
+    for (int r = 0; r < s->world_size && healthy; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
     ddp_group_destroy(s->local);
     if (!healthy) return;
     ddp_group_mfree(group, s->scratch);
     ddp_group_mfree(group, s->wide);
-    if (!alone) return;
-    MPI_Comm_free(&s->comm);
-    ddp_group_mfree(group, s);
 }
 
 /* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
 static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *here, int *number) {
-    int own, block;
     for (int r = 0; r < s->world_size; r++) {
         int before = 0, last = r;
         for (int q = 0; q < r; q++)
@@ -5813,17 +5804,15 @@ static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *he
         s->machine_of[r] = before % DDP_MAX_LOCAL_RANKS ? s->machine_of[last] : r;
         s->machine_count += s->machine_of[r] == r;
     }
-    own = s->machine_of[s->rank];
-    for (int r = own; r < s->world_size; r++) {
+    int own = s->machine_of[s->rank], block = s->world_size / s->machine_count;
+    s->block = block & (block - 1) ? 1 : block;
+    for (int r = 0; r < s->world_size; r++) {
+        if (s->machine_of[r] != r / block * block) s->block = 1;
         if (s->machine_of[r] != own) continue;
         if (r == s->rank) here->rank = here->world_size;
         number[here->world_size++] = r;
     }
     snprintf(here->token, sizeof here->token, "mpi:%llx:%d", (unsigned long long)ids[own][1], own);
-    block = s->machine_count > 1 ? s->world_size / s->machine_count : 1;
-    s->block = block & (block - 1) ? 1 : block;
-    for (int r = 0; r < s->world_size; r++)
-        if (s->machine_of[r] != r / block * block) s->block = 1;
 }
 
 /* The ranks of this machine meet, unless they are in `local` already. */
@@ -5863,7 +5852,6 @@ static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
 static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
     size_t w = (size_t)group->world_size;
     ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
-    ddp_result result;
     int level;
     if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
     s->requests = (MPI_Request *)(void *)(s + 1);
@@ -5873,27 +5861,24 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
     s->world_size = group->world_size;
     s->step = 1;
     s->left_after = UINT64_MAX;
-    result = ddp__mpi_join(group, s, comm, machine, local);
+    ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
-        DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error());
-        if (s->local) ddp__mpi_poison(group, s, result, ddp_last_error());
+        ddp__mpi_fail(group, s, DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error()));
         if (s->local) ddp__mpi_close(group, s);
         else ddp_group_destroy(local);
-        return result;
-    }
-    if (s->machine_count > 1 || group->desc.order == DDP_ORDER_ANY) {
+    } else if (s->machine_count > 1) {
         ddp__local *l = (ddp__local *)s->local->state;
         *state = l->beside = s;
         l->beside_fn = ddp__mpi_listen;
         MPI_Query_thread(&level);
         group->no_thread = level < MPI_THREAD_MULTIPLE;
-        return DDP_OK;
+    } else {
+        ddp__mpi_adopt(group, s->local, state);
+        MPI_Comm_free(&s->comm);
+        ddp_group_mfree(group, s->scratch);
+        ddp_group_mfree(group, s);
     }
-    ddp__mpi_adopt(group, s->local, state);
-    MPI_Comm_free(&s->comm);
-    ddp_group_mfree(group, s->scratch);
-    ddp_group_mfree(group, s);
-    return DDP_OK;
+    return result;
 }
 
 /* A child on one machine is a group of the local backend. */
@@ -5901,49 +5886,25 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *part = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
-    ddp_result result = ddp_group_split(s->local, child ? members[0] : -1, child ? child->rank : 0, &part);
-    int here = part && ddp_world_size(part) == member_count;
+    int color = child ? members[0] : -1, key = child ? child->rank : 0;
+    ddp_result result = ddp_group_split(s->local, color, key, &part);
+    int here = part && part->world_size == member_count;
     *child_state = NULL;
     if (result == DDP_OK && !child && member_count) result = DDP_ERR_NO_MEMORY; /* of this rank; the caller knows the line */
     result = ddp__mpi_agree(parent, s, result, "another rank could not split; see its error");
-    if (result == DDP_OK && s->machine_count > 1) /* all ranks, or none: it cannot be given up */
-        result = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? members[0] : MPI_UNDEFINED, child ? child->rank : 0, &comm), "MPI_Comm_split");
+    if (result == DDP_OK) /* all ranks, or none: it cannot be given up */
+        result = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
     if (result != DDP_OK) ddp_group_destroy(part);
     if (result != DDP_OK || !child) return result;
-    if (!here) {
-        result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
-        if (result == DDP_OK) MPI_Comm_free(&comm);
-    } else {
-        ddp__mpi_adopt(child, part, child_state);
-    }
+    if (here) { ddp__mpi_adopt(child, part, child_state); return DDP_OK; }
+    result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
+    if (result == DDP_OK) MPI_Comm_free(&comm);
     return result;
 }
 
-/* desc.backend_user points to the communicator. */
-static ddp_result ddp__mpi_open(ddp_group *group, void **state) {
-    return ddp__mpi_open_on(group, *(MPI_Comm *)group->desc.backend_user, ddp__machine(), NULL, state);
-}
-
-static void *ddp__mpi_peer_memory(ddp_group *group, void *state, const void *memory, int rank) {
-    ddp_group *local = ((ddp__mpi *)state)->local;
-    return local->world_size == group->world_size ? ddp_group_peer(local, memory, rank) : NULL;
-}
-
-static void ddp__mpi_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
-    (void)group;
-    ddp_group_raise(((ddp__mpi *)state)->local, word, value);
-}
-
-static ddp_result ddp__mpi_await_word(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
-    ddp_group *local = ((ddp__mpi *)state)->local;
-    (void)group;
-    return ddp__local_await(local, local->state, word, target);
-}
-
 static const ddp_backend *ddp__backend_mpi(void) {
-    static const ddp_backend mpi = {"mpi", ddp__mpi_open, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL,
-                                    ddp__mpi_peer_memory, ddp__mpi_raise, ddp__mpi_await_word};
+    static const ddp_backend mpi = {"mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
     return &mpi;
 }
 
@@ -5956,8 +5917,7 @@ static void ddp__mpi_end(void) {
 
 /* id: what a launcher or the desc says of this rank; NULL: comm is the program's. */
 static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_group_desc *desc, MPI_Comm comm, const ddp__identity *id) {
-    ddp_group_desc d = *desc;
-    ddp__identity here = DDP_ZERO;
+    ddp_group *group;
     int running = 0, over = 0, between = 0, level, rank, size;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
@@ -5975,14 +5935,13 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
     if (id && (id->found || desc->world_size > 0))
         DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
                    "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
-    d.backend_user = &comm;
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
-    here.rank = rank;
-    here.world_size = size;
-    DDP__TRY(ddp__world_new(out, &d, ddp__backend_mpi(), &here, NULL));
-    (*out)->desc.backend_user = NULL;
-    (*out)->on_mpi = 1;
-    return DDP_OK;
+    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_mpi(), rank, size, NULL));
+    group->on_mpi = 1;
+    ddp_result result = ddp__mpi_open_on(group, comm, ddp__machine(), NULL, &group->state);
+    if (result == DDP_OK) *out = group;
+    else ddp__group_delete(group);
+    return result;
 }
 
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc) {
