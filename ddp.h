@@ -4116,7 +4116,7 @@ typedef struct ddp__venue {
 
 enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
 
-/* All that travels is a frame and what follows it: DATA, or a record. */
+/* All that travels is a frame and what follows it: DATA, or a text. */
 enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of a lobby's news: the outcome is still to come; ask elsewhere */
 typedef struct ddp__frame {
@@ -4125,14 +4125,7 @@ typedef struct ddp__frame {
     int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
     uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
 } ddp__frame;
-typedef struct ddp__hello {
-    char token[416];
-    uint32_t version;            /* up to here the same in every version */
-    int32_t world_size, rank, pid, patience_ms; /* patience: how long this rank still waits */
-    char who[72];                /* "pid 77 on hostb"; on one machine the host goes without saying */
-} ddp__hello;
-typedef union ddp__record { char text[DDP__TEXT_MAX]; ddp__hello hello; } ddp__record; /* of NEWS, of HELLO */
-typedef struct ddp__letter { ddp__frame frame; ddp__record record; } ddp__letter;
+typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* HELLO, NEWS */
 
 #define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
 
@@ -4143,7 +4136,7 @@ typedef struct ddp__peer {
     ddp__frame data, in;         /* in: what is coming, of which we have */
     size_t got, room;            /* room: of bytes */
     unsigned char *bytes;
-    ddp__record record;
+    char text[DDP__TEXT_MAX];    /* of a HELLO or NEWS */
     int heap_fd;                 /* that has come along, or -1 */
     double since;
     char who[96];
@@ -4232,8 +4225,8 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
 
 /* A socket's buffer has room for a letter, unless the peer is stuck: it is sent at once or not at all. heap_fd -1: none goes with it. */
 static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.record, {0, 0}}, {""}};
-    snprintf(letter.record.text, sizeof letter.record.text, "%s", text);
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
+    snprintf(letter.text, sizeof letter.text, "%s", text);
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
@@ -4253,11 +4246,15 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
     for (;;) {
         int data = p->in.kind == DDP__FRAME_DATA;
         if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
-        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->record)) { errno = EPROTO; return -1; }
+        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->text)) { errno = EPROTO; return -1; }
         if (p->got == head && data && ddp__room(group, &p->bytes, &p->room, p->in.size) != DDP_OK) { errno = ENOMEM; return -1; }
         size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
-        if (p->got == end) { p->got = 0; return 1; }
-        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)&p->record) + (p->got - head);
+        if (p->got == end) {
+            p->got = 0;
+            p->text[DDP__TEXT_MAX - 1] = 0;
+            return 1;
+        }
+        void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)p->text) + (p->got - head);
         ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) return 0;
@@ -4279,18 +4276,13 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 
-static void ddp__hello_init(ddp__hello *hello, const ddp__venue *v) {
+/* "token version world_size rank patience_ms who"; who is "pid 77 on hostb", on one machine without the host. Patience: how long this rank still waits. */
+static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
     char host[64] = "";
-    memset(hello, 0, sizeof *hello);
-    memcpy(hello->token, v->token, sizeof hello->token);
-    hello->version = DDP__VERSION;
-    hello->world_size = v->group->world_size;
-    hello->rank = v->group->rank;
-    hello->pid = (int32_t)getpid();
-    hello->patience_ms = patience > 0 ? (int32_t)(patience * 1e3) : 0;
-    gethostname(host, sizeof host - 1);
-    snprintf(hello->who, sizeof hello->who, v->local ? "pid %d" : "pid %d on %.50s", hello->pid, host);
+    if (!v->local) gethostname(host, sizeof host - 1);
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d pid %d%s%.50s", (unsigned long long)ddp__hash_text(v->token), version, v->group->world_size, v->group->rank,
+             patience > 0 ? (int)(patience * 1e3) : 0, (int)getpid(), *host ? " on " : "", host);
 }
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
@@ -4310,23 +4302,25 @@ static int ddp__is_there(ddp__peer *p) {
     return p->fd >= 0;
 }
 
-/* Judges the hello of a rank of this job, and gives it its place. A failure ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p) {
-    const ddp__hello *hello = &p->record.hello;
-    int rank = hello->rank, w = v->group->world_size, in_range = rank > 0 && rank < w;
-    double patience = ddp_now() + hello->patience_ms * 1e-3;
+static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %d", &pid) == 1 ? pid : 0; }
+
+/* Judges the hello of a rank of this job, from its version on, and gives it its place. A failure ends the job for all. */
+static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hello) {
+    unsigned version = 0;
+    int size = 0, rank = 0, patience_ms = 0, who = 0, w = v->group->world_size;
+    sscanf(hello, "%u %d %d %d %n", &version, &size, &rank, &patience_ms, &who);
+    int in_range = rank > 0 && rank < w, pid = ddp__pid_in(hello + who);
+    double patience = ddp_now() + patience_ms * 1e-3;
     ddp__peer *place = &v->peer[in_range ? rank : 0];
-    unsigned version = hello->version;
     if (version != DDP__VERSION)
         return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who,
                         version / 10000, version / 100 % 100, version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    snprintf(p->who, sizeof p->who, "%.71s", hello->who);
-    if (hello->world_size != w)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, hello->world_size, w);
+    snprintf(p->who, sizeof p->who, "%.71s", hello + who);
+    if (size != w) return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, size, w);
     if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
-    if (v->local && hello->pid != (int)ddp__peer_of(p->fd).pid)
+    if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
-                        "(such as --pid=host)", rank, hello->pid);
+                        "(such as --pid=host)", rank, pid);
     *place = *p;
     place->arrived = 1;
     p->fd = -1;
@@ -4336,14 +4330,14 @@ static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p) {
 }
 
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int whole = ddp__peer_read(NULL, p);
+    int whole = ddp__peer_read(NULL, p), n = 0;
+    unsigned long long token = 0;
     if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
     if (whole == 0) return;
     if (whole < 0 && errno != EPROTO) ddp__turn_away(v, p, "it left without saying who it is", 0);
-    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO) ddp__turn_away(v, p, "it is no rank of ddp", 0);
-    else if (memcmp(p->record.hello.token, v->token, sizeof v->token) != 0)
-        ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-    else v->result = ddp__judge_hello(v, p);
+    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO || sscanf(p->text, "%16llx %n", &token, &n) != 1) ddp__turn_away(v, p, "it is no rank of ddp", 0);
+    else if (token != ddp__hash_text(v->token)) ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+    else v->result = ddp__judge_hello(v, p, p->text + n);
 }
 
 /* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
@@ -4388,7 +4382,6 @@ static int ddp__await_news(ddp__peer *p, double until) {
     int whole;
     while ((whole = ddp__peer_read(NULL, p)) == 0)
         if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
-    p->record.text[DDP__TEXT_MAX - 1] = 0;
     return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
 }
 
@@ -4396,8 +4389,8 @@ static int ddp__await_news(ddp__peer *p, double until) {
    elsewhere. */
 static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + 1.0; /* rank 0 knows our deadline; its answer says more than silence */
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
-    ddp__hello_init(&letter.record.hello, v);
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
+    ddp__hello_text(letter.text, v, DDP__VERSION);
     (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
     int error = ddp__await_news(p, answer_by < until ? answer_by : until);
     if (error || p->in.result == DDP__OTHER_JOB)
@@ -4406,7 +4399,7 @@ static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
     if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, until);
     if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
-    return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->record.text);
+    return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
 
 /* One try at an address; result as of ddp__say_hello. */
@@ -4670,8 +4663,8 @@ static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
 static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     int w = v->group->world_size;
     ddp__peer *me = v->peer, *door = me + v->count - 1;
-    ddp__hello_init(&me->record.hello, v);
-    snprintf(me->who, sizeof me->who, "%s", me->record.hello.who);
+    ddp__hello_text(me->text, v, DDP__VERSION);
+    snprintf(me->who, sizeof me->who, "%.71s", strstr(me->text, "pid"));
     door->fd = listener;
     v->result = ddp__venue_open(v, &door->fd);
     if (v->result == DDP_OK && v->path) v->result = ddp__venue_write(v, door->fd);
@@ -4681,7 +4674,7 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     }
     ddp__peer_close(door);
     if (heap && v->result == DDP_OK) v->result = ddp__heap_create(heap, w, 0, 0);
-    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, me[r].record.hello.pid); /* one that dies from here on is missed */
+    for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who)); /* one that dies from here on is missed */
     for (ddp__peer *p = me; p < door; p++) {
         int rank = p < me + w;
         if (p->fd >= 0 && (rank || v->result != DDP_OK))
@@ -4800,11 +4793,10 @@ static void ddp__tcp_fail(ddp_group *group, ddp__tcp *t, ddp_result cause) { ddp
    unless rank 0 knows better for whom they have waited. */
 static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     ddp_result cause = (ddp_result)p->in.result;
-    p->record.text[DDP__TEXT_MAX - 1] = 0;
     if (cause == DDP_OK) { ddp__peer_close(p); return; }
     if (group->rank) { t->self.cause = DDP_OK; t->told = t->heard = 1; }
     if (group->rank == 0 && t->running && cause == DDP_ERR_TIMEOUT) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
-    else ddp__self_abort(group, t, cause, p->record.text);
+    else ddp__self_abort(group, t, cause, p->text);
 }
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
@@ -5000,7 +4992,7 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
     ddp_result result = ddp__meet(v, group, listener, NULL);
     t->venue = *v;
     for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, group->desc.timeout_ms);
-    if (group->rank && result == DDP_OK) snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->record.text);
+    if (group->rank && result == DDP_OK) snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->text);
     if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
     if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
     group->local_rank = group->local_world_size = 0;

@@ -50,7 +50,7 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 #undef syscall
 
 static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.record, {0, 0}}, {""}};
+    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
     ddp__venue venue = DDP_ZERO;
     ddp_group group = DDP_ZERO;
     snprintf(venue.token, sizeof venue.token, "%s", token);
@@ -58,8 +58,7 @@ static size_t hello(void *out, const char *token, int rank, int world_size, uint
     venue.deadline = ddp_now() + 20.0;
     group.rank = rank;
     group.world_size = world_size;
-    ddp__hello_init(&letter.record.hello, &venue);
-    letter.record.hello.version = version;
+    ddp__hello_text(letter.text, &venue, version);
     memcpy(out, &letter, sizeof letter);
     return sizeof letter;
 }
