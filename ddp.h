@@ -5108,6 +5108,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     else if (backend->open) result = backend->open(group, &group->state);
     else if (id->heap) result = ddp__local_join(group, id->heap, id->owns_rank);
     else result = ddp__local_meet(group, id->token);
+    if (result == DDP_OK && backend && backend->open) ddp_group_set_local(group, id->local_rank, id->local_world_size);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
@@ -5116,10 +5117,8 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     if (out) *out = NULL;
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
-    ddp__identity id = DDP_ZERO;
+    const ddp__identity id = {control->rank, control->world_size, control->local_rank, control->local_world_size, 0, 0, NULL, 0, ""};
     ddp_group_desc d = control->desc;
-    id.rank = control->rank;
-    id.world_size = control->world_size;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user ? desc->backend_user : control;
     d.order = desc->order;
@@ -5127,9 +5126,7 @@ DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
     DDP__TRY(ddp__group_desc_resolve(__func__, &d, &d));
-    DDP__TRY(ddp__world_new(out, &d, d.backend, &id, NULL));
-    ddp_group_set_local(*out, control->local_rank, control->local_world_size);
-    return DDP_OK;
+    return ddp__world_new(out, &d, d.backend, &id, NULL);
 }
 
 #if defined(DDP_USE_MPI)
@@ -5144,25 +5141,19 @@ static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi
 /* How ranks meet and what they get. */
 static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const ddp__identity *id, int scheme) {
     const char *host = ddp__env_text("MASTER_ADDR");
-    int url = scheme >= DDP__BY_TCP;
+    int url = scheme >= DDP__BY_TCP, mpi = scheme == DDP__BY_MPI, alone = scheme == DDP__BY_SELF;
     ddp__venue v = DDP_ZERO;
-    DDP__JOIN_NEED(scheme != DDP__BY_SELF || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
+    DDP__JOIN_NEED(!alone || id->world_size <= 1, "self:// is a world of one rank, not of world_size=%d", id->world_size);
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
-    if (desc->backend && (scheme == DDP__BY_ENV || url)) {
-        DDP__TRY(ddp__world_new(out, desc, desc->backend, id, NULL));
-        ddp_group_set_local(*out, id->local_rank, id->local_world_size);
-        return DDP_OK;
-    }
-    if (id->heap && scheme == DDP__BY_ENV) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
-    if (id->world_size == 1 && scheme != DDP__BY_MPI) return ddp__world_new(out, desc, ddp__backend_self(), id, NULL);
+    if (!mpi && !alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
+    if (!mpi && id->heap) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
+    if (!mpi && id->world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), id, NULL);
 #if defined(DDP_USE_MPI)
-    if (scheme == DDP__BY_MPI || (!url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0)))
-        return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
-#else
-    if (scheme == DDP__BY_MPI)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"%.60s\" needs a backend that this build does not have", desc->init_method);
+    mpi |= !url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
+    if (mpi) return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
 #endif
+    if (mpi) return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: init_method \"mpi://\" needs a backend that this build does not have");
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
@@ -5202,19 +5193,15 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
 }
 
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
-    int32_t mine[2], *table;
-    int *members, count = 0, me = 0;
-    ddp_group *child = NULL;
-    ddp_result result, opened = DDP_OK;
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
     if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "ddp_group_split: the %s backend makes no groups", group->backend->name);
-    table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
+    int32_t mine[2] = {color < 0 ? -1 : color, key};
+    int32_t *table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
     if (!table) return DDP_ERR_NO_MEMORY;
-    members = (int *)(table + 2 * group->world_size);
-    mine[0] = color < 0 ? -1 : color;
-    mine[1] = key;
-    result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
+    int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
+    ddp_group *child = NULL;
+    ddp_result opened = DDP_OK, result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
     if (result == DDP_OK && color >= 0) {
         count = ddp__split_members(table, group->world_size, group->rank, members, &me);
         opened = ddp__group_new(&child, &group->desc, group->backend, me, count, group);
@@ -5226,16 +5213,15 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
         if (child) child->state = state;
         if (result == DDP_OK) result = opened;
     }
-    if (result != DDP_OK && child) { ddp__group_delete(child); child = NULL; }
     ddp_group_mfree(group, table);
-    *out = child;
+    if (result == DDP_OK) *out = child;
+    else if (child) ddp__group_delete(child);
     return result;
 }
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
-    ddp_result result;
     DDP__NEED(group, "group is NULL");
-    result = group->backend->status(group, group->state);
+    ddp_result result = ddp_group_cause(group);
     return result == DDP_OK ? DDP_OK : DDP__GROUP_FAIL(group, result, "%s", ddp_last_error());
 }
 
@@ -5243,7 +5229,7 @@ DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
     DDP__NEED(group, "group is NULL");
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
-    group->backend->poison(group, group->state, DDP_ERR_POISONED, text);
+    ddp_group_poison(group, DDP_ERR_POISONED, text);
     return DDP_OK;
 }
 
@@ -5251,17 +5237,16 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
     if (!group) return;
     if (group->thread_started || group->no_thread) {
         char text[96];
-        int pending;
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
         pthread_mutex_lock(&group->lock);
-        pending = group->head || group->running || group->p2p;
+        int pending = group->head || group->running || group->p2p;
         group->stopping = 1;
         pthread_cond_signal(&group->work_cond);
         pthread_mutex_unlock(&group->lock);
-        if (pending) group->backend->poison(group, group->state, DDP_ERR_PEER_LOST, text);
+        if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
     }
-    if (group->on_mpi && group->backend->status(group, group->state) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
+    if (group->on_mpi && ddp_group_cause(group) == DDP_OK) ddp__fetch_add(&ddp__mpi_worlds, (uint32_t)-1);
     group->backend->close(group, group->state);
     ddp__group_delete(group);
 }
