@@ -4072,8 +4072,7 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From desc, which is resolved, and the environment, which is read here, above, and in ddp__venue_from_env. alone: this rank is all of its world.
-   url: init_method says where the ranks meet. */
+/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. url: init_method says where ranks meet. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone, int url) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
@@ -4094,11 +4093,9 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     return DDP_OK;
 }
 
-/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 listens and reads each
-   visitor's hello. It admits ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear
-   that they will not be, sends everybody the outcome: on one machine with the heap's descriptor. */
-
-/* Where and how a group's ranks meet, and who has come. */
+/* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 reads each visitor's hello. It admits
+   ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear that they will not be, sends everybody the
+   outcome: on one machine with the heap's descriptor. */
 typedef struct ddp__venue {
     ddp_group *group;
     char token[416];     /* as in ddp__identity */
@@ -4385,8 +4382,7 @@ static int ddp__await_news(ddp__peer *p, double until) {
     return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
 }
 
-/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0, for the reason in the error line; ask again, or
-   elsewhere. */
+/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0; ask again, or elsewhere. */
 static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + 1.0; /* rank 0 knows our deadline; its answer says more than silence */
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
@@ -4630,8 +4626,7 @@ static uint64_t ddp__nonce(void) {
     return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
 }
 
-/* "number port address address ...", in one line: how others reach a listener of this machine, on whatever network they share. The number belongs to the
-   token. */
+/* "number port address address ...": how others reach a listener here, on whatever network. The number belongs to the token. */
 static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
@@ -4744,9 +4739,8 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
     return result;
 }
 
-/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all have come and mean the same,
-   rank 0 sends each the same frame back: the sum, or what all sent, of which each takes what is its. Whoever fails tells rank 0, and rank 0 tells
-   everybody. */
+/* Every rank keeps its connection to rank 0. In a collective each sends rank 0 a frame, its fingerprint and data; when all mean the same, rank 0 sends each
+   the same frame back: the sum, or what all sent, of which each takes its part. Whoever fails tells rank 0, and rank 0 tells everybody. */
 
 typedef struct ddp__tcp {
     ddp__self self;              /* the first cause, and group memory; first, so that functions of the self backend serve here */
@@ -5611,7 +5605,7 @@ static ddp_result ddp__mpi_whole(ddp_group *group, ddp__mpi *s, const ddp_call *
     int gets = ddp__receives(call, s->rank), moves = call->kind == DDP_CALL_BROADCAST;
     for (size_t first = 0; first < call->count; first += n) {
         unsigned char *recv = (unsigned char *)call->recv + first * element;
-        const void *send = call->send == call->recv && gets ? MPI_IN_PLACE : (const unsigned char *)call->send + first * element;
+        const void *send = moves || (call->send == call->recv && gets) ? MPI_IN_PLACE : (const unsigned char *)call->send + first * element;
         n = call->count - first < most ? call->count - first : most;
         if (moves) DDP__MPI_RUN(group, s, MPI_Ibcast, recv, (int)(n * element), MPI_BYTE, call->root);
         else if (call->kind == DDP_CALL_ALL_REDUCE) DDP__MPI_RUN(group, s, MPI_Iallreduce, send, recv, (int)n, type, op);
