@@ -4276,9 +4276,10 @@ static void ddp__venue_poll(ddp__venue *v) {
 /* "token version world_size rank patience_ms who"; who is "pid 77 on hostb", on one machine without the host. Patience: how long this rank still waits. */
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
+    unsigned long long token = (unsigned long long)ddp__hash_text(v->token);
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d pid %d%s%.50s", (unsigned long long)ddp__hash_text(v->token), version, v->group->world_size, v->group->rank,
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d pid %d%s%.50s", token, version, v->group->world_size, v->group->rank,
              patience > 0 ? (int)(patience * 1e3) : 0, (int)getpid(), *host ? " on " : "", host);
 }
 
@@ -4722,7 +4723,8 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
     ddp__venue v = DDP_ZERO;
     ddp__heap *heap = NULL;
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size, DDP_MAX_LOCAL_RANKS);
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: %d ranks on one machine; shared memory serves up to %d", group->world_size,
+                        DDP_MAX_LOCAL_RANKS);
     snprintf(v.token, sizeof v.token, "%s", token);
     v.local = ddp__job_address(&v.address, v.token);
     DDP__TRY(ddp__meet(&v, group, -1, &heap));
@@ -5661,7 +5663,8 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
 static ddp_result ddp__mpi_counts_agree(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     size_t w = (size_t)s->world_size, r = 0;
     DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, 2 * w * sizeof(size_t)));
-    size_t *given = (size_t *)(void *)s->scratch, *mine = (size_t *)memcpy(given + w, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
+    size_t *given = (size_t *)(void *)s->scratch, *mine = given + w;
+    memcpy(mine, call->send_counts, w * sizeof *mine); /* theirs may go, should this fail */
     DDP__MPI_RUN(group, s, MPI_Ialltoall, mine, sizeof *given, MPI_BYTE, given, sizeof *given, MPI_BYTE);
     while (r < w && given[r] == call->recv_counts[r]) r++;
     if (r == w) return DDP_OK;
@@ -5730,9 +5733,9 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
     if (error == MPI_SUCCESS && same) { ddp_group_mfree(group, m); return DDP_OK; }
     if (error != MPI_SUCCESS && !cut) ddp__mpi_fail(group, s, ddp__mpi_result(error, "MPI_Test"));
-    else ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu (tag %d)",
-                                          call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "",
-                                          s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
+    else ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu "
+        "(tag %d)", call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */,
+        s->rank, ddp_dtype_name(call->dtype), (unsigned long long)call->count, call->tag));
     return DDP_ERR_POISONED;
 }
 
