@@ -1,7 +1,7 @@
 /*  bench_mpi.c - what ddp costs over the Open MPI it stands on: all_reduce of f32, four ways in turn in the same processes.
 
     mpicc -O3 -march=native bench_mpi.c -o bench_mpi -lpthread -lm
-    mpirun -n 2 ./bench_mpi          one machine: what DDP_ORDER_ANY costs over MPI_Iallreduce and MPI_Test
+    mpirun -n 2 ./bench_mpi          one machine: the local backend, in both orders, beside MPI
     mpirun -n 2 ./bench_mpi 1        as if each rank had a machine of its own: the tree, flat
     mpirun -n 4 ./bench_mpi 2        as if each two ranks had one: the tree, by machine
 
