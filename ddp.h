@@ -4589,13 +4589,11 @@ static void ddp__port_holder(int port, char *out, size_t size) {
 static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
     double give_up = ddp_now() + 1.0;
     char holder[160];
+    if (*listener < 0 && v->local) *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
     if (*listener >= 0) return DDP_OK;
-    if (v->local) {
-        *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
-        if (*listener >= 0) return DDP_OK;
-        if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
+    if (v->local && errno == EADDRINUSE)
         return ddp_fail(DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", v->token);
-    }
+    if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
     do {
         for (int i = 0; i < v->ports; i++)
             if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;
@@ -5164,12 +5162,12 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     int scheme = 0;
     ddp__identity id;
     ddp_group_desc d;
+    if (out) *out = NULL;
     DDP__NEED(out, "out is NULL");
-    *out = NULL;
     DDP__TRY(ddp__group_desc_resolve(__func__, desc, &d));
-    while (scheme < DDP__SCHEMES && (scheme < DDP__BY_TCP ? strcmp(d.init_method, ddp__schemes[scheme])
-                                                          : strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])))) scheme++;
-    DDP__NEED(scheme < DDP__SCHEMES, "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
+    while (scheme < DDP__SCHEMES && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0) scheme++;
+    DDP__NEED(scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
+              "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
     DDP__TRY(ddp__identity_of(&id, &d, scheme == DDP__BY_SELF, scheme >= DDP__BY_TCP));
     return ddp__create(out, &d, &id, scheme);
 }
