@@ -4321,7 +4321,7 @@ static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hell
                         "(such as --pid=host)", rank, pid);
     *place = *p;
     place->arrived = 1;
-    p->fd = -1;
+    p->fd = p->heap_fd = -1;
     if (patience < v->deadline) v->deadline = patience;
     ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
     return DDP_OK;
