@@ -4115,7 +4115,7 @@ enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
 
 /* All that travels is a frame and what follows it: DATA, or a text. */
 enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
-enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of a lobby's news: the outcome is still to come; ask elsewhere */
+enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
