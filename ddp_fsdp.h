@@ -225,7 +225,7 @@ typedef struct ddp_fsdp_desc {
     int skip_initial_broadcast;    /* 1 = first values are equal on all ranks already; otherwise rank 0's are taken (of the replicas' rank 0) */
     ddp_fsdp_state *state;         /* NULL = none: what was loaded is saved again; otherwise saved with the checkpoint and filled in by ddp_fsdp_load */
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
-    int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ... */
+    int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those that are more */
     ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Save and load are then collective
                                       over it, create too with save_in_background */
     int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
@@ -2124,13 +2124,19 @@ static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
     return ddp__folder_sync(s->tmp);
 }
 
-/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1; what is one too many goes. */
+/* dir.1 becomes dir.2 and so on, up to the first gap, and previous becomes dir.1; what is too many goes, the oldest first. */
 static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
-    int number = 1, kind;
+    int number = s->keep - 1, kind;
+    do snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, ++number);
+    while (ddp__folder_look(to, 0, &kind) == DDP_OK && kind == DDP__FOLDER_OURS);
+    while (--number >= s->keep) {
+        snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number);
+        DDP__FSDP_TRY(ddp__folder_delete(to));
+    }
     DDP__FSDP_TRY(ddp__folder_look(previous, 0, &kind));
     if (s->keep == 1 || kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
-    for (;; number++) {
+    for (number = 1;; number++) {
         snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number);
         DDP__FSDP_TRY(ddp__folder_look(to, number == s->keep - 1, &kind));
         if (kind == DDP__FOLDER_MISSING || number == s->keep - 1) break;

@@ -207,7 +207,19 @@ static void test_keeps_some(void) {
         snprintf(name, sizeof name, "%s.old", dir);
         EXPECT(!ckpt_exists(in(name)), "left behind");
     }
+    no_exchange = 0;
+    scenario = "keep fewer than before";
+    EXPECT(ckpt_shell("cd %s && cp -r keep.2 keep.3 && cp -r keep.2 keep.4 && touch keep.4/notes", folder) == 0, "cp");
+    for (int keep = 2; keep >= 1; keep--) {
+        job j = job_of(in("keep"), 0, 8 - keep);
+        j.keep = keep;
+        run(&j, 2, DDP_OK, "");
+        if (keep == 2) load(in("keep.1"), 1, 5);
+        EXPECT(ckpt_exists(in("keep.1")) == (keep == 2) && !ckpt_exists(in("keep.2")) && !ckpt_exists(in("keep.3")), "keep %d", keep);
+        EXPECT(ckpt_exists(in("keep.4/notes")), "what is not ours stays");
+    }
     scenario = "killed between two renames";
+    no_exchange = 1;
     EXPECT(ckpt_shell("mv %s %s", in("keep_renamed"), in("keep_renamed.old")) == 0, "mv");
     load(in("keep_renamed"), 2, 5);
     save(in("keep_renamed"), 2, 6);
