@@ -1799,15 +1799,20 @@ static int ddp__key_compare(const void *a, const void *b) {
     return left->kind != right->kind ? left->kind - right->kind : ddp__words_compare(left->name, right->name);
 }
 
+/* Can a tensor in a file have this name, of at most so many bytes? */
+static int ddp__is_tensor_name(const char *name, size_t most) {
+    size_t length = strlen(name), at = 0;
+    for (int bytes = 1; at < length && bytes; at += (size_t)bytes) bytes = ddp__utf8_length(name + at, name + length);
+    return length > 0 && length <= most && at == length && strcmp(name, "__metadata__") != 0;
+}
+
 /* What one rank can find wrong with its list. Sorts keys. */
 static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__key *keys) {
     for (int i = 0; i < count; i++) {
         const ddp__slice *s = &slices[i];
-        size_t length = s->name ? strlen(s->name) : 0, at = 0;
         ddp_tensor tensor = DDP_ZERO;
         int64_t elements;
-        for (int bytes = 1; at < length && bytes; at += (size_t)bytes) bytes = ddp__utf8_length(s->name + at, s->name + length);
-        if (length == 0 || length > 10000 || at < length || strcmp(s->name, "__metadata__") == 0)
+        if (!s->name || !ddp__is_tensor_name(s->name, 10000))
             return ddp_fail(DDP_ERR_INVALID, "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)", i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
@@ -2899,7 +2904,7 @@ static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->so
 static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
 
 static ddp_result ddp__weight_bad(const ddp_fsdp *f, const ddp__weight *w, const char *text) {
-    return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %s, parameter %s: %s", w->unit->name, w->name, text);
+    return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %s, parameter %.200s: %s", w->unit->name, w->name, text);
 }
 
 /* Which earlier use holds this one's shard. */
@@ -2941,6 +2946,8 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     ddp_dtype grad = w->entry->param.grad.dtype;
     int64_t count = ddp_tensor_count(value), global = 0;
     if (!w->entry->param.name || !w->entry->param.name[0]) return ddp__weight_bad(f, w, "has no name; checkpoints need one");
+    if (!ddp__is_tensor_name(w->name, 9900))
+        return ddp__weight_bad(f, w, "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is");
     if (count < 0) return ddp__weight_bad(f, w, "its shape is not one: ndim or an entry is negative, or the product overflows");
     if (!ddp__is_float(value->dtype)) return ddp__weight_bad(f, w, "its dtype is not a float; keep it outside the units");
     if (grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad)) return ddp__weight_bad(f, w, "the dtype of its gradient is not a float");

@@ -169,8 +169,10 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         {"alloc_fn", "free_fn"}, {"replicas"}, {"quantize_gather", "FULL_SHARD"}, {"keep_checkpoints"}, {"unit ay", "no name"},
         {"unit ay", "parameter a.w", "shape"}, {"unit bee", "parameter b.w", "not a float"}, {"unit bee", "parameter b.w", "gradient"},
         {"unit bee", "parameter b.w", "no values"}, {"unit bee", "a.w", "this name"}, {"unit bee", "tied_to=none"}, {"tied", "shape or dtype"},
-        {"global_shape"}, {"beta1"}, {"unit bee", "b.w", "unit ay"}, {"frozen", "a.w"}, {"unit bee", "a.v", "this name"}, {"prefetch"}};
+        {"global_shape"}, {"beta1"}, {"unit bee", "b.w", "unit ay"}, {"frozen", "a.w"}, {"unit bee", "a.v", "this name"}, {"prefetch"},
+        {"unit bee", "UTF-8"}, {"unit bee", "9900 bytes"}, {"unit bee", "__metadata__"}};
     double memory[12] = {0};
+    char name[9902] = "";
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
         model m;
         ddp_fsdp *fsdp = (ddp_fsdp *)&m;
@@ -206,6 +208,9 @@ static ddp_result refuse(ddp_group *group, int only_last) {
         case 22: b->tied_to = "a.w"; a->frozen = 1; break;
         case 23: b->tied_to = "a.w"; b->param.name = "a.v"; break;
         case 24: m.desc.prefetch = -5; break;
+        case 25: b->param.name = "caf\xe9"; break;
+        case 26: b->param.name = (const char *)memset(name, 'x', sizeof name - 1); break;
+        case 27: b->param.name = "__metadata__"; break;
         default: break;
         }
         ddp_result result = ddp_fsdp_create(&fsdp, group, &m.desc);
