@@ -226,8 +226,8 @@ typedef struct ddp_fsdp_desc {
     ddp_fsdp_state *state;         /* NULL = none: what was loaded is saved again; otherwise saved with the checkpoint and filled in by ddp_fsdp_load */
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those that are more */
-    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Save and load are then collective
-                                      over it, create too with save_in_background */
+    ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Create, save and load are then
+                                      collective over it: what fails in one group fails in all */
     int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. While they run, save and load
                                       take what they need from the group's, the thread too */
@@ -4341,11 +4341,13 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
         result = DDP_ERR_NO_MEMORY;
     }
     result = ddp__fsdp_compare(f ? f : &first, result);
+    if (desc->checkpoint_group) result = ddp__save_agree(desc->checkpoint_group, __func__, result);
     if (result == DDP_OK) {
         result = ddp__fsdp_build(f);
         if (result == DDP_OK) *out = f;
         snprintf(text, sizeof text, "%s", ddp_last_error());
         if (result != DDP_OK) ddp_group_poison(group, result, text); /* the others wait for this rank, or have failed too */
+        if (result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, result, text);
         if (result != DDP_OK) ddp_fail(result, "%s", text);
         ddp__fsdp_failed(f, result);
     }

@@ -1360,6 +1360,41 @@ static ddp_result slices_of_larger(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
+/* What one data-parallel group cannot do is an error of all that save together, at once: when ranks describe their units, and once they take memory. */
+static ddp_result one_group_fails(ddp_group *group) {
+    int rank = ddp_rank(group), odd = rank % 2;
+    if (ddp_world_size(group) == 1) return DDP_OK;
+    for (int turn = 0; turn < 4; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_group *world, *part;
+        counter c = {0, 0, 0, 0};
+        ddp_result result;
+        RANKS_OK(group, ddp_group_split(group, 0, rank, &world));
+        RANKS_OK(group, ddp_group_split(group, odd, rank, &part));
+        blocks(&m, 2, 6, 2);
+        m.desc.checkpoint_group = world;
+        m.desc.save_in_background = turn % 2;
+        m.desc.alloc_fn = counted;
+        m.desc.free_fn = uncounted;
+        m.desc.user = &c;
+        if (odd && turn < 2) m.params[1].param.value.shape[1] = -1;
+        if (odd && turn >= 2) c.refuse_after = 7; /* the object and its tables are there */
+        result = ddp_fsdp_create(&fsdp, part, &m.desc);
+        RANKS_CHECK(group, result == (turn < 2 ? DDP_ERR_INVALID : turn == 2 && !odd ? DDP_OK : DDP_ERR_NO_MEMORY), "turn %d: %s: %s", turn,
+                    ddp_result_name(result), ddp_last_error());
+        if (turn < 2) RANKS_CHECK(group, says("unit b, parameter b: its shape"), "turn %d: %s", turn, ddp_last_error());
+        if (turn < 2) RANKS_OK(group, ddp_group_status(world)); /* nothing has begun */
+        if (result == DDP_OK) FAILS(group, ddp_fsdp_save(fsdp, "/tmp"), DDP_ERR_NO_MEMORY, "allocated");
+        ddp_fsdp_destroy(fsdp);
+        RANKS_CHECK(group, c.now == 0, "%zu bytes are left", c.now);
+        ddp_group_destroy(part);
+        ddp_group_destroy(world);
+        RANKS_OK(group, ddp_barrier(group));
+    }
+    return DDP_OK;
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1397,6 +1432,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(replicas_load);
     CASE(scaler_state);
     CASE(slices_of_larger);
+    CASE(one_group_fails);
     return DDP_OK;
 }
 
