@@ -3688,10 +3688,12 @@ static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int 
 static void ddp__fsdp_begin(ddp_fsdp *f) {
     int *now = f->order_now;
     for (int u = 0; u < f->unit_count; u++) f->units[u].reduced = f->units[u].depth = 0;
+    if (f->finished) { /* a step that is begun anew, or a load, tells nothing of the order */
+        f->order_now = f->order;
+        f->order = now;
+        f->order_count = f->now_count;
+    }
     f->finished = 0;
-    f->order_now = f->order;
-    f->order = now;
-    f->order_count = f->now_count;
     f->now_count = 0;
     f->following = 1;
     f->order_hash = UINT64_C(0xcbf29ce484222325);

@@ -10,12 +10,13 @@ static ddp_result relay_open(ddp_group *group, void **state) {
     return DDP_OK;
 }
 
+static int relay_allocs, relay_runs; /* of group memory, and calls, on any thread */
+
 static ddp_result relay_run(ddp_group *group, void *state, const ddp_call *call) {
     (void)group;
+    __atomic_add_fetch(&relay_runs, 1, __ATOMIC_RELAXED);
     return ddp_group_call((ddp_group *)state, call, NULL);
 }
-
-static int relay_allocs; /* of group memory, on any thread */
 
 /* In their turn: the group below has one caller at a time. */
 typedef struct relay_memory { ddp_group *below; size_t size_bytes; void *memory; } relay_memory;

@@ -1243,6 +1243,36 @@ static ddp_result replicas_load(ddp_group *group) {
     return folder_of(group, folder, 1);
 }
 
+/* After a load the next unit is on its way as before: the order of gathers is not forgotten. */
+static ddp_result load_keeps_order(ddp_group *group) {
+    char folder[64], dir[100];
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *far;
+    int world = ddp_world_size(group), runs;
+    if (world == 1) return DDP_OK;
+    RANKS_OK(group, folder_of(group, folder, 0));
+    snprintf(dir, sizeof dir, "%s/a", folder);
+    RANKS_OK(group, relay_over(&far, group));
+    blocks(&m, 3, 5, 3);
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+    RANKS_OK(group, ddp_fsdp_save(fsdp, dir));
+    RANKS_OK(group, ddp_fsdp_load(fsdp, dir));
+    RANKS_OK(group, ddp_barrier(group));
+    runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED);
+    RANKS_OK(group, ddp_barrier(group));
+    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+    RANKS_OK(group, ddp_barrier(far)); /* comes after what is on its way */
+    RANKS_OK(group, ddp_barrier(group));
+    runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED) - runs;
+    RANKS_CHECK(group, runs == 3 || runs == 3 * world, "%d calls, not two gathers and a barrier, of one rank or of all", runs);
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(far);
+    return folder_of(group, folder, 1);
+}
+
 /* What the scaler would refuse is found before values move; what a checkpoint does not have stays as it is. */
 static ddp_result scaler_state(ddp_group *group) {
     char folder[64], dir[100];
@@ -1431,6 +1461,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(saves_fail);
     CASE(replicas_load);
     CASE(scaler_state);
+    CASE(load_keeps_order);
     CASE(slices_of_larger);
     CASE(one_group_fails);
     return DDP_OK;
