@@ -209,7 +209,8 @@ typedef struct ddp_fsdp_desc {
     ddp_dtype reduce_dtype;        /* what gradients are added in: 0 = as the gradient. Gradients are of param_dtype, unless param.grad.dtype says otherwise */
     int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_unit_reduce comes so often for each unit */
     int plain_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
-    int prefetch;                  /* 0 = 1; units gathered ahead, in the order that the first step had; -1 = none */
+    int prefetch;                  /* 0 = 1; units gathered ahead, in the order that the first step had; -1 = none. FULL_SHARD: whatever is gathered takes as much
+                                      memory as the largest unit, so that units of like size waste least: an embedding of 8 blocks' size costs 8 for each block ahead */
     size_t max_gathered_bytes;     /* 0 = no limit; no unit is gathered ahead beyond it */
     int keep_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
     int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise gradient memory is cleared for it */
