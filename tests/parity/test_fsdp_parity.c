@@ -19,7 +19,7 @@
 #define RELAYED 1
 #endif
 
-enum { STEPS = 4, USES = 8, UNITS = 3, MOST = 72, TIED_USE = 7 };
+enum { STEPS = 4, USES = 8, UNITS = USES, MOST = 72, TIED_USE = 7 };
 
 static const struct shape { const char *name; ddp_dtype dtype; int unit, ndim, rows, columns; } shapes[USES] = {
     {"wte", DDP_F32, 0, 2, 13, 5}, {"wpe", DDP_F32, 0, 2, 7, 5}, {"h.w", DDP_F32, 1, 2, 9, 4},  {"h.b", DDP_F32, 1, 1, 9, 1},
@@ -32,8 +32,10 @@ typedef struct plan {
     ddp_optimizer_kind kind;
     int early;                   /* values by init_fn */
     int packed;                  /* ranks do not see each other's memory */
-    int first, last;             /* steps [first, last); 0, 0 = all. From a checkpoint unless first is 0, to one unless last is STEPS */
+    int first, last;             /* steps [first, last); last 0 = STEPS. From a checkpoint unless first is 0, to one unless last is 0 */
     int background;
+    int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
+    int world;                   /* where ranks are given: on the first so many of them; 0 = on all */
     ddp_fsdp_offload offload;
 } plan;
 
@@ -183,12 +185,13 @@ static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t r
     return DDP_OK;
 }
 
-static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, void **memory, const plan *p, int rank) {
+static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, int *unit_count, void **memory, const plan *p, int rank) {
     static const char *const names[UNITS] = {"embed", "h", "head"};
     memset(params, 0, USES * sizeof *params);
     memset(units, 0, UNITS * sizeof *units);
     for (int u = 0; u < USES; u++) {
-        ddp_fsdp_unit_desc *unit = &units[shapes[u].unit];
+        int number = p->wrap == 0 ? shapes[u].unit : p->wrap == 1 ? 0 : u;
+        ddp_fsdp_unit_desc *unit = &units[number];
         double near[MOST];
         memory[u] = u == TIED_USE ? memory[0] : NULL;
         if (!p->early && u != TIED_USE) RANKS_OK(part, ddp_group_device(part)->alloc(part, sizeof near, &memory[u]));
@@ -199,7 +202,8 @@ static ddp_result describe(ddp_group *part, ddp_fsdp_param *params, ddp_fsdp_uni
         for (int i = 0; i < elements(u); i++) store(near, shapes[u].dtype, i, rank == 0 ? first_value(u, i) : 7.0);
         if (memory[u]) ddp_group_device(part)->copy(memory[u], near, (size_t)elements(u) * ddp_dtype_size(shapes[u].dtype));
         if (!unit->param_count++) unit->params = &params[u];
-        unit->name = names[shapes[u].unit];
+        unit->name = names[number];
+        *unit_count = number + 1;
     }
     return DDP_OK;
 }
@@ -225,16 +229,17 @@ static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_
     }
 }
 
-static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params, int step) {
+static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, int unit_count,
+                             const ddp_fsdp_param *params, int step) {
     int rank = ddp_rank(group), world = ddp_world_size(group);
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float norm = 0;
     for (int m = 0; m < p->micro_batches; m++) {
-        for (int u = 0; u < UNITS; u++) {
+        for (int u = 0; u < unit_count; u++) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
             if (!p->gathers) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
         }
-        for (int u = UNITS - 1; u >= 0; u--) {
+        for (int u = unit_count - 1; u >= 0; u--) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
             backward(part, &units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite);
             RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
@@ -259,9 +264,10 @@ static ddp_result check_rows(ddp_group *group, const char *what, int use, const 
     return DDP_OK;
 }
 
-static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, int offloaded, const ddp_fsdp_unit_desc *units, const ddp_fsdp_param *params) {
+static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, int offloaded, const ddp_fsdp_unit_desc *units, int unit_count,
+                               const ddp_fsdp_param *params) {
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < unit_count; u++) {
         RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
         for (int k = 0; k < units[u].param_count; k++) {
             int use = (int)(units[u].params + k - params);
@@ -281,7 +287,7 @@ static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp
     return DDP_OK;
 }
 
-static ddp_result train(ddp_group *group, void *user) {
+static ddp_result train_on(ddp_group *group, void *user) {
     const plan *p = (const plan *)user;
     ddp_fsdp_param params[USES];
     ddp_fsdp_unit_desc units[UNITS];
@@ -291,7 +297,7 @@ static ddp_result train(ddp_group *group, void *user) {
     ddp_fsdp_state state = DDP_ZERO;
     ddp_result result = DDP_OK;
     void *memory[USES];
-    int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas;
+    int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas, unit_count;
 #if defined(FSDP_ON_DEVICE)
     device_rank device;
     RANKS_OK(group, device_rank_open(&device, group, 64));
@@ -302,9 +308,9 @@ static ddp_result train(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_group_split(world, rank % inner, rank, &copies));
     }
     if (p->packed) RANKS_OK(group, relay_over(&part, below = part));
-    RANKS_OK(group, describe(part, params, units, memory, p, rank));
+    RANKS_OK(group, describe(part, params, units, &unit_count, memory, p, rank));
     desc.units = units;
-    desc.unit_count = UNITS;
+    desc.unit_count = unit_count;
     desc.strategy = p->strategy;
     desc.replicas = copies;
     desc.micro_batch_count = p->micro_batches;
@@ -325,14 +331,13 @@ static ddp_result train(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_fsdp_load(fsdp, folder));
         RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g", (long long)state.step, state.user[3]);
     }
-    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, p, units, params, step);
-    if (result == DDP_OK && p->last && p->last < STEPS) {
+    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, p, units, unit_count, params, step);
+    if (result == DDP_OK && p->last) {
         state.user[3] = 0.1 * p->last;
         RANKS_OK(group, ddp_fsdp_save(fsdp, folder));
         RANKS_OK(group, ddp_fsdp_save_wait(fsdp));
-    } else if (result == DDP_OK) {
-        result = check_values(group, part, fsdp, p->offload != DDP_FSDP_OFFLOAD_NONE, units, params);
     }
+    if (result == DDP_OK && (!p->last || p->last == STEPS)) result = check_values(group, part, fsdp, p->offload != DDP_FSDP_OFFLOAD_NONE, units, unit_count, params);
     if (result != DDP_OK) return result;
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -343,6 +348,17 @@ static ddp_result train(ddp_group *group, void *user) {
     RANKS_OK(group, device_rank_close(&device));
 #endif
     return DDP_OK;
+}
+
+static ddp_result train(ddp_group *group, void *user) {
+    const plan *p = (const plan *)user;
+    ddp_group *some;
+    ddp_result result = DDP_OK;
+    if (!p->world || p->world == ddp_world_size(group)) return train_on(group, user);
+    RANKS_OK(group, ddp_group_split(group, ddp_rank(group) >= p->world, ddp_rank(group), &some));
+    if (ddp_rank(group) < p->world) result = train_on(some, user);
+    ddp_group_destroy(some);
+    return result;
 }
 
 //== cases ==================================================================================
@@ -370,33 +386,37 @@ static void run(ranks_mode mode, int world, plan p) {
     ddp_result result = ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p);
     runs++;
     if (result == DDP_OK) return;
-    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d offload=%d steps %d to %d: %s: %s\n",
+    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d offload=%d wrap=%d steps %d to %d: %s: %s\n",
             strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, (int)p.kind, p.early, p.gathers,
-            p.packed, (int)p.offload, p.first, p.last, ddp_result_name(result), ddp_last_error());
+            p.packed, (int)p.offload, p.wrap, p.first, p.last, ddp_result_name(result), ddp_last_error());
     failures++;
 }
 
-/* A checkpoint of one strategy on some ranks goes on with another on others: four micro-batches in all. */
+/* A checkpoint of one strategy, number of ranks and wrapping goes on with others: four micro-batches in all. What the last one saves is loaded with another
+   param_dtype. */
 static void run_resumed(ranks_mode mode) {
-    static const struct { ddp_fsdp_strategy strategy; int world, replicas, half; } turns[][3] = {
-        {{DDP_FSDP_FULL_SHARD, 4, 1, 0}, {DDP_FSDP_NO_SHARD, 2, 1, 0}, {DDP_FSDP_SHARD_GRAD, 1, 1, 0}},
-        {{DDP_FSDP_NO_SHARD, 4, 1, 0}, {DDP_FSDP_FULL_SHARD, 4, 2, 0}, {DDP_FSDP_SHARD_OPTIM, 2, 1, 0}},
-        {{DDP_FSDP_SHARD_OPTIM, 1, 1, 1}, {DDP_FSDP_FULL_SHARD, 2, 1, 1}, {DDP_FSDP_NO_SHARD, 4, 2, 1}}};
+    static const struct { ddp_fsdp_strategy strategy; int world, replicas, half, wrap; } turns[][4] = {
+        {{DDP_FSDP_FULL_SHARD, 4, 1, 0, 0}, {DDP_FSDP_NO_SHARD, 2, 1, 0, 2}, {DDP_FSDP_SHARD_GRAD, 1, 1, 0, 1}, {DDP_FSDP_FULL_SHARD, 4, 1, 1, 2}},
+        {{DDP_FSDP_NO_SHARD, 4, 1, 0, 1}, {DDP_FSDP_FULL_SHARD, 4, 2, 0, 0}, {DDP_FSDP_SHARD_OPTIM, 2, 1, 0, 2}, {DDP_FSDP_SHARD_GRAD, 2, 1, 1, 0}},
+        {{DDP_FSDP_SHARD_OPTIM, 1, 1, 1, 2}, {DDP_FSDP_FULL_SHARD, 2, 1, 1, 1}, {DDP_FSDP_NO_SHARD, 4, 2, 1, 0}, {DDP_FSDP_FULL_SHARD, 2, 1, 0, 1}}};
     for (size_t t = 0; t < sizeof turns / sizeof turns[0]; t++) {
         plan p;
         ddp_result result;
         memset(&p, 0, sizeof p);
         p.half = turns[t][0].half;
         result = expect(mode, p, 4);
-        for (int k = 0; k < 3 && result == DDP_OK; k++) {
+        for (int k = 0; k < 4 && result == DDP_OK; k++) {
             p.strategy = turns[t][k].strategy;
             p.replicas = turns[t][k].replicas;
-            p.micro_batches = 4 / turns[t][k].world;
-            p.first = k;
-            p.last = k == 2 ? STEPS : k + 1;
+            p.half = turns[t][k].half;
+            p.wrap = turns[t][k].wrap;
+            p.world = turns[t][k].world;
+            p.micro_batches = 4 / p.world;
+            p.first = k == 3 ? STEPS : k;
+            p.last = k == 3 ? 0 : k == 2 ? STEPS : k + 1;
             p.packed = RELAYED && (int)t == k;
             p.background = k == 1 && !p.packed; /* a relay makes no groups */
-            run(mode, turns[t][k].world, p);
+            run(mode, p.world, p);
         }
         failures += result != DDP_OK;
     }
@@ -436,12 +456,16 @@ static void run_world(ranks_mode mode, int world) {
 int main(int argc, char **argv) {
     ranks_mode mode;
     char command[128];
+    int removes = 1;
     expected = (whole *)ranks_shared(sizeof *expected);
     watchdog_start(120);
     snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getpid());
     if (argc > 1 && ranks_mode_parse(argv[1], &mode) == 0 && ranks_joins(mode)) {
-        const char *size = getenv("OMPI_COMM_WORLD_SIZE");
+        const char *size = getenv("OMPI_COMM_WORLD_SIZE"), *rank = getenv("OMPI_COMM_WORLD_RANK");
+        snprintf(folder, sizeof folder, "/tmp/ddp-fsdp-%d", (int)getppid()); /* the launcher's: the same on every rank */
         run_world(mode, size ? atoi(size) : 1);
+        if (size && atoi(size) == 4) run_resumed(mode);
+        removes = rank && atoi(rank) == 0; /* no run ends before all ranks are done */
     } else {
         for (int threads = 0; threads < 2; threads++) {
             int worlds = 0;
@@ -455,9 +479,9 @@ int main(int argc, char **argv) {
             }
             if (worlds == 4) run_resumed(mode);
         }
-        snprintf(command, sizeof command, "rm -rf %s %s.*", folder, folder);
-        if (system(command) != 0) failures++;
     }
+    snprintf(command, sizeof command, "rm -rf %s %s.*", folder, folder);
+    if (removes && system(command) != 0) failures++;
     printf("%d runs, %d failures\n", runs, failures);
     return failures != 0 || runs == 0;
 }
