@@ -312,7 +312,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 /* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype; or a model of another program, in safetensors: moments
    become zero then, steps start anew. Collective, between steps. Errors on every rank, with
    the model as it was: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and
-   byte range; DDP_ERR_SYSTEM. */
+   byte range; DDP_ERR_SYSTEM. AdamW and LAMB take each other's moments, SGD and LARS too; of other kinds they are missing or extra. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
