@@ -2,6 +2,7 @@
 
     moments     killed before each call that changes something on disk, one after the other: with and without a file system that swaps names, keeping one
                 checkpoint or two. The versions before and after the save are the only ones that may be found.
+    trained     the same through ddp_fsdp_save: in place, and by the threads of two ranks while they train on. Values and momentum are those of one step.
     random      two ranks save one version after the other without pause, and are killed at 50 random points: by themselves at some call, or from outside
                 at some time. */
 #if !defined(_GNU_SOURCE)
@@ -69,7 +70,7 @@ static long test_syscall(long number, ...) {
 static int failures;
 static char folder[64], dir[80];
 
-typedef struct page { int version, keep; /* the last version that was saved */ } page;
+typedef struct page { int version, keep, background; /* the last version that was saved */ } page;
 static page *shared;
 
 #define EXPECT(condition, ...)                                                                                   \
@@ -160,6 +161,125 @@ static void test_moments(ddp_group *group, int exchange, int keep) {
     EXPECT(!ckpt_exists(previous), "left behind");
 }
 
+enum { PARAMS = 2, ELEMENTS = 35 };
+
+/* SGD with momentum on gradients that never change: a version is how many steps there were. Each sum rounds once, whoever computes it. */
+typedef struct trained { ddp_fsdp_param params[PARAMS]; ddp_fsdp_unit_desc unit; ddp_fsdp *fsdp; ddp_fsdp_state state; } trained;
+
+static int elements(int param) { return param ? 3 : ELEMENTS; }
+static float gradient(int param, int i) { return (float)(1 + i % 3 + param); }
+
+static float value_of(int version, int param, int i) {
+    float value = (float)i, momentum = 0;
+    for (int step = 0; step < version; step++) {
+        momentum = 0.5f * momentum + gradient(param, i);
+        value -= 0.25f * momentum;
+    }
+    return value;
+}
+
+static ddp_result start(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    int columns = param->param.value.ndim == 2 ? (int)param->param.value.shape[1] : 1;
+    (void)user;
+    for (int i = 0; i < (int)row_count * columns; i++) ((float *)out)[i] = (float)((int)first_row * columns + i);
+    return DDP_OK;
+}
+
+static ddp_result trained_open(trained *t, ddp_group *group) {
+    static const char *const names[PARAMS] = {"w", "b"};
+    ddp_fsdp_desc desc = DDP_ZERO;
+    memset(t, 0, sizeof *t);
+    for (int k = 0; k < PARAMS; k++) {
+        ddp_tensor *value = &t->params[k].param.value;
+        t->params[k].param.name = names[k];
+        value->dtype = DDP_F32;
+        value->ndim = 2 - k;
+        value->shape[0] = k ? 3 : 7;
+        value->shape[1] = k ? 0 : ELEMENTS / 7;
+    }
+    t->unit.params = t->params;
+    t->unit.param_count = PARAMS;
+    desc.units = &t->unit;
+    desc.unit_count = 1;
+    desc.optimizer.kind = DDP_OPTIMIZER_SGD;
+    desc.optimizer.momentum = 0.5f;
+    desc.init_fn = start;
+    desc.state = &t->state;
+    desc.keep_checkpoints = shared->keep;
+    desc.save_in_background = shared->background;
+    return ddp_fsdp_create(&t->fsdp, group, &desc);
+}
+
+static ddp_result train_on(ddp_group *group, trained *t, int steps) {
+    for (; steps > 0; steps--) {
+        RANKS_OK(group, ddp_fsdp_unit_gather(t->fsdp, 0));
+        for (int k = 0; k < PARAMS; k++)
+            for (int i = 0; i < elements(k); i++) ((float *)t->params[k].param.grad.data)[i] = gradient(k, i);
+        RANKS_OK(group, ddp_fsdp_unit_reduce(t->fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_step(t->fsdp, 0.25f));
+    }
+    return DDP_OK;
+}
+
+static ddp_result has_version(ddp_group *group, trained *t, int version) {
+    RANKS_OK(group, ddp_fsdp_unit_gather(t->fsdp, 0));
+    for (int k = 0; k < PARAMS; k++)
+        for (int i = 0; i < elements(k); i++)
+            RANKS_CHECK(group, ((float *)t->params[k].param.value.data)[i] == value_of(version, k, i), "parameter %d element %d is not of version %d", k, i, version);
+    RANKS_CHECK(group, t->state.step == version, "step %d, not %d", (int)t->state.step, version);
+    return ddp_fsdp_unit_release(t->fsdp, 0);
+}
+
+/* user: the call before which this process is killed. */
+static ddp_result save_next(ddp_group *group, void *user) {
+    trained t;
+    RANKS_OK(group, trained_open(&t, group));
+    RANKS_OK(group, ddp_fsdp_load(t.fsdp, dir));
+    RANKS_OK(group, train_on(group, &t, 1));
+    RANKS_OK(group, ddp_barrier(group));
+    if (ddp_rank(group) == 0) calls_left = *(const int *)user;
+    RANKS_OK(group, ddp_barrier(group));
+    RANKS_OK(group, ddp_fsdp_save(t.fsdp, dir));
+    RANKS_OK(group, train_on(group, &t, 3));
+    RANKS_OK(group, ddp_fsdp_save_wait(t.fsdp));
+    ddp_fsdp_destroy(t.fsdp);
+    return DDP_OK;
+}
+
+/* The version that is found; 0 and a failure when it is none. Its momentum shows in the step after. */
+static int load_trained(ddp_group *group) {
+    trained t;
+    int version = 0;
+    if (trained_open(&t, group) == DDP_OK && ddp_fsdp_load(t.fsdp, dir) == DDP_OK) version = (int)t.state.step;
+    EXPECT(version > 0 && has_version(group, &t, version) == DDP_OK && train_on(group, &t, 1) == DDP_OK && has_version(group, &t, version + 1) == DDP_OK, "%s", ddp_last_error());
+    ddp_fsdp_destroy(t.fsdp);
+    return version;
+}
+
+static void test_trained(ddp_group *group, int background) {
+    trained t;
+    int at = 1, found, killed = 1;
+    snprintf(dir, sizeof dir, "%s/trained%d", folder, background);
+    shared->background = background;
+    shared->keep = 1 + background;
+    no_exchange = background;
+    EXPECT(trained_open(&t, group) == DDP_OK && train_on(group, &t, 1) == DDP_OK && ddp_fsdp_save(t.fsdp, dir) == DDP_OK, "%s", ddp_last_error());
+    ddp_fsdp_destroy(t.fsdp);
+    for (shared->version = 1; killed && at < 500; at++) {
+        int status = 0;
+        pid_t child = fork();
+        if (child == 0) _exit(ranks_run(RANKS_THREADS, 1 + background, 20000, save_next, &at) == DDP_OK ? 0 : 3);
+        while (waitpid(child, &status, 0) < 0) {}
+        killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+        EXPECT(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "the save ends with status %x", status);
+        found = load_trained(group);
+        EXPECT(found == shared->version + 1 || (killed && found == shared->version), "killed at call %d: version %d was found after %d", at, found, shared->version);
+        shared->version = found;
+    }
+    printf("%s: %d calls\n", dir, at - 2);
+    EXPECT(at > 30 && at < 500 && shared->version > 2, "%d calls, version %d", at, shared->version);
+}
+
 static void test_random(ddp_group *group) {
     int saved = 0;
     snprintf(dir, sizeof dir, "%s/random", folder);
@@ -202,6 +322,8 @@ int main(void) {
     test_moments(group, 0, 1);
     test_moments(group, 1, 2);
     test_moments(group, 0, 2);
+    test_trained(group, 0);
+    test_trained(group, 1);
     test_random(group);
     ddp_group_destroy(group);
     EXPECT(ckpt_shell("rm -rf %s", folder) == 0, "rm");
