@@ -31,8 +31,9 @@ find_package(ddp ${DDP_WANTED} CONFIG REQUIRED)
 add_executable(consumer ${CONSUMER_SOURCE})
 target_link_libraries(consumer PRIVATE ddp::ddp)
 END
+{ echo '#define DDP_STATIC'; cat consumer.c; } >consumer.cpp # what nobody calls is not compiled
 cp consumer.c found/consumer.c
-cp consumer.c found/consumer.cpp
+cp consumer.cpp found/consumer.cpp
 configure() { # directory, build directory, then options
     source=$1 binary=$2
     shift 2
@@ -58,13 +59,13 @@ if(TARGET train_gpt OR BUILD_TESTING)
 endif()
 END
 cp consumer.c added/consumer.c
-cp consumer.c added/consumer.cpp
+cp consumer.cpp added/consumer.cpp
 configure added added/c -DDDP_ROOT="$root" -DCONSUMER_LANGUAGE=C -DCONSUMER_SOURCE=consumer.c
 "$cmake" --build added/c
 added/c/consumer
 if [ -n "$cxx" ]; then
-    configure found found/cxx -DDDP_WANTED="${version%.*}" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
-    configure added added/cxx -DDDP_ROOT="$root" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
+    configure found found/cxx -DCMAKE_BUILD_TYPE=Release -DDDP_WANTED="${version%.*}" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
+    configure added added/cxx -DCMAKE_BUILD_TYPE=Release -DDDP_ROOT="$root" -DCMAKE_CXX_COMPILER="$cxx" -DCONSUMER_LANGUAGE=CXX -DCONSUMER_SOURCE=consumer.cpp
     "$cmake" --build found/cxx && found/cxx/consumer
     "$cmake" --build added/cxx && added/cxx/consumer
 fi

@@ -102,20 +102,19 @@ case_declarations() { # strict ISO C and C++, each header first in its file, twi
 
 #== the implementation, by compiler and language =============================================================
 
-implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, case_linking has gcc and g++ without
+implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, the trainers gcc at -O3, case_linking gcc and g++ without
     implementation >unit.c
     build "$@" $warnings -I"$root" -c unit.c -o unit.o
 }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
-case_o3_native_gcc() { implement $CC -std=gnu11 -O3 -march=native; }
 case_o3_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O3 -march=native; }
 case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings -fsyntax-only -I"$root" unit.c; }
 case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 
-case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled; it calls nothing, so the rest needs no bodies
+case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled
     need "$CLANG" clang
     for command in "$CC -O2" "$CC -O3 -march=native -ffp-contract=fast" "$CLANG -O3 -march=native -ffp-contract=fast"; do
-        build $command -std=gnu11 $warnings -I"$root" -I"$root/examples" -ffunction-sections -Wl,--gc-sections "$root/tests/compile/optimizer_bits.c" -o bits -lm
+        build $command -std=gnu11 $warnings -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o bits -lm
         ./bits >bits.txt || fail "$command: $(cat bits.txt)"
         cat bits.txt >>all.txt
     done
@@ -147,7 +146,7 @@ case_nvcc() {
 }
 
 # ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
-# is always optimised; where only the host's side matters, $unoptimised saves the time.
+# is always optimised as PTX; where only the host's side matters, $unoptimised saves the time, as -Xptxas -O0 does where PTX is all that is looked at.
 unoptimised='-arch=compute_80 -Xcicc -O0'
 cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
@@ -156,7 +155,7 @@ cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M 
 case_cuda() { # code for two generations and as PTX; then with ddp.h in a C file, this header's bodies for nvcc, and a C program that calls both
     need_cuda
     { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
-    cuda -O1 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
+    cuda -O0 -Xptxas -O0 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
     set -- *.ptx
     [ $# -eq 1 ] && [ -f "$1" ] || fail "expected the PTX of one architecture, there is $*"
     grep -q 'ld.global.v4' "$1" && grep -q 'st.global.v4' "$1" || fail "no 16-byte accesses in $1"
@@ -272,8 +271,8 @@ siblings_alone() { # each sibling implemented in a file of its own, next to ddp.
 case_static() { # a private copy per file, and nothing exported
     implementation '#define DDP_STATIC' >a.c; cp a.c c.c
     main_program >>a.c; other_unit >>c.c
-    build $CC -std=gnu11 $warnings -I"$root" -c a.c -o a.o
-    build $CC -std=gnu11 $warnings -I"$root" -c c.c -o c.o
+    build $CC -std=gnu11 -O1 $warnings -I"$root" -c a.c -o a.o # -O0 compiles what nobody calls too
+    build $CC -std=gnu11 -O1 $warnings -I"$root" -c c.c -o c.o
     build $CC a.o c.o -o program -lpthread -lm
     build ./program
     if nm -g --defined-only c.o | grep -v ' ddp_test_other$' | grep ' '; then fail "DDP_STATIC exports symbols"; fi

@@ -1,8 +1,9 @@
 /*  optimizer_bits.c - AdamW of ddp_fsdp.h has the bits of gpt_adamw, wherever an element lies, and however the two were compiled.
 
     Prints a checksum of the bits of all kinds of optimizers: matrix.sh builds this with several compilers and options, and compares. It calls the arithmetic
-    alone, so it is linked without the bodies of ddp.h. */
-#define DDP_FSDP_IMPLEMENTATION
+    alone, and what nobody calls is not compiled. */
+#define DDP_STATIC
+#define DDP_IMPLEMENTATION
 #include "ddp_fsdp.h"
 #include "gpt.h"
 
