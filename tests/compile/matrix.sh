@@ -155,7 +155,7 @@ cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M 
 case_cuda() { # code for two generations and as PTX; then with ddp.h in a C file, this header's bodies for nvcc, and a C program that calls both
     need_cuda
     { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
-    cuda -O0 -Xptxas -O0 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
+    cuda -O1 -Xptxas -O0 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
     set -- *.ptx
     [ $# -eq 1 ] && [ -f "$1" ] || fail "expected the PTX of one architecture, there is $*"
     grep -q 'ld.global.v4' "$1" && grep -q 'st.global.v4' "$1" || fail "no 16-byte accesses in $1"
