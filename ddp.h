@@ -6250,16 +6250,16 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 //== gradient buckets =============================================================================== >>impl-buckets
 
-/* A bucket is a list of parameters whose gradients have one dtype and are reduced together. Gradients of a bucket that lie
-   next to each other on every rank form a range. A large range, or a bucket's only one, is reduced where it lies; small ones are
-   copied into the flat buffer, reduced as one, and copied back.
+/* A bucket is a list of parameters whose gradients have one dtype and are reduced together. Gradients of a bucket that lie next to
+   each other on every rank form a range. A large range, or a bucket's only one, is reduced where it lies; small ones are copied
+   into the flat buffer, reduced as one, and copied back.
 
-       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters in the order of reduction
+       walk       p7 p6 p5 | p4 p2 | p3 p1 p0      parameters, bucket by bucket in the order of reduction
        memory     [p7 p6 p5]  [p2]  [p3] [p4] [p1 p0]
        bucket 0   one range, in place;  bucket 1: p4, p2 packed;  bucket 2: p3 packed or not by its size, p1 p0 as one
 
-   Buckets, ranges and their counts are equal on all ranks: they follow from what create has compared, from links that hold on every
-   rank, and from an order that rank 0 sends. Only addresses differ. */
+   Buckets and ranges are equal on all ranks, except for addresses: they follow from what create has compared, from links that hold
+   on every rank, and from an order that rank 0 sends. */
 
 #define DDP__RANGE_IN_PLACE ((size_t)64 * 1024) /* bytes; packing costs two copies, a call of its own about a microsecond */
 #define DDP__DTYPES 10
@@ -6267,31 +6267,24 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 typedef struct ddp__grad {
     unsigned char *data;
     size_t count, size_bytes;
+    size_t range;           /* elements of the range that begins here; 0 = none does */
     ddp_dtype dtype;
     int first_use;          /* the first parameter with this value: itself unless tied */
     int bucket;             /* -1 = in none */
     int next, previous;     /* parameters whose gradients follow and precede in memory, on every rank; -1 = none */
+    unsigned char in_place; /* how its range is reduced */
     unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
     unsigned char ready;    /* announced in this step */
     unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
     unsigned char unused;   /* no rank used it in the last step */
 } ddp__grad;
 
-typedef struct ddp__range {
-    unsigned char *data;
-    size_t count;
-    int in_place;
-} ddp__range;
-
 typedef struct ddp__bucket {
     ddp_reducer *reducer;
-    int index;
-    int first, last;             /* its part of walk; parameters of other dtypes may lie between its own */
-    int pending;                 /* parameters still to be announced in this step */
-    int range_count;
-    ddp__range *ranges;
-    ddp_dtype dtype, wire;       /* gradients; what is sent */
-    size_t flat_count;           /* elements packed; 0 = everything in place */
+    int index, first, last; /* its part of walk */
+    int pending;            /* parameters still to be announced in this step */
+    ddp_dtype dtype, wire;  /* gradients; what is sent */
+    size_t flat_count;      /* elements packed; 0 = everything in place */
     uint64_t divisor;
     ddp_work work;
 } ddp__bucket;
@@ -6299,41 +6292,40 @@ typedef struct ddp__bucket {
 struct ddp_reducer {
     ddp_group *group;
     const ddp_device *device;
-    ddp_reducer_desc desc;       /* defaults resolved; hook and buffers as given */
-    int rank, world_size;
-    int active;                  /* ranks that the average is over: world_size, or fewer inside a join */
-    int shadow;                  /* 1 = this step stands in for a rank without a batch */
+    ddp_reducer_desc desc;     /* defaults resolved; hook and buffers as given */
+    int active;                /* ranks that the average is over: world_size, or fewer inside a join */
+    int shadow;                /* 1 = this step stands in for a rank without a batch */
     int no_sync;
-    ddp__bucket *buckets;        /* this and the next four: one block, an entry per parameter */
+    ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
-    ddp__range *ranges;
-    int *walk;                   /* parameters in the order that fills the buckets; -1 from where there are no more */
-    int *ready_order;            /* parameters as they were announced in this step */
+    int *walk;
+    int *ready_order;          /* parameters as they were announced in this step; while buckets are planned, the order to fill them in */
     int ready_count, next_bucket;
-    void *arena;                 /* group memory: gradients that were NULL */
-    void *flat;                  /* group memory: the bucket being reduced, if it is packed */
-    size_t flat_bytes, arena_bytes;
-    void *host;                  /* small agreements between ranks, and scratch */
-    void *squares;               /* of all gradients: a ddp_exact_sum on the device */
-    double seconds;              /* these three: of this step so far, written by whoever carries a bucket out */
+    void *arena, *flat;        /* group memory: gradients that were NULL; the bucket being reduced, if it is packed */
+    size_t arena_bytes, flat_bytes;
+    void *host;                /* small agreements between ranks, and scratch */
+    void *squares;             /* of all gradients: a ddp_exact_sum on the device */
+    double seconds;            /* these three: of this step so far, written by whoever carries a bucket out */
     size_t sent, copied;
     ddp_reducer_stats stats;
 };
 
 /* With one rank and no hook there is only the division. */
-static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->world_size == 1 && !reducer->desc.hook; }
+static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->group->world_size == 1 && !reducer->desc.hook; }
 
 /* What gradients of a dtype are sent as. */
 static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     ddp_dtype comm = reducer->desc.comm_dtype;
-    return comm != DDP_DTYPE_DEFAULT && reducer->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
+    int casts = comm != DDP_DTYPE_DEFAULT && reducer->group->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype);
+    return casts ? comm : dtype;
 }
 
-/* Appends the bucket of all that walk[first .. last] holds of one dtype, with its ranges; returns the bytes it needs in the flat buffer. */
+/* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
     ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
+    int ranges = 0;
     memset(bucket, 0, sizeof *bucket);
     bucket->reducer = reducer;
     bucket->index = reducer->stats.bucket_count++;
@@ -6341,23 +6333,20 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
     bucket->last = last;
     bucket->dtype = dtype;
     bucket->wire = ddp__wire_dtype(reducer, dtype);
-    bucket->ranges = bucket->index ? bucket[-1].ranges + bucket[-1].range_count : reducer->ranges;
-    for (int k = first; k <= last; k++)
-        if (grads[reducer->walk[k]].dtype == dtype) grads[reducer->walk[k]].bucket = bucket->index;
+    for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
     for (int k = first; k <= last; k++) {
-        int i = reducer->walk[k], before = grads[i].previous;
-        ddp__range *range = &bucket->ranges[bucket->range_count];
-        if (grads[i].bucket != bucket->index || grads[i].count == 0 || (before >= 0 && grads[before].bucket == bucket->index)) continue;
-        range->data = grads[i].data;
-        for (; i >= 0 && grads[i].bucket == bucket->index; i = grads[i].next)
-            range->count = (size_t)(grads[i].data + grads[i].size_bytes - range->data) / size;
-        bucket->range_count++;
+        ddp__grad *grad = &grads[reducer->walk[k]], *end = grad;
+        grad->range = 0;
+        if (grad->count == 0 || (grad->previous >= 0 && grads[grad->previous].bucket == bucket->index)) continue;
+        while (end->next >= 0 && grads[end->next].bucket == bucket->index) end = &grads[end->next];
+        grad->range = (size_t)(end->data + end->size_bytes - grad->data) / size;
+        ranges++;
     }
-    for (int k = 0; k < bucket->range_count; k++) {
-        ddp__range *range = &bucket->ranges[k];
-        int large = !reducer->desc.hook && range->count * size >= DDP__RANGE_IN_PLACE;
-        range->in_place = bucket->wire == dtype && (bucket->range_count == 1 || large || ddp__reducer_is_alone(reducer));
-        if (!range->in_place) bucket->flat_count += range->count;
+    for (int k = first; k <= last; k++) {
+        ddp__grad *grad = &grads[reducer->walk[k]];
+        int large = !reducer->desc.hook && grad->range * size >= DDP__RANGE_IN_PLACE;
+        grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
+        if (!grad->in_place) bucket->flat_count += grad->range;
     }
     return bucket->flat_count * ddp_dtype_size(bucket->wire);
 }
@@ -6374,28 +6363,33 @@ static void ddp__buckets_reset(ddp_reducer *reducer) {
     reducer->seconds = 0;
 }
 
-/* Fills buckets in the order of walk, each dtype on its own: add one, close once the limit is reached, so that buckets overshoot (PyTorch
-   DDP's rule). They stand in the order in which they close, in which they also get ready. Collective: the largest packed one gets room. */
-static ddp_result ddp__buckets_plan(ddp_reducer *reducer) {
-    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES]; /* the bucket being filled; last: of the dtype, in walk */
-    size_t flat_bytes = 0, *largest = &reducer->stats.largest_bucket_bytes;
-    const int *walk = reducer->walk;
+/* Fills buckets with the first count parameters of ready_order, each dtype on its own: add one, close once the limit is reached, so
+   that buckets overshoot (PyTorch DDP's rule). They stand in the order in which they close, in which they also get ready.
+   Collective: the largest packed one gets room. */
+static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
+    struct { size_t bytes, limit; int first, last; } open[DDP__DTYPES]; /* the bucket being filled; last: of the dtype */
+    const int *order = reducer->ready_order;
+    ddp__grad *grads = reducer->grads;
+    size_t flat_bytes = 0;
+    int walked = 0;
     ddp_result result;
     memset(open, 0, sizeof open);
     for (int d = 0; d < DDP__DTYPES; d++) open[d].limit = reducer->desc.first_bucket_bytes;
-    for (int i = 0; i < reducer->desc.param_count; i++) reducer->grads[i].bucket = -1;
-    for (int k = 0; k < reducer->desc.param_count && walk[k] >= 0; k++) open[reducer->grads[walk[k]].dtype].last = k;
+    for (int i = 0; i < reducer->desc.param_count; i++) grads[i].bucket = -1;
+    for (int k = 0; k < count; k++) open[grads[order[k]].dtype].last = k;
     reducer->stats.bucket_count = 0;
-    *largest = 0;
-    for (int k = 0; k < reducer->desc.param_count && walk[k] >= 0; k++) {
-        const ddp__grad *grad = &reducer->grads[walk[k]];
-        int d = (int)grad->dtype;
+    reducer->stats.largest_bucket_bytes = 0;
+    for (int k = 0; k < count; k++) {
+        ddp_dtype d = grads[order[k]].dtype;
+        int first = walked;
         size_t needed;
-        open[d].bytes += grad->size_bytes;
+        open[d].bytes += grads[order[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
-        needed = ddp__bucket_make(reducer, grad->dtype, open[d].first, k);
+        for (int j = open[d].first; j <= k; j++)
+            if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
+        needed = ddp__bucket_make(reducer, d, first, walked - 1);
         if (needed > flat_bytes) flat_bytes = needed;
-        if (open[d].bytes > *largest) *largest = open[d].bytes;
+        if (open[d].bytes > reducer->stats.largest_bucket_bytes) reducer->stats.largest_bucket_bytes = open[d].bytes;
         open[d].first = k + 1;
         open[d].bytes = 0;
         open[d].limit = reducer->desc.bucket_cap_bytes;
@@ -6419,13 +6413,13 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
     }
-    if (reducer->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
+    if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
     result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
-    DDP__RANK_FAIL(reducer, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result), bucket->index,
-                   view.bucket_count, ddp_last_error());
-    if (reducer->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
+    DDP__RANK_FAIL(group, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result),
+                   bucket->index, view.bucket_count, ddp_last_error());
+    if (group->world_size > 1) ddp_group_poison(group, result, ddp_last_error()); /* the first cause stays, if there is one */
     return result;
 }
 
@@ -6433,13 +6427,13 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
 static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     unsigned char *flat = (unsigned char *)reducer->flat;
-    for (int k = 0; k < bucket->range_count; k++) {
-        const ddp__range *range = &bucket->ranges[k];
-        size_t bytes = range->count * ddp_dtype_size(bucket->wire);
-        unsigned char *from = pack ? range->data : flat, *to = pack ? flat : range->data;
-        if (range->in_place) continue;
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        size_t bytes = grad->range * ddp_dtype_size(bucket->wire);
+        unsigned char *from = pack ? grad->data : flat, *to = pack ? flat : grad->data;
+        if (!grad->range || grad->in_place) continue;
         if (bucket->wire == bucket->dtype) reducer->device->copy(to, from, bytes);
-        else reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, range->count);
+        else reducer->device->cast(to, pack ? bucket->wire : bucket->dtype, from, pack ? bucket->dtype : bucket->wire, grad->range);
         reducer->copied += bytes;
         flat += bytes;
     }
@@ -6450,19 +6444,20 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
     ddp_reducer *reducer = bucket->reducer;
     double begin = ddp_now();
-    ddp_result result = DDP_OK;
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
-        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt buckets; "
-                              "free group memory and make a new reducer");
+        return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
+                              "buckets; free group memory and make a new reducer");
     if (bucket->flat_count) {
         ddp__bucket_copy(bucket, 1);
-        result = ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count);
-        if (result == DDP_OK) ddp__bucket_copy(bucket, 0);
+        DDP__TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
+        ddp__bucket_copy(bucket, 0);
     }
-    for (int k = 0; k < bucket->range_count && result == DDP_OK; k++)
-        if (bucket->ranges[k].in_place) result = ddp__bucket_reduce(bucket, bucket->ranges[k].data, bucket->ranges[k].count);
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, grad->data, grad->range));
+    }
     if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
-    return result == DDP_OK ? ddp__device_check(group) : result;
+    return ddp__device_check(group);
 }
 
 /* Hands the next bucket over; what is not announced counts as zeros. now = 1: returns when it is reduced, on an idle group by this thread. */
@@ -6471,12 +6466,12 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
     ddp_result result = DDP_OK;
     DDP__TRY(ddp__compute(reducer->group));
     for (int k = bucket->first; k <= bucket->last; k++) {
-        ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        if (grad->bucket == bucket->index && !grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
+        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
     bucket->divisor = (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     if (!ddp__reducer_is_alone(reducer)) result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, now ? NULL : &bucket->work);
-    else result = bucket->divisor == 1 ? DDP_OK : ddp__bucket_run(reducer->group, bucket);
+    else if (bucket->divisor != 1) result = ddp__bucket_run(reducer->group, bucket);
     reducer->next_bucket += result == DDP_OK;
     return result;
 }
@@ -6486,12 +6481,9 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 #define DDP__SCHEMA_OPTIONS 8
 #define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
-/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so that the last one
-   stands for all. Texts may be cut short: the hash has all of the name and shape. */
-typedef struct ddp__entry { uint64_t hash; char what[32], text[240]; } ddp__entry;
-
-/* What ranks tell each other at create: how far they got, and the hash of the last entry. A rank that failed takes no part. */
-typedef struct ddp__schema { ddp__outcome own; uint64_t hash; } ddp__schema;
+/* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so
+   that the last one stands for all. Texts may be cut short: the hash has all of the name and shape. result: how a rank fared. */
+typedef struct ddp__entry { uint64_t hash; ddp_result result; char what[32], text[DDP__TEXT_MAX]; } ddp__entry;
 
 typedef struct ddp__grad_key { uintptr_t address; int index; } ddp__grad_key;
 
@@ -6515,14 +6507,13 @@ static uint64_t ddp__shape_text(uint64_t hash, const ddp_tensor *tensor, char *t
 
 /* The gradient with the defaults of ddp_param resolved. */
 static ddp_tensor ddp__param_grad(const ddp_param *param) {
-    ddp_tensor grad = param->grad;
-    if (grad.dtype == DDP_DTYPE_DEFAULT) grad.dtype = param->value.dtype;
-    if (grad.ndim == 0) {
-        grad.ndim = param->value.ndim;
-        memcpy(grad.shape, param->value.shape, sizeof grad.shape);
-    }
+    ddp_tensor grad = param->grad.ndim ? param->grad : param->value;
+    grad.data = param->grad.data;
+    grad.dtype = param->grad.dtype != DDP_DTYPE_DEFAULT ? param->grad.dtype : param->value.dtype;
     return grad;
 }
+
+static size_t ddp__tensor_bytes(const ddp_tensor *tensor) { return (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype); }
 
 /* Entry `index` of the list; hash is that of the entry before. After the last parameter, and the last buffer, comes one that says so. */
 static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint64_t hash) {
@@ -6532,14 +6523,15 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         {"micro_batch_count", d->micro_batch_count}, {"find_unused", !!d->find_unused}, {"static_graph", !!d->static_graph},
         {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast}};
     int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
+    const char *kind = buffer < 0 ? "parameter" : "buffer";
     ddp__entry entry;
     memset(&entry, 0, sizeof entry);
-    if (param < 0) snprintf(entry.what, sizeof entry.what, "%s", options[index].name);
-    else snprintf(entry.what, sizeof entry.what, "%s %d", buffer < 0 ? "parameter" : "buffer", buffer < 0 ? param : buffer);
+    snprintf(entry.what, sizeof entry.what, "%s %d", kind, buffer < 0 ? param : buffer);
     if (param < 0) {
+        snprintf(entry.what, sizeof entry.what, "%s", options[index].name);
         snprintf(entry.text, sizeof entry.text, "%lld", options[index].value);
     } else if (param == d->param_count || buffer >= d->buffer_count) {
-        snprintf(entry.text, sizeof entry.text, "no such %s", buffer < 0 ? "parameter" : "buffer");
+        snprintf(entry.text, sizeof entry.text, "no such %s", kind);
     } else if (buffer >= 0) {
         hash = ddp__shape_text(hash, &d->buffers[buffer], entry.text, sizeof entry.text);
     } else {
@@ -6551,9 +6543,10 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp__hash_bytes(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
-        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
+        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient,
+                 own->placed ? "NULL" : "given");
     }
-    entry.hash = ddp__hash_bytes(hash, entry.text, sizeof entry.text);
+    entry.hash = ddp__hash_bytes(hash, entry.text, strlen(entry.text) + 1);
     return entry;
 }
 
@@ -6561,10 +6554,10 @@ static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
     DDP__CREATE_NEED(d, "desc is NULL");
     DDP__CREATE_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
     DDP__CREATE_NEED(d->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
-    DDP__CREATE_NEED(d->comm_dtype == DDP_DTYPE_DEFAULT || d->comm_dtype == DDP_F16 || d->comm_dtype == DDP_BF16,
-                     "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0", ddp_dtype_name(d->comm_dtype));
-    DDP__CREATE_NEED(d->buffer_count == 0 || (d->buffer_count > 0 && d->buffers), "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers",
-                     d->buffer_count);
+    DDP__CREATE_NEED(d->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(d->comm_dtype), "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0",
+                     ddp_dtype_name(d->comm_dtype));
+    DDP__CREATE_NEED(d->buffer_count == 0 || (d->buffer_count > 0 && d->buffers),
+                     "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
     for (int i = 0; i < d->buffer_count; i++) {
         int64_t count = ddp_tensor_count(&d->buffers[i]);
         DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(d->buffers[i].dtype) && (count == 0 || d->buffers[i].data),
@@ -6582,14 +6575,15 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     ddp__label label = ddp__param_label(reducer->desc.params, index);
     size_t size = ddp_dtype_size(grad.dtype);
     DDP__CREATE_NEED(ddp_dtype_size(value->dtype), "%s: value.dtype is %d; set it to a ddp_dtype", label.text, (int)value->dtype);
-    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are not negative",
-                     label.text, value->ndim, DDP_MAX_NDIM);
+    DDP__CREATE_NEED(count >= 0 && count <= INT64_MAX / 16, "%s: value.ndim=%d or its shape is impossible; ndim is 0 to %d, sizes are "
+                     "not negative", label.text, value->ndim, DDP_MAX_NDIM);
     DDP__CREATE_NEED(count == 0 || value->data, "%s: value.data is NULL; point it at the parameter", label.text);
-    DDP__CREATE_NEED(grad.dtype >= DDP_F32 && grad.dtype <= DDP_BF16, "%s: a gradient of dtype %s has no average; use f32, f64, f16 or bf16",
-                     label.text, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED(grad.dtype >= DDP_F32 && grad.dtype <= DDP_BF16, "%s: a gradient of dtype %s has no average; use f32, f64, f16 or "
+                     "bf16", label.text, ddp_dtype_name(grad.dtype));
     DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
                      (long long)grad_count, (long long)count);
-    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data, ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data,
+                     ddp_dtype_name(grad.dtype));
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
@@ -6597,7 +6591,7 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     own->placed = !grad.data;
     own->expected = 1;
     own->first_use = index;
-    own->next = own->previous = own->bucket = -1;
+    own->next = own->previous = -1;
     reducer->stats.gradient_bytes += own->size_bytes;
     if (own->placed) reducer->arena_bytes += ddp__round_up(own->size_bytes, DDP__ALIGN);
     return DDP_OK;
@@ -6649,26 +6643,26 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
 
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
-    size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + sizeof(ddp__range) + 2 * sizeof(int);
+    size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     DDP__TRY(ddp__reducer_check_desc(desc));
     n = (size_t)desc->param_count;
     reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
     reducer->grads = (ddp__grad *)(reducer->buckets + n); /* by falling alignment */
-    reducer->ranges = (ddp__range *)(reducer->grads + n);
-    reducer->walk = (int *)(reducer->ranges + n);
+    reducer->walk = (int *)(reducer->grads + n);
     reducer->ready_order = reducer->walk + n;
     reducer->desc = *desc;
-    if (reducer->desc.bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
-    if (reducer->desc.first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
-    if (reducer->desc.micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
+    if (desc->bucket_cap_bytes == 0) reducer->desc.bucket_cap_bytes = (size_t)25 << 20;
+    if (desc->first_bucket_bytes == 0) reducer->desc.first_bucket_bytes = (size_t)1 << 20;
+    if (desc->micro_batch_count == 0) reducer->desc.micro_batch_count = 1;
+    DDP__TRY(reducer->device->alloc(reducer->group, sizeof(ddp_exact_sum), &reducer->squares));
     for (int i = 0; i < desc->param_count; i++) DDP__TRY(ddp__reducer_take_param(reducer, i));
     return ddp__reducer_check_memory(reducer);
 }
 
 /* host (count elements) becomes op over ranks of host. */
 static ddp_result ddp__reducer_agree(ddp_reducer *reducer, size_t count, ddp_dtype dtype, ddp_op op) {
-    if (reducer->world_size == 1) return DDP_OK;
+    if (reducer->group->world_size == 1) return DDP_OK;
     return ddp__submit_host(reducer->group, DDP_CALL_ALL_REDUCE, reducer->host, reducer->host, count, dtype, op, DDP__FOR_REDUCER);
 }
 
@@ -6677,38 +6671,34 @@ static ddp_result ddp__reducer_gather(ddp_reducer *reducer, const void *mine, si
     return ddp__submit_host(reducer->group, DDP_CALL_ALL_GATHER, mine, reducer->host, bytes, DDP_U8, DDP_OP_SUM, DDP__FOR_REDUCER);
 }
 
-/* Some entry differs: finds the first one that does, in step with all ranks, and puts it into words. */
-static ddp_result ddp__reducer_name_difference(ddp_reducer *reducer) {
-    const ddp__entry *all = (const ddp__entry *)reducer->host;
-    uint64_t hash = 0;
-    for (int index = 0;; index++) {
-        ddp__entry mine = ddp__schema_entry(reducer, index, hash);
-        DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
-        for (int r = 1; r < reducer->world_size; r++)
-            if (all[r].hash != all[0].hash)
-                return DDP__RANK_FAIL(reducer, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %.180s on rank 0, %.180s on rank %d; pass the same on "
-                                      "every rank", mine.what, all[0].text, all[r].text, r);
-        hash = mine.hash;
-    }
-}
-
-/* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. */
+/* Collective. own is how this rank fared; DDP_OK comes back only if every rank is fine and all were given the same. Ranks tell each other
+   that, and the hash of their last entry; where one differs they go through the list in step, up to the entry to name. */
 static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
     int entries = DDP__SCHEMA_OPTIONS + reducer->desc.param_count + 1 + reducer->desc.buffer_count + 1;
-    const ddp__schema *all = (const ddp__schema *)reducer->host;
-    ddp__schema mine;
-    if (reducer->world_size == 1) return own;
+    const ddp__entry *all = (const ddp__entry *)reducer->host;
+    uint64_t hash = 0;
+    ddp__entry mine;
+    if (reducer->group->world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
-    ddp__outcome_join(&mine.own, own);
+    mine.result = own;
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%s", ddp_last_error());
     for (int i = 0; i < entries && own == DDP_OK; i++) mine.hash = ddp__schema_entry(reducer, i, mine.hash).hash;
-    DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
-    if (own != DDP_OK) return ddp__outcome_tell(&mine.own);
-    for (int r = 0; r < reducer->world_size; r++)
-        if (all[r].own.result != DDP_OK)
-            return DDP__RANK_FAIL(reducer, all[r].own.result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].own.text);
-    for (int r = 1; r < reducer->world_size; r++)
-        if (all[r].hash != all[0].hash) return ddp__reducer_name_difference(reducer);
-    return DDP_OK;
+    for (int index = -1, differ = 0;; index++) {
+        if (index >= 0) mine = ddp__schema_entry(reducer, index, hash);
+        if (index >= 0) hash = mine.hash;
+        DDP__TRY(ddp__reducer_gather(reducer, &mine, sizeof mine));
+        if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+        for (int r = 0; r < reducer->group->world_size; r++) {
+            if (all[r].result != DDP_OK)
+                return DDP__RANK_FAIL(reducer->group, all[r].result, "ddp_reducer_create: rank %d failed: %.400s", r, all[r].text);
+            if (all[r].hash == all[0].hash) continue;
+            if (index >= 0)
+                return DDP__RANK_FAIL(reducer->group, DDP_ERR_MISMATCH, "ddp_reducer_create: %s differs: %.180s on rank 0, %.180s on "
+                                      "rank %d; pass the same on every rank", mine.what, all[0].text, all[r].text, r);
+            differ = 1;
+        }
+        if (!differ) return DDP_OK;
+    }
 }
 
 //== reducer ======================================================================================== >>impl-reducer
@@ -6741,10 +6731,7 @@ static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
         size_t extent = gaps ? ddp__round_up(left->size_bytes, DDP__ALIGN) : left->size_bytes;
         if (left->dtype == right->dtype && left->placed == right->placed && left->data + extent == right->data) left->next = keys[k].index;
     }
-    for (int i = 0; i < n; i++) {
-        links[i] = reducer->grads[i].next;
-        links[n + i] = -links[i];
-    }
+    for (int i = 0; i < n; i++) links[n + i] = -(links[i] = reducer->grads[i].next);
     DDP__TRY(ddp__reducer_agree(reducer, (size_t)n * 2, DDP_I32, DDP_OP_MIN)); /* the smallest, and minus the largest */
     for (int i = 0; i < n; i++) {
         if (links[i] != -links[n + i]) reducer->grads[i].next = -1;
@@ -6758,7 +6745,7 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     int n = reducer->desc.param_count;
     for (int k = 0; k < count; k++) {
         const ddp_tensor *tensor = k < n ? &reducer->desc.params[k].value : &reducer->desc.buffers[k - n];
-        size_t bytes = (size_t)ddp_tensor_count(tensor) * ddp_dtype_size(tensor->dtype);
+        size_t bytes = ddp__tensor_bytes(tensor);
         if (bytes > 0 && (k >= n || reducer->grads[k].first_use == k))
             DDP__TRY(ddp_broadcast(reducer->group, tensor->data, bytes, DDP_U8, root, NULL));
     }
@@ -6770,8 +6757,8 @@ static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
     DDP__TRY(ddp__reducer_place(reducer));
     DDP__TRY(ddp__reducer_link(reducer));
-    for (int k = 0; k < n; k++) reducer->walk[k] = n - 1 - k;
-    DDP__TRY(ddp__buckets_plan(reducer));
+    for (int k = 0; k < n; k++) reducer->ready_order[k] = n - 1 - k;
+    DDP__TRY(ddp__buckets_plan(reducer, n));
     if (!reducer->desc.skip_initial_broadcast) DDP__TRY(ddp__reducer_broadcast(reducer, n + reducer->desc.buffer_count, 0));
     for (int i = 0; i < n; i++) {
         ddp_param *param = &reducer->desc.params[i];
@@ -6790,33 +6777,23 @@ static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_mfree(reducer->group, reducer);
 }
 
-/* The object and its room for agreements; without these a rank cannot even tell the others. */
-static ddp_reducer *ddp__reducer_make(ddp_group *group, const ddp_reducer_desc *desc) {
-    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
-    size_t schemas = (size_t)group->world_size * sizeof(ddp__schema), bytes = keys > schemas ? keys : schemas;
-    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + bytes);
-    if (!reducer) return NULL;
-    reducer->group = group;
-    reducer->device = group->device;
-    reducer->rank = group->rank;
-    reducer->world_size = reducer->active = group->world_size;
-    reducer->host = reducer + 1;
-    if (reducer->device->alloc(group, sizeof(ddp_exact_sum), &reducer->squares) == DDP_OK) return reducer;
-    ddp_group_mfree(group, reducer);
-    return NULL;
-}
-
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
     ddp__outcome failure = {DDP_OK, ""};
+    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0, entries;
     ddp_reducer *reducer;
     ddp_result result;
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
-    reducer = ddp__reducer_make(group, desc);
-    if (!reducer) {
+    entries = (size_t)group->world_size * sizeof(ddp__entry);
+    reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > entries ? keys : entries));
+    if (!reducer) { /* and no room to tell the others */
         if (group->world_size > 1) ddp_group_abort(group);
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
     }
+    reducer->group = group;
+    reducer->device = group->device;
+    reducer->active = group->world_size;
+    reducer->host = reducer + 1;
     result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
@@ -6874,27 +6851,26 @@ static ddp_result ddp__reducer_find_unused(ddp_reducer *reducer) {
 /* Whether some rank lacked a parameter; missing is this rank's first, or -1. Everybody takes part, so that everybody knows; the calls of a
    rank that lacks one went on and the group stays whole. */
 static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) {
+    const ddp_group *group = reducer->group;
     int64_t *first = (int64_t *)reducer->host;
-    *first = missing < 0 ? INT64_MAX : (int64_t)missing * reducer->world_size + reducer->rank;
+    *first = missing < 0 ? INT64_MAX : (int64_t)missing * group->world_size + group->rank;
     DDP__TRY(ddp__reducer_agree(reducer, 1, DDP_I64, DDP_OP_MIN));
-    DDP__CHECK("ddp_reducer_wait", reducer->group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
-               "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / reducer->world_size)).text,
-               (int)(*first % reducer->world_size), (unsigned long long)reducer->stats.steps);
+    DDP__CHECK("ddp_reducer_wait", group, *first == INT64_MAX, "%s never became ready on rank %d in step %llu; call ddp_reducer_ready for it in "
+               "every step, or set find_unused", ddp__param_label(reducer->desc.params, (int)(*first / group->world_size)).text,
+               (int)(*first % group->world_size), (unsigned long long)reducer->stats.steps);
     return DDP_OK;
 }
 
 /* Once: rank 0's order of readiness becomes everybody's order of buckets. What static_graph saw nobody use is in none. */
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
-    int32_t *walk = (int32_t *)reducer->host;
-    memcpy(walk, reducer->ready_order, (size_t)count * sizeof walk[0]);
+    int *order = reducer->ready_order, *first = (int *)reducer->host;
     for (int i = n - 1; i >= 0; i--)
-        if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) walk[count++] = i;
-    while (count < n) walk[count++] = -1;
-    for (int k = 0; k < n && reducer->rank > 0; k++) walk[k] = INT32_MAX; /* rank 0's is the smallest */
+        if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
+    for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1; /* rank 0's is the smallest */
     DDP__TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
-    memcpy(reducer->walk, walk, (size_t)n * sizeof walk[0]);
-    DDP__TRY(ddp__buckets_plan(reducer));
+    for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
+    DDP__TRY(ddp__buckets_plan(reducer, count));
     reducer->stats.rebuilt = 1;
     return DDP_OK;
 }
@@ -6911,7 +6887,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
     result = ddp__compute(reducer->group);
-    if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->world_size > 1);
+    if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
         const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
@@ -6922,7 +6898,8 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     stats->bytes_copied = reducer->copied;
     stats->comm_seconds = reducer->seconds;
     stats->wait_seconds = ddp_now() - begin;
-    stats->overlap = reducer->world_size > 1 && stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    stats->overlap = stats->wait_seconds < stats->comm_seconds ? 1 - stats->wait_seconds / stats->comm_seconds : 0;
+    if (reducer->group->world_size == 1) stats->overlap = 0;
     stats->total_comm_seconds += stats->comm_seconds;
     stats->total_wait_seconds += stats->wait_seconds;
     stats->steps += result == DDP_OK;
@@ -6985,7 +6962,6 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
 //== micro-batches ============================================================================== >>impl-accumulator
 
 #define DDP__ACCUMULATE_BLOCK 4096 /* elements; a chain of additions stays in L1 */
-#define DDP__ACCUMULATOR_FAIL(...) ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_create: " __VA_ARGS__)
 
 /* A binary counter of partial sums. After t micro-batches level buffers 0 .. popcount(t) - 1 hold sums of blocks of 2^k micro-batches, one
    per set bit of t, the earliest and largest block first:
@@ -7004,46 +6980,41 @@ struct ddp_accumulator {
     int micro_batch;           /* t */
 };
 
-static ddp_result ddp__accumulator_check(const ddp_accumulator_desc *d) {
-    if (!d) return DDP__ACCUMULATOR_FAIL("desc is NULL");
-    if (!d->params || d->param_count < 1)
-        return DDP__ACCUMULATOR_FAIL("param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    if (d->micro_batch_count < 1) return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d; set how many make a step, at least 1", d->micro_batch_count);
-    if (d->reducer && (d->params != d->reducer->desc.params || d->param_count != d->reducer->desc.param_count))
-        return DDP__ACCUMULATOR_FAIL("params are not those of the reducer; pass the same array and count to both");
-    if (d->reducer && d->reducer->desc.micro_batch_count != 1 && d->reducer->desc.micro_batch_count != d->micro_batch_count)
-        return DDP__ACCUMULATOR_FAIL("micro_batch_count=%d, but the reducer divides for %d; give both the same", d->micro_batch_count,
-                                     d->reducer->desc.micro_batch_count);
-    return DDP_OK;
-}
-
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
+    const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
     ddp_accumulator *accumulator;
     size_t depth = 0;
-    ddp_result result;
+    ddp_result result = DDP_OK;
     if (out) *out = NULL;
-    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_create: out or group is NULL");
-    result = ddp__accumulator_check(desc);
-    if (result != DDP_OK) return result;
+    DDP__NEED(out && group, "out or group is NULL");
+    DDP__NEED(desc, "desc is NULL");
+    DDP__NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
+    DDP__NEED(desc->micro_batch_count > 0, "micro_batch_count=%d; set how many make a step, at least 1", desc->micro_batch_count);
+    DDP__NEED(!reduced || (desc->params == reduced->params && desc->param_count == reduced->param_count),
+              "params are not those of the reducer; pass the same array and count to both");
+    DDP__NEED(!reduced || reduced->micro_batch_count == 1 || reduced->micro_batch_count == desc->micro_batch_count,
+              "micro_batch_count=%d, but the reducer divides for %d; give both the same", desc->micro_batch_count, reduced->micro_batch_count);
+    for (int i = 0; i < desc->param_count; i++) {
+        ddp_tensor grad = ddp__param_grad(&desc->params[i]);
+        DDP__NEED(ddp_tensor_count(&grad) >= 0 && ddp_dtype_size(grad.dtype), "%s has no dtype or an impossible shape; fill in its ddp_tensor",
+                  ddp__param_label(desc->params, i).text);
+        DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data, "%s: grad.data is NULL; create the reducer first, or point it at memory",
+                  ddp__param_label(desc->params, i).text);
+    }
     accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
     accumulator->first = (size_t *)(accumulator + 1);
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
-    for (int i = 0; i < desc->param_count && result == DDP_OK; i++) {
+    for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor grad = ddp__param_grad(&desc->params[i]);
-        int64_t count = ddp_tensor_count(&grad);
-        ddp__label label = ddp__param_label(desc->params, i);
-        if (count < 0 || !ddp_dtype_size(grad.dtype))
-            result = DDP__ACCUMULATOR_FAIL("%s has no dtype or an impossible shape; fill in its ddp_tensor", label.text);
-        else if (count > 0 && !grad.data)
-            result = DDP__ACCUMULATOR_FAIL("%s: grad.data is NULL; create the reducer first, or point it at memory", label.text);
         accumulator->first[i] = accumulator->level_bytes;
-        accumulator->level_bytes += ddp__round_up((size_t)count * ddp_dtype_size(grad.dtype), DDP__ALIGN);
+        accumulator->level_bytes += ddp__round_up(ddp__tensor_bytes(&grad), DDP__ALIGN);
     }
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
-    if (result == DDP_OK && depth * accumulator->level_bytes > 0) result = group->device->alloc(group, depth * accumulator->level_bytes, &accumulator->levels);
+    depth *= accumulator->level_bytes;
+    if (depth > 0) result = group->device->alloc(group, depth, &accumulator->levels);
     if (result == DDP_OK) *out = accumulator;
     else ddp_group_mfree(group, accumulator);
     return result;
@@ -7058,10 +7029,9 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
-    ddp_result result;
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
-    result = ddp__compute(accumulator->group);
-    for (size_t done = 0; done < count && result == DDP_OK; done += block) {
+    DDP__TRY(ddp__compute(accumulator->group));
+    for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
         unsigned char *grad = (unsigned char *)tensor.data + done * size, *left = levels + (size_t)depth * accumulator->level_bytes + done * size;
         if (lowest == depth) device->copy(left, grad, n * size);
@@ -7070,31 +7040,27 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
             device->add(k == lowest && !last ? left : grad, left, grad, n, tensor.dtype);
         }
     }
-    return result == DDP_OK ? ddp__device_check(accumulator->group) : result;
+    return ddp__device_check(accumulator->group);
 }
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
+    const ddp_accumulator_desc *desc = accumulator ? &accumulator->desc : NULL;
     int last;
-    ddp_result result;
-    if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: accumulator is NULL");
-    if (param_index < 0 || param_index >= accumulator->desc.param_count)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: param_index=%d, there are %d parameters, numbered from 0", param_index,
-                         accumulator->desc.param_count);
-    if (accumulator->announced[param_index])
-        return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_ready: %s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
-                         ddp__param_label(accumulator->desc.params, param_index).text, accumulator->micro_batch);
+    DDP__NEED(desc, "accumulator is NULL");
+    DDP__NEED(param_index >= 0 && param_index < desc->param_count, "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
+    DDP__NEED(!accumulator->announced[param_index], "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
+              ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
     accumulator->announced[param_index] = 1;
-    last = accumulator->micro_batch + 1 == accumulator->desc.micro_batch_count;
-    result = ddp__accumulate(accumulator, param_index, last);
-    return result == DDP_OK && last && accumulator->desc.reducer ? ddp_reducer_ready(accumulator->desc.reducer, param_index) : result;
+    last = accumulator->micro_batch + 1 == desc->micro_batch_count;
+    DDP__TRY(ddp__accumulate(accumulator, param_index, last));
+    return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) {
-    if (!accumulator) return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_next: accumulator is NULL");
+    DDP__NEED(accumulator, "accumulator is NULL");
     for (int i = 0; i < accumulator->desc.param_count; i++)
-        if (!accumulator->announced[i])
-            return ddp_fail(DDP_ERR_INVALID, "ddp_accumulator_next: %s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
-                             ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
+        DDP__NEED(accumulator->announced[i], "%s was not announced in micro-batch %d; call ddp_accumulator_ready for it first",
+                  ddp__param_label(accumulator->desc.params, i).text, accumulator->micro_batch);
     memset(accumulator->announced, 0, (size_t)accumulator->desc.param_count);
     accumulator->micro_batch = (accumulator->micro_batch + 1) % accumulator->desc.micro_batch_count;
     if (last) *last = accumulator->micro_batch == 0;
@@ -7103,7 +7069,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
-    if (accumulator->levels) accumulator->group->device->free(accumulator->group, accumulator->levels);
+    accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_group_mfree(accumulator->group, accumulator);
 }
 
@@ -7119,12 +7085,10 @@ struct ddp_join {
 
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc) {
     if (out) *out = NULL;
-    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: out or group is NULL");
-    if (!desc || !desc->reducer) return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: desc or its reducer is NULL; create the reducer first");
-    if (desc->reducer->group != group)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: the reducer belongs to another group; pass the group it was created with");
-    if (desc->mode != DDP_JOIN_SHADOW && desc->mode != DDP_JOIN_STOP)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_join_create: mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
+    DDP__NEED(out && group, "out or group is NULL");
+    DDP__NEED(desc && desc->reducer, "desc or its reducer is NULL; create the reducer first");
+    DDP__NEED(desc->reducer->group == group, "the reducer belongs to another group; pass the group it was created with");
+    DDP__NEED((unsigned)desc->mode <= DDP_JOIN_STOP, "mode=%d; use DDP_JOIN_SHADOW or DDP_JOIN_STOP", (int)desc->mode);
     *out = (ddp_join *)ddp__group_calloc(group, sizeof **out);
     if (!*out) return DDP_ERR_NO_MEMORY;
     (*out)->desc = *desc;
@@ -7132,34 +7096,29 @@ DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_jo
 }
 
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
-    ddp_reducer *reducer;
+    ddp_reducer *reducer = join ? join->desc.reducer : NULL;
     const unsigned char mine = have_batch != 0, *all;
-    if (!join || !active) return ddp_fail(DDP_ERR_INVALID, "ddp_join_step: join or active is NULL");
-    reducer = join->desc.reducer;
+    DDP__NEED(reducer && active, "join or active is NULL");
     all = (const unsigned char *)reducer->host;
     *active = 0;
-    if (reducer->ready_count > 0)
-        return ddp_fail(DDP_ERR_INVALID, "rank %d/%d ddp_join_step: a step is under way; call it before backward, after ddp_reducer_wait",
-                         reducer->rank, reducer->world_size);
+    DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
-        int count = 0;
-        ddp_result result = ddp__reducer_gather(reducer, &mine, 1);
-        if (result != DDP_OK) return result;
-        for (int r = reducer->world_size - 1; r >= 0; r--)
+        int world_size = reducer->group->world_size, count = 0;
+        ddp_result result;
+        DDP__TRY(ddp__reducer_gather(reducer, &mine, 1));
+        for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
-        if (join->desc.mode == DDP_JOIN_STOP && count < reducer->world_size) return DDP_OK;
+        if (join->desc.mode == DDP_JOIN_STOP && count < world_size) return DDP_OK;
         if (count == 0) { /* values that missed steps come from a rank that took the last one */
             int stale = join->stale && !join->desc.step_fn;
             join->stale = 0;
-            reducer->active = reducer->world_size;
+            reducer->active = world_size;
             return stale ? ddp__reducer_broadcast(reducer, reducer->desc.param_count, join->lowest) : DDP_OK;
         }
-        join->stale |= count < reducer->world_size;
+        join->stale |= count < world_size;
         reducer->active = count;
-        if (have_batch) {
-            *active = count;
-            return DDP_OK;
-        }
+        if (have_batch) *active = count;
+        if (have_batch) return DDP_OK;
         reducer->shadow = 1;
         result = ddp_reducer_wait(reducer);
         reducer->shadow = 0;
@@ -7170,7 +7129,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
 
 DDPDEF void ddp_join_destroy(ddp_join *join) {
     if (!join) return;
-    join->desc.reducer->active = join->desc.reducer->world_size;
+    join->desc.reducer->active = join->desc.reducer->group->world_size;
     ddp_group_mfree(join->desc.reducer->group, join);
 }
 
