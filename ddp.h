@@ -1,7 +1,7 @@
 /*  ddp.h - parallel training primitives for C, C++ and CUDA programs, in one header.
 
-    Ranks, collectives, a gradient reducer, micro-batch accumulation and data samplers for one machine; other machines
-    and GPUs come in through backends and devices with the same calls.
+    Ranks, collectives, a gradient reducer, micro-batch accumulation and data samplers for one machine; other machines and GPUs come in
+    through backends and devices with the same calls.
 
 USAGE
     #define DDP_IMPLEMENTATION             in exactly one source file of the program, before including this header
@@ -17,47 +17,43 @@ EXAMPLE
         float gradient[1000], *weights = (float *)user;
         for (int i = 0; i < 1000; i++) gradient[i] = weights[i] * (float)(ddp_rank(world) + 1);
         ddp_result result = ddp_all_reduce(world, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
-        if (ddp_rank(world) == 0) printf("average of the last gradient: %g\n", gradient[999]);
+        if (ddp_rank(world) == 0) printf("average of the first gradient: %g\n", gradient[0]);
         return result;
     }
 
     int main(void) {
-        static float weights[1000];
+        static float weights[1000] = {1};
         ddp_launch_desc desc = DDP_ZERO;                         // zero means default, field by field
         desc.world_size = 2;
-        for (int i = 0; i < 1000; i++) weights[i] = 1.0f;
         if (ddp_launch(&desc, train, weights) == DDP_OK) return 0;
         fprintf(stderr, "%s\n", ddp_last_error());
         return 1;
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
-    >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait
-    >>impl-local  >>impl-p2p  >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group
-    >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler
-    >>impl-public
+    >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce  >>impl-half
+    >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
+    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch
+    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-public
 
 CONCEPTS
     Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
-    Group      everything hangs off a ddp_group *. There are no globals; a process may hold many groups. One thread at a
-               time issues calls on a group.
-    Collective a call that every rank of the group makes, in the same order, with the same arguments where its comment says
-               so. Each call carries a fingerprint that is compared on arrival.
-    Work       with work == NULL a call blocks. Otherwise it returns at once, a communication thread of this rank carries it
-               out in the order issued, and ddp_wait ends it. Buffers belong to the call until then.
-    Tree order SUM and AVG add in a fixed binary tree over rank index: a range of n ranks splits at the largest power of two
-               below n. W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
-    Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it
-               copy nothing. Any other memory works too, through chunks that stay in cache.
+    Group      everything hangs off a ddp_group *: no globals, and a process may hold many. One thread at a time issues calls on a group.
+    Collective a call that every rank of the group makes, in the same order, with the same arguments where its comment says so. Each call
+               carries a fingerprint that is compared on arrival.
+    Work       with work == NULL a call blocks. Otherwise it returns at once, a communication thread of this rank carries it out in the
+               order issued, and ddp_wait ends it. Buffers belong to the call until then.
+    Tree order SUM and AVG add in a fixed binary tree over rank index: a range of n ranks splits at the largest power of two below n.
+               W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
+    Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it copy nothing.
+               Any other memory works too, through chunks that stay in cache.
 
 ERRORS
-    Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line of text for
-    this thread, such as
+    Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
       rank 3/8 ddp_all_reduce group=world seq=412 f32 count=1048576: rank 5 (pid 4242) was killed by signal 9
-    A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns
-    its code, and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued
-    changes nothing. Nothing waits longer than timeout_ms.
+    A failure inside a collective poisons its group: the first cause is recorded once, each rank's pending or next call returns its code,
+    and later calls return DDP_ERR_POISONED with the same cause. DDP_ERR_INVALID found before a call is issued changes nothing. Nothing
+    waits longer than timeout_ms.
 
 CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the bodies, here
@@ -92,14 +88,10 @@ NOT DONE HERE
 #define DDP_ZERO {0}
 #endif
 
-#if defined(DDP_STATIC)
-#if defined(__GNUC__)
-#define DDPDEF static __attribute__((unused))
-#else
-#define DDPDEF static
-#endif
-#else
+#if !defined(DDP_STATIC)
 #define DDPDEF extern
+#else
+#define DDPDEF static __attribute__((unused))
 #endif
 
 #ifdef __cplusplus
@@ -149,28 +141,22 @@ typedef struct ddp_tensor {
     int64_t shape[DDP_MAX_NDIM];
 } ddp_tensor;
 
-/* A trained parameter and its gradient. Two entries with the same value.data are two uses of one tied parameter, each with
-   a gradient of its own. */
+/* A trained parameter and its gradient. Entries with the same value.data are uses of one tied parameter, each with a gradient of its own. */
 typedef struct ddp_param {
     const char *name;
-    ddp_tensor value;
-    ddp_tensor grad; /* dtype and shape 0 = as value; data NULL = placed by the reducer */
+    ddp_tensor value, grad; /* grad: dtype and shape 0 = as value; data NULL = placed by the reducer */
 } ddp_param;
 
 typedef struct ddp_group ddp_group;
-typedef struct ddp_backend ddp_backend; /* >>spi */
-typedef struct ddp_device ddp_device;   /* >>spi */
+typedef struct ddp_backend ddp_backend; /* this and the next: >>spi */
+typedef struct ddp_device ddp_device;
 typedef struct ddp_reducer ddp_reducer;
 typedef struct ddp_accumulator ddp_accumulator;
 typedef struct ddp_join ddp_join;
 typedef struct ddp_mesh ddp_mesh;
 
-/* Handle of an asynchronous call; zero-initialised or from a finished wait it stands for nothing. Copying it is fine,
-   waiting for it twice is not. */
-typedef struct ddp_work {
-    void *op;
-    uint64_t ticket;
-} ddp_work;
+/* Handle of an asynchronous call; zero-initialised or from a finished wait it stands for nothing. It may be copied, but waited for once. */
+typedef struct ddp_work { void *op; uint64_t ticket; } ddp_work;
 
 //== descs ================================================================================================ >>descs
 
@@ -183,8 +169,8 @@ typedef struct ddp_group_desc {
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
-    const ddp_device *device;   /* NULL = the CPU */
-    void *backend_user;         /* theirs while they open, >>spi */
+    const ddp_device *device; /* NULL = the CPU */
+    void *backend_user;      /* theirs while they open, >>spi */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
@@ -214,19 +200,18 @@ typedef struct ddp_mesh_desc {
     const char *names[DDP_MAX_NDIM]; /* required, all different; at most 15 bytes */
 } ddp_mesh_desc;
 
-/* What a bucket hook works on: count elements, contiguous, holding this rank's gradients (sums over its micro-batches).
-   The hook leaves what every rank shall have; it divides by divisor itself. */
+/* What a bucket hook works on: count elements, contiguous, holding this rank's gradients (sums over its micro-batches). The hook leaves
+   what every rank shall have; it divides by divisor itself. */
 typedef struct ddp_bucket {
     void *data;
     size_t count;
     ddp_dtype dtype;
     int index, bucket_count;
-    uint64_t divisor;
-    uint64_t step; /* 0 in the first step */
+    uint64_t divisor, step; /* step: 0 in the first */
 } ddp_bucket;
 
-/* Runs in place of the reducer's all-reduce, in issue order, on the thread that carries out the group's calls: it may make
-   blocking calls on the group and nothing else may wait inside it. */
+/* Runs in place of the reducer's all-reduce, in issue order, on the thread that carries out the group's calls: it may make blocking
+   calls on the group and nothing else may wait inside it. */
 typedef ddp_result (*ddp_bucket_hook)(ddp_group *group, ddp_bucket *bucket, void *user);
 
 typedef struct ddp_reducer_desc {
@@ -234,8 +219,7 @@ typedef struct ddp_reducer_desc {
     int param_count;
     size_t bucket_cap_bytes;   /* 0 = 25 MiB */
     size_t first_bucket_bytes; /* 0 = 1 MiB; the bucket that is ready first */
-    int micro_batch_count;     /* 0 = 1; gradients are sums over this many micro-batches per rank: the average divides once,
-                                  by world_size * micro_batch_count */
+    int micro_batch_count;     /* 0 = 1; gradients are sums over so many per rank: the average divides once, by world_size * micro_batch_count */
     int find_unused;           /* 1 = parameters that no rank used are found and reported; unused here means zeros */
     int static_graph;          /* 1 = the same parameters are used in every step: what the first step did not use is not waited for */
     ddp_dtype comm_dtype;      /* 0 = the gradient's; DDP_F16 or DDP_BF16: half the bytes, added in f32, rounded once */
@@ -268,35 +252,26 @@ typedef struct ddp_accumulator_desc {
     ddp_reducer *reducer;   /* NULL = none; otherwise told as soon as a parameter's sum over micro-batches is final */
 } ddp_accumulator_desc;
 
-typedef enum ddp_join_mode {
-    DDP_JOIN_SHADOW = 0, /* ranks without a batch answer with zeros until the last rank is done */
-    DDP_JOIN_STOP        /* everybody stops as soon as one rank has no batch */
-} ddp_join_mode;
+/* Ranks without a batch answer with zeros until the last rank is done, or everybody stops as soon as one rank has none. */
+typedef enum ddp_join_mode { DDP_JOIN_SHADOW = 0, DDP_JOIN_STOP } ddp_join_mode;
 
 typedef struct ddp_join_desc {
     ddp_reducer *reducer;  /* required */
     ddp_join_mode mode;    /* 0 = shadow */
-    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, so that a rank without batches keeps equal values;
-                                          NULL = values are broadcast at the end from the lowest rank that was active last */
-    void *user;
+    ddp_result (*step_fn)(void *user); /* shadow: the optimizer step, so that a rank without batches keeps equal values; */
+    void *user;                        /* NULL = values are broadcast at the end from the lowest rank that was active last */
 } ddp_join_desc;
 
 //== api ==================================================================================================== >>api
 
-/* --- results --- */
+/* --- results, dtypes, tensors --- */
 
-/* "DDP_ERR_TIMEOUT" and its like; static text. */
-DDPDEF const char *ddp_result_name(ddp_result result);
-
+DDPDEF const char *ddp_result_name(ddp_result result); /* "DDP_ERR_TIMEOUT" and its like; static text */
 /* The last failure of this thread as one line, or "" if there was none. Valid until the thread's next failure. */
 DDPDEF const char *ddp_last_error(void);
 
-/* Bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values. */
-DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);
-
-/* "f32" and its like; static text. */
-DDPDEF const char *ddp_dtype_name(ddp_dtype dtype);
-
+DDPDEF size_t ddp_dtype_size(ddp_dtype dtype);      /* bytes of one element; 0 for DDP_DTYPE_DEFAULT and unknown values */
+DDPDEF const char *ddp_dtype_name(ddp_dtype dtype); /* "f32" and its like; static text */
 /* Elements of a tensor; 1 when ndim is 0, -1 when ndim or a shape entry is negative or the product overflows. */
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
@@ -308,33 +283,38 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing. The world belongs to
    the launch: fn does not destroy it. Call it before starting threads, CUDA or MPI.
    Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and
-   OPENBLAS_NUM_THREADS unless set); a rank flushes and leaves by _exit. SIGINT and SIGTERM sent to the caller reach all ranks and ranks
-   die with their parent. After a failure the others get timeout_ms to return, then they are killed. No child, zombie or file stays.
+   OPENBLAS_NUM_THREADS unless set); a rank flushes and leaves by _exit. SIGINT and SIGTERM sent to the caller reach all ranks and
+   ranks die with their parent. After a failure the others get timeout_ms to return, then they are killed. No child, zombie or file
+   stays.
    Threads: one per rank in this process; a rank that returns early while others still need it counts as lost.
    One rank: fn runs on the caller, nothing is started.
-   Errors: whatever fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID; DDP_ERR_SYSTEM. */
+   Errors: whatever fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID;
+   DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
    there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another port), on the
-   first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above; otherwise the group is for
-   bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own;
-   a split whose ranks are on one machine uses shared memory. Whoever knows the address and the job can join: it is for private networks.
-   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have. MPI is initialised
-   unless the program has done so, and then finalised at exit, not while a group is open or has failed. In tree order the bits are those of one machine;
-   DDP_ORDER_ANY leaves all_reduce and reduce to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later. The ranks of one machine
-   use shared memory.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody
-   answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in
-   use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another
+   port), on the first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above;
+   otherwise the group is for bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no
+   messages; group memory is each rank's own; a split whose ranks are on one machine uses shared memory. Whoever knows the address
+   and the job can join: for private networks.
+   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one
+   have; those of one machine use shared memory. MPI is initialised unless the program has done so, and then finalised at exit, not
+   while a group is open or has failed. In tree order the bits are those of one machine; DDP_ORDER_ANY leaves all_reduce and reduce
+   to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address
+   where nobody answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0),
+   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing
+   says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
-/* A group of the ranks of the program's own communicator, which is copied and stays the caller's. Collective over it. desc may be NULL; its init_method,
-   rank and world_size are not read. MPI must be initialised, at any thread level, and finalised after the group has been destroyed. Below
-   MPI_THREAD_MULTIPLE a group that MPI carries has no communication thread: asynchronous work moves on inside ddp_wait and ddp_test, which then waits. */
+/* A group of the ranks of the program's own communicator, which is copied and stays the caller's. Collective over it. desc may be
+   NULL; its init_method, rank and world_size are not read. MPI must be initialised, at any thread level, and finalised after the
+   group has been destroyed. Below MPI_THREAD_MULTIPLE a group that MPI carries has no communication thread: asynchronous work
+   moves on inside ddp_wait and ddp_test, which then waits. */
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
@@ -342,19 +322,16 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
    *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
-/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone, in that order.
-   Collective, the same desc on every rank. Errors: DDP_ERR_INVALID (a shape that does not make world_size, names); DDP_ERR_MISMATCH on every rank. */
+/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there
+   alone, in that order. Collective, the same desc on every rank. Errors: DDP_ERR_INVALID (a shape that does not make world_size,
+   names); DDP_ERR_MISMATCH on every rank. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
 /* The mesh's own, until it is destroyed: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
-
-/* Destroys its groups. Not collective. NULL is ignored. */
-DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh);
-
+DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh); /* and its groups; not collective; NULL is ignored */
 /* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error. Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_status(const ddp_group *group);
-
 /* Poisons the group: every pending and later call on every rank fails and names this rank. Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
@@ -368,32 +345,27 @@ DDPDEF int ddp_local_rank(const ddp_group *group);       /* among the ranks of t
 DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of this machine */
 
 /* --- collectives ---
-   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need the
-   alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in place) or do
-   not overlap. Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED
-   on every rank. W is the world size. */
+   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need
+   the alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in
+   place) or do not overlap.
+   Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every
+   rank.
+   W is the world size. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work);
-
 /* As all_reduce, but only root gets recv (others may pass NULL). In place on root: send == recv. */
 DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work);
-
 /* buf on every rank = buf of root. */
 DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work);
-
 /* recv (W * send_count) = send (send_count) of every rank, in rank order. In place: send == recv + rank * send_count. */
 DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work);
-
 /* recv (recv_count) = op over ranks of block `rank` of send (W * recv_count). In place: recv == send + rank * recv_count. */
 DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work);
-
 /* Block j of send goes to block `rank` of rank j's recv; both hold W * count_per_peer. Not in place. */
 DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work);
-
 /* recv (W * send_count, root only) = send of every rank, in rank order. In place on root: send == recv + root * send_count. */
 DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work);
-
 /* recv (recv_count) = block `rank` of root's send (W * recv_count, root only). In place on root: recv == send + root * recv_count. */
 DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work);
 
@@ -407,8 +379,7 @@ DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t se
 DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const size_t *send_counts, const size_t *send_offsets, void *recv,
                                    const size_t *recv_counts, const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work);
 
-/* Returns when every rank has entered. */
-DDPDEF ddp_result ddp_barrier(ddp_group *group);
+DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has entered */
 
 /* --- point to point ---
    Matched by (peer, tag) in the order issued, independent of collectives. tag >= 0. A small blocking send may return before the
@@ -417,8 +388,8 @@ DDPDEF ddp_result ddp_barrier(ddp_group *group);
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
 
-/* Between begin and end, sends and receives with work == NULL do not block; end waits for all of them, so their order does not matter.
-   Not collective. Batches do not nest. */
+/* Between begin and end, sends and receives with work == NULL do not block; end waits for all of them, so their order does not
+   matter. Not collective. Batches do not nest. */
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group);
 DDPDEF ddp_result ddp_batch_end(ddp_group *group);
 
@@ -426,14 +397,13 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group);
 
 /* Blocks until the work is done and returns its result; *work stands for nothing afterwards. Waiting for nothing is DDP_OK. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
-
 /* *done = 1 when ddp_wait would not block. Never blocks; the work still needs its ddp_wait. */
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
 
 /* --- group memory --- */
 
-/* size_bytes of zeroed memory per rank, 64-byte aligned, that peers of this machine read and write in place. Collective, the same size on
-   every rank. A pointer inside it is what makes a collective copy-free. Errors also: DDP_ERR_NO_MEMORY on every rank. */
+/* size_bytes of zeroed memory per rank, 64-byte aligned, that peers of this machine read and write in place. Collective, the same
+   size on every rank. A pointer inside it is what makes a collective copy-free. Errors also: DDP_ERR_NO_MEMORY on every rank. */
 DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **out);
 
 /* Gives back a pointer from ddp_group_alloc. Collective, in the same order on every rank. NULL on all ranks is ignored. */
@@ -441,41 +411,39 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
 
 /* --- gradients --- */
 
-/* Makes every rank's gradients the average over ranks, bucket by bucket while backward runs. Buckets hold one dtype, in reverse definition
-   order; after the first step they follow the order in which gradients became ready on rank 0 (PyTorch DDP, Li et al. 2020).
-   Gradients that lie next to each other are reduced where they lie; NULL ones are placed side by side in group memory and desc->params
-   is filled in. Collective; broadcasts values and buffers from rank 0. The params array stays with the caller and must outlive the reducer.
+/* Makes every rank's gradients the average over ranks, bucket by bucket while backward runs. Buckets hold one dtype, in reverse
+   definition order; after the first step they follow the order in which gradients became ready on rank 0 (PyTorch DDP, Li et al.
+   2020). Gradients that lie next to each other are reduced where they lie; NULL ones are placed side by side in group memory and
+   desc->params is filled in. Collective; broadcasts values and buffers from rank 0. The params array stays with the caller and
+   must outlive the reducer.
    Errors: DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs. */
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
 
 /* This parameter's gradient is final: its bucket may start. Not blocking. Twice in one step is DDP_ERR_INVALID naming it. */
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
 
-/* Blocks until every gradient is the average over ranks, divided once. Gradients of a tied parameter are then added into that of its first
-   use. Collective. A parameter that never became ready is an error that names it, on every rank (find_unused: zeros). */
+/* Blocks until every gradient is the average over ranks, divided once. Gradients of a tied parameter are then added into that of
+   its first use. Collective. A parameter that never became ready is an error that names it, on every rank (find_unused: zeros). */
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
 
 /* on = 1: ready and wait do nothing, so that gradients accumulate locally. The same on every rank. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it after
-   ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per row (dim 0) in a fixed order and rows add exactly, so sharding
-   cannot change the result. A tied parameter counts once, as the sum. Errors: DDP_ERR_INVALID when max_norm is not positive. A norm that
-   is not finite scales nothing. */
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it
+   after ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per row (dim 0) in a fixed order and rows add
+   exactly, so sharding cannot change the result. A tied parameter counts once, as the sum. A norm that is not finite scales
+   nothing. Errors: DDP_ERR_INVALID when max_norm is not positive. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 /* find_unused: 1 when no rank used the parameter in the last step, else 0. */
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
-
 DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
+DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memory it placed; collective; NULL is ignored */
 
-/* Frees the reducer and the gradient memory it placed. Collective. NULL is ignored. */
-DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer);
-
-/* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so that
-   one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each micro-batch's
-   backward overwrites params[i].grad; the last one leaves the sum there. Keeps up to floor(log2 m) more buffers of gradient size, allocated in
-   create. Not collective. */
+/* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so
+   that one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each
+   micro-batch's backward overwrites params[i].grad; the last one leaves the sum there. Keeps up to floor(log2 m) more buffers of
+   gradient size, allocated in create. Not collective. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
 
 /* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch the sum is left there and the reducer is
@@ -484,29 +452,25 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 
 /* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
 
-/* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On a rank
-   without a batch, shadow mode runs zero steps inside and returns when all ranks are out. */
+/* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On
+   a rank without a batch, shadow mode runs zero steps inside and returns when all ranks are out. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
-
 DDPDEF void ddp_join_destroy(ddp_join *join);
 
 //== samplers ============================================================================================ >>sampler
 
-/* The order of an epoch. */
 typedef enum ddp_shuffle {
     DDP_SHUFFLE_TORCH = 0,        /* index for index what PyTorch 2.6 and newer gives for the same seed and epoch */
     DDP_SHUFFLE_TORCH_LEGACY,     /* PyTorch before 2.6: differs only from 214748364 samples on */
     DDP_SHUFFLE_HASHED            /* a keyed bijection: no memory, any position in constant time, up to 2^63 - 1 samples */
 } ddp_shuffle;
 
-/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. The same on every
-   rank that saves after the same number of samples. */
+/* A place inside an epoch. Plain numbers without padding bytes: may be written to a file as it is. */
 typedef struct ddp_sampler_state {
     uint64_t seed, epoch;
     int64_t dataset_size;
@@ -526,10 +490,9 @@ typedef struct ddp_sampler_desc {
     int drop_last;                /* 1 = leave out the tail that does not fill a round (W samples, or a global batch) */
     int no_pad;                   /* 1 = leave the last round short: every sample exactly once, ranks' lengths may differ */
     ddp_shuffle shuffle;
-    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W:
-                                     rank r takes the r-th contiguous block, global_batch/W long, of each global batch */
-    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000.
-                                     Never more than the rank's share of the epoch */
+    int64_t global_batch;         /* 0 = rank r takes entries r, r+W, r+2W ... as PyTorch; otherwise a multiple of W: rank r takes
+                                     the r-th contiguous block, global_batch/W long, of each global batch */
+    int64_t window;               /* TORCH orders: samples worked out at once, about 16 bytes each; 0 = 4000000; the rank's share at most */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
@@ -556,8 +519,8 @@ typedef struct ddp_sampler {
     int64_t mt_block;             /* -1 = not seeded for this epoch */
 } ddp_sampler;
 
-/* Samplers: which samples of a dataset this rank takes in an epoch, and in what order. Local: no rank talks to another;
-   each rank makes its own sampler with the same desc but for rank.
+/* Samplers: which samples of a dataset this rank takes in an epoch, and in what order. Local: no rank talks to another; each rank makes
+   its own sampler with the same desc but for rank.
 
    W = num_replicas, N = dataset_size, U = global_batch, or W without one.
        default      entries N, N+1 ... up to the next multiple of U repeat the order from its start; they are padding
@@ -571,39 +534,38 @@ typedef struct ddp_sampler {
    DDP_SHUFFLE_TORCH holds no list of N entries: a window of an order comes from one backward pass over the random draws
    that made it. The first window is small, so that an epoch starts at once; later ones grow up to desc.window. */
 
-/* Prepares *sampler at the start of epoch 0. Copies the desc. Allocates only for the TORCH orders, once: no later call
-   allocates. DDP_ERR_INVALID names the field; *sampler is then empty: length 0, and ddp_sampler_free does nothing. */
+/* Prepares *sampler at the start of epoch 0. Copies the desc. Allocates only here, and for the TORCH orders alone. DDP_ERR_INVALID
+   names the field; *sampler is then empty: length 0, and ddp_sampler_free does nothing. */
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc);
 
-/* Goes to the start of an epoch. Call it before each epoch, with the same number on every rank: otherwise each epoch
-   repeats one order. Not after ddp_sampler_load, which sets the epoch itself. */
+/* Goes to the start of an epoch. Call it before each one, with the same number on every rank: otherwise each epoch repeats one
+   order. Not after ddp_sampler_load, which sets the epoch itself. */
 DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch);
 
 /* Samples of this rank in the epoch, padding included; after a load, those from the loaded place to the end. */
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler);
 
-/* The next sample, 0 to N-1, or -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that repeats a
-   sample only to make the ranks even: leave it out of an evaluation. */
+/* The next sample, 0 to N-1, or -1 at the end of the epoch. *is_padding (may be NULL) is 1 for an entry that repeats a sample only
+   to make the ranks even: leave it out of an evaluation. */
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
 
-/* Makes position, 0 to ddp_sampler_length, the next one. HASHED and no_shuffle: constant time. TORCH: the next call of
-   ddp_sampler_next makes one pass over the draws up to there, unless the position lies in the present window. */
+/* Makes position, 0 to ddp_sampler_length, the next one. HASHED and no_shuffle: constant time. TORCH: the next ddp_sampler_next
+   makes one pass over the draws up to there, unless the position lies in the present window. */
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 
-/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same
-   state; keep any one. DDP_ERR_INVALID in one case: the epoch was loaded inside a global batch onto another W or
-   global_batch, and the rest of that batch is not finished yet. */
+/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same state; keep
+   any one. DDP_ERR_INVALID when the epoch was loaded inside a global batch onto another W or global_batch, and the rest of that is
+   not finished. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
-/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by
-   the rules above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the
-   save, each rank gets exactly what it would have got. No sample comes twice or is lost; with drop_last the tail that
-   is left out is that of the present W. DDP_ERR_INVALID, and no change, when dataset_size, seed, shuffle or no_shuffle differ
-   from the sampler's, naming both; DDP_ERR_CORRUPT when the state is not one that ddp_sampler_save writes. */
+/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by the
+   rules above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the save, each
+   rank gets exactly what it would have got. No sample comes twice or is lost; drop_last leaves out the tail of the present W.
+   Nothing changes on an error: DDP_ERR_INVALID names dataset_size, seed, shuffle or no_shuffle that differs from the sampler's;
+   DDP_ERR_CORRUPT: no saved state. */
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
 
-/* Frees what the sampler holds and empties it. NULL is ignored. */
-DDPDEF void ddp_sampler_free(ddp_sampler *sampler);
+DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* and empties it; NULL is ignored */
 
 //== plugging in ============================================================================================ >>spi
 
@@ -639,8 +601,7 @@ struct ddp_backend {
     ddp_result (*open)(ddp_group *group, void **state);
     /* Carries one collective to its end on the calling thread. */
     ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call);
-    /* Starts a send or receive, then is polled until done; never blocks. *request is the backend's. poll with done == 1 or an error
-       ends the request. */
+    /* Starts a send or receive, then is polled until done; never blocks. *request is the backend's; done == 1 or an error ends it. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
     /* Sleeps until something may have changed for p2p_poll, at most so long; 0 = a moment of a wait that should be short. NULL = the caller yields. */
@@ -751,10 +712,7 @@ DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
-#if defined(__GNUC__)
-    __attribute__((format(printf, 2, 3)))
-#endif
-    ;
+    __attribute__((format(printf, 2, 3)));
 
 /* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
@@ -766,8 +724,7 @@ DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
 typedef ddp_result (*ddp_task_fn)(ddp_group *group, void *argument);
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work);
 
-/* A monotonic clock in seconds. */
-DDPDEF double ddp_now(void);
+DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 
 #ifdef __cplusplus
 }
@@ -7737,26 +7694,19 @@ DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype 
 
 #endif /* DDP_IMPLEMENTATION */
 
-/*
-    MIT License
+/*  MIT License
 
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy
-    of this software and associated documentation files (the "Software"), to deal
-    in the Software without restriction, including without limitation the rights
-    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
-    copies of the Software, and to permit persons to whom the Software is
-    furnished to do so, subject to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation files (the
+    "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy, modify, merge, publish,
+    distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is furnished to do so, subject
+    to the following conditions:
 
-    The above copyright notice and this permission notice shall be included in all
-    copies or substantial portions of the Software.
+    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
-    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
-    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
-    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
-    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
-    SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF
+    MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR
+    ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH
+    THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 */
