@@ -7090,24 +7090,24 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
     ddp_group_mfree(join->desc.reducer->group, join);
 }
 
-//== sampler ====================================================================== >>impl-sampler
-//
-// Three steps lead from the count of samples taken to a sample:
-//     index in this rank's dealing  --deal-->  entry of what is dealt  --place-->  position in the epoch's order  --order-->  sample
-// deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the epoch; order is the
-// identity, a Feistel network, or a window of PyTorch's randperm.
+//== sampler ======================================================================================== >>impl-sampler
+
+/* From the count of samples taken to a sample:
+       index in this rank's dealing  --deal-->  entry of what is dealt  --place-->  position in the epoch's order  --order-->  sample
+   deal strides or cuts blocks over the ranks; place leaves out what a load found used up, and wraps padding to the start of the epoch;
+   order is the identity, a Feistel network, or a window of PyTorch's randperm. */
 
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
 #define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
 #endif
+enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397 };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 #define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
-enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397 };
 
-static int ddp__bit_length(uint64_t x) { int n = 0; while (x) { x >>= 1; n++; } return n; }
+static int ddp__bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
 
-/* -- HASHED: a Feistel network over the smallest power of two that holds N (Black and Rogaway 2002: a result outside [0, N) is put
-   in again until it falls inside, which keeps it a bijection and takes two rounds at most on average) -- */
+/* -- HASHED: a Feistel network over the smallest power of two that holds N (Black and Rogaway 2002: a result outside [0, N) is put in again
+   until it falls inside, which keeps it a bijection and takes two rounds at most on average) -- */
 
 static uint64_t ddp__sampler_mix64(uint64_t x) {       /* splitmix64's finisher (Steele et al. 2014) */
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -7119,8 +7119,7 @@ static uint64_t ddp__sampler_mix64(uint64_t x) {       /* splitmix64's finisher 
 static void ddp__sampler_hash_setup(ddp_sampler *s) {
     uint64_t key = ddp__sampler_mix64(ddp__sampler_mix64(s->desc.seed + UINT64_C(0x9e3779b97f4a7c15)) + s->epoch);
     int bits = s->desc.dataset_size > 2 ? ddp__bit_length((uint64_t)s->desc.dataset_size - 1) : 2; /* at least one for each half */
-    s->half_bits[0] = bits / 2;
-    s->half_bits[1] = bits - bits / 2;
+    s->half_bits[1] = bits - (s->half_bits[0] = bits / 2);
     s->round_count = bits >= 24 ? 6 : bits >= 12 ? 12 : 32;
     for (int i = 0; i < s->round_count; i++) s->round_keys[i] = ddp__sampler_mix64(key += UINT64_C(0x9e3779b97f4a7c15));
 }
@@ -7146,7 +7145,6 @@ static uint64_t ddp__sampler_hash(const ddp_sampler *s, uint64_t x) {
 /* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
 
 static uint32_t ddp__mt_join(uint32_t upper, uint32_t lower) { return (upper & 0x80000000u) | (lower & 0x7fffffffu); }
-
 /* mix shifts out the low bit but leaves it in the top one, so it can be undone. */
 static uint32_t ddp__mt_mix(uint32_t y) { return y >> 1 ^ ((0u - (y & 1u)) & 0x9908b0dfu); }
 static uint32_t ddp__mt_unmix(uint32_t y) { return (y ^ ((0u - (y >> 31)) & 0x9908b0dfu)) << 1 | y >> 31; }
@@ -7261,14 +7259,13 @@ static uint64_t ddp__sampler_position(const ddp_sampler *s, int64_t index) { ret
 static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, const ddp_sampler_state *rest_of) {
     uint64_t rest = (uint64_t)s->desc.dataset_size - origin, gap;
     s->epoch = epoch;
-    s->mt_block = -1;
     s->origin = origin;
+    s->mt_block = -1;
     s->gap_count = rest_of ? (uint64_t)rest_of->num_replicas : 0;
     s->gap_used = rest_of ? (uint64_t)rest_of->block_offset : 0;
     s->gap_block = rest_of ? (uint64_t)(rest_of->global_batch / rest_of->num_replicas) : 1;
     gap = s->gap_count * s->gap_block < rest ? s->gap_count * s->gap_block : rest;   /* the order may end inside the batch */
-    s->left = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
-    s->total = s->left;
+    s->left = s->total = rest - ddp__sampler_count(gap, s->gap_block, 0, s->gap_used);
     if (s->desc.drop_last) s->total -= s->left % s->round;
     else if (!s->desc.no_pad && s->left % s->round) s->total += s->round - s->left % s->round;
     s->length = ddp__sampler_share(s, s->total);
@@ -7351,23 +7348,21 @@ static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
 
 /* A token is a location up to N and a slot of the window, in 64 bits. */
 static int ddp__sampler_slot_bits(const ddp_sampler *s) {
-    int bits = 63 - ddp__bit_length((uint64_t)s->desc.dataset_size);
-    return bits < 31 ? bits : 31;
+    return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31;
 }
 
 /* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
    of the order, so its positions ascend. Each window is three times as long as all before it: few passes, and a quick first sample. */
 static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     uint64_t entry = ddp__sampler_deal(s, first), n = (uint64_t)s->desc.dataset_size, end = s->left;
-    int64_t replicas = s->desc.num_replicas, count = s->desc.window, want;
+    int64_t replicas = s->desc.num_replicas, count = s->desc.window, filter_words;
+    int64_t want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
     ddp__tokens t;
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
-    if (!ddp__sampler_is_inside_out(s)) {
-        want = DDP__SAMPLER_FIRST_SPAN / replicas + (int64_t)(ddp__sampler_place(s, entry) / (uint64_t)replicas) * 3;
-        if (count > want) count = want > 0 ? want : 1;
-    }
+    if (count > want && !ddp__sampler_is_inside_out(s)) count = want > 0 ? want : 1;
     if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
+    filter_words = ddp__tokens_filter_words(count);
 
     t.first = first;
     t.slot = count - 1;
@@ -7376,10 +7371,10 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     t.chains = (uint64_t)ddp__tokens_chains(count);
     t.node = s->table;
     t.filter = t.node + count;
-    t.head = (uint32_t *)(void *)(t.filter + ddp__tokens_filter_words(count));
+    t.head = (uint32_t *)(void *)(t.filter + filter_words);
     t.filter_shift = 0;
-    while (n >> t.filter_shift >= (uint64_t)ddp__tokens_filter_words(count) * 64) t.filter_shift++;
-    memset(t.filter, 0, (size_t)ddp__tokens_filter_words(count) * sizeof *t.filter);
+    while (n >> t.filter_shift >= (uint64_t)filter_words * 64) t.filter_shift++;
+    memset(t.filter, 0, (size_t)filter_words * sizeof *t.filter);
     for (uint64_t chain = 0; chain < t.chains; chain++) t.head[chain] = (uint32_t)t.none;
     ddp__sampler_pass(s, &t);
     for (int64_t slot = 0; slot < count; slot++) s->table[slot] >>= t.slot_bits;
@@ -7389,24 +7384,23 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
 
 /* -- Public -- */
 
-#define DDP__SAMPLER_INVALID(...) ddp_fail(DDP_ERR_INVALID, "ddp_sampler_" __VA_ARGS__)
+#define DDP__SAMPLER_NEED(who, condition, ...) DDP__CHECK("ddp_sampler_" who, NULL, condition, __VA_ARGS__)
 
 static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
     ddp_sampler_desc *d = &s->desc;
     long long n = (long long)d->dataset_size, batch = (long long)d->global_batch, window = (long long)d->window;
     int replicas = d->num_replicas = d->num_replicas ? d->num_replicas : 1;
-    if (n < 1) return DDP__SAMPLER_INVALID("init: dataset_size=%lld; set it to the number of samples, at least 1", n);
-    if (replicas < 0) return DDP__SAMPLER_INVALID("init: num_replicas=%d is negative", replicas);
-    if (d->rank < 0 || d->rank >= replicas)
-        return DDP__SAMPLER_INVALID("init: rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
-    if ((unsigned)d->shuffle > DDP_SHUFFLE_HASHED) return DDP__SAMPLER_INVALID("init: shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
-    if (batch < 0) return DDP__SAMPLER_INVALID("init: global_batch=%lld is negative", batch);
-    if (batch % replicas) return DDP__SAMPLER_INVALID("init: global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
+    DDP__SAMPLER_NEED("init", n >= 1, "dataset_size=%lld; set it to the number of samples, at least 1", n);
+    DDP__SAMPLER_NEED("init", replicas > 0, "num_replicas=%d is negative", replicas);
+    DDP__SAMPLER_NEED("init", d->rank >= 0 && d->rank < replicas, "rank=%d, allowed are 0 to %d with num_replicas=%d", d->rank, replicas - 1, replicas);
+    DDP__SAMPLER_NEED("init", (unsigned)d->shuffle <= DDP_SHUFFLE_HASHED, "shuffle=%d is none of the ddp_shuffle values", (int)d->shuffle);
+    DDP__SAMPLER_NEED("init", batch >= 0, "global_batch=%lld is negative", batch);
+    DDP__SAMPLER_NEED("init", batch % replicas == 0, "global_batch=%lld is not divisible by num_replicas=%d", batch, replicas);
     if (!batch) batch = replicas;
-    if (n > INT64_MAX - (d->global_batch ? batch : batch - 1))
-        return DDP__SAMPLER_INVALID("init: dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
-    if (window < 0) return DDP__SAMPLER_INVALID("init: window=%lld is negative", window);
-    if (!d->alloc_fn != !d->free_fn) return DDP__SAMPLER_INVALID("init: set both alloc_fn and free_fn, or neither");
+    DDP__SAMPLER_NEED("init", n <= INT64_MAX - (d->global_batch ? batch : batch - 1),
+                      "dataset_size=%lld is too large to pad to whole rounds of %lld", n, batch);
+    DDP__SAMPLER_NEED("init", window >= 0, "window=%lld is negative", window);
+    DDP__SAMPLER_NEED("init", !d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     s->round = (uint64_t)batch;
     s->block = s->round / (uint64_t)replicas;
@@ -7414,18 +7408,16 @@ static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
 }
 
 static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
-    int64_t window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1;
+    int64_t window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1, *window = &s->desc.window;
     size_t table_words, size_bytes;
-    if (s->desc.window == 0) s->desc.window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
-    if (s->desc.window > s->length) s->desc.window = s->length > 0 ? s->length : 1;
-    if (s->desc.window < 1 || s->desc.window > window_max)
-        return DDP__SAMPLER_INVALID("init: window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; use a smaller window or "
-                                    "DDP_SHUFFLE_HASHED", (long long)s->desc.window, (long long)s->desc.dataset_size);
-    table_words = (size_t)ddp__tokens_words(s->desc.window);
+    if (*window == 0) *window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
+    if (*window > s->length) *window = s->length > 0 ? s->length : 1;
+    DDP__SAMPLER_NEED("init", *window > 0 && *window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
+                      "use a smaller window or DDP_SHUFFLE_HASHED", (long long)*window, (long long)s->desc.dataset_size);
+    table_words = (size_t)ddp__tokens_words(*window);
     size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
-    if (!s->memory)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)s->desc.window);
+    if (!s->memory) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)*window);
     s->table = (uint64_t *)s->memory;
     s->mt = (uint32_t *)(void *)(s->table + table_words);
     return DDP_OK;
@@ -7433,9 +7425,9 @@ static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
 
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc) {
     ddp_result result;
-    if (!sampler) return DDP__SAMPLER_INVALID("init: sampler is NULL");
+    DDP__NEED(sampler, "sampler is NULL");
     memset(sampler, 0, sizeof *sampler);
-    if (!desc) return DDP__SAMPLER_INVALID("init: desc is NULL");
+    DDP__NEED(desc, "desc is NULL");
     sampler->desc = *desc;
     result = ddp__sampler_resolve(sampler);
     if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
@@ -7465,9 +7457,8 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
     long long length = (long long)ddp_sampler_length(sampler);
-    if (!sampler || sampler->desc.dataset_size < 1) return DDP__SAMPLER_INVALID("seek: sampler is NULL or was not initialised");
-    if (position < 0 || position > length)
-        return DDP__SAMPLER_INVALID("seek: position=%lld, allowed are 0 to %lld on rank %d", (long long)position, length, sampler->desc.rank);
+    DDP__NEED(sampler && sampler->desc.dataset_size > 0, "sampler is NULL or was not initialised");
+    DDP__NEED(position >= 0 && position <= length, "position=%lld, allowed are 0 to %lld on rank %d", (long long)position, length, sampler->desc.rank);
     sampler->cursor = sampler->first + position;
     sampler->ended = 0;
     return DDP_OK;
@@ -7476,64 +7467,55 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
     const ddp_sampler *s = sampler;
     uint64_t used, in_block, in_gap;
-    int untouched;
-    if (!s || !state || s->desc.dataset_size < 1)
-        return DDP__SAMPLER_INVALID("save: sampler or state is NULL, or the sampler was not initialised");
+    DDP__NEED(s && state && s->desc.dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
     in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
     used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
-    if (used > s->left) used = s->left;
     in_gap = s->gap_count * (s->gap_block - s->gap_used);
+    if (used > s->left) used = s->left;
     if (in_gap > s->left) in_gap = s->left;
-    untouched = used < in_gap && s->cursor == 0;       /* since a load inside a batch: the same state again */
-    if (used < in_gap && !untouched)
-        return DDP__SAMPLER_INVALID("save: the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
-                                    (unsigned long long)(in_gap - used));
+    DDP__NEED(used >= in_gap || s->cursor == 0, "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
+              (unsigned long long)(in_gap - used));
     state->seed = s->desc.seed;
     state->epoch = s->epoch;
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    state->position = untouched ? (int64_t)s->origin : used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
-    state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
-    state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
-    state->global_batch = untouched ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
-    return DDP_OK;
-}
-
-static ddp_result ddp__sampler_state_check(const ddp_sampler_desc *d, const ddp_sampler_state *state) {
-    long long n = (long long)state->dataset_size, position = (long long)state->position, offset = (long long)state->block_offset;
-    long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
-    const struct { const char *name; long long saved, here; } same[3] = {
-        {"dataset_size", n, (long long)d->dataset_size}, {"shuffle", state->shuffle, (long long)d->shuffle},
-        {"no_shuffle", state->no_shuffle != 0, d->no_shuffle != 0}};
-    for (int i = 0; i < 3; i++)
-        if (same[i].saved != same[i].here)
-            return DDP__SAMPLER_INVALID("load: the state is of %s=%lld, the sampler has %lld", same[i].name, same[i].saved, same[i].here);
-    if (state->seed != d->seed)
-        return DDP__SAMPLER_INVALID("load: the state is of seed=%llu, the sampler has %llu", (unsigned long long)state->seed, (unsigned long long)d->seed);
-    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
-        (offset > 0 && (offset >= batch / replicas || position == n)))
-        return ddp_fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
-                         "epoch of %lld samples", position, offset, replicas, batch, n);
+    state->position = used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
+    state->block_offset = (int64_t)in_block;
+    state->num_replicas = s->desc.num_replicas;
+    state->global_batch = s->desc.global_batch;
+    if (used >= in_gap) return DDP_OK;
+    state->position = (int64_t)s->origin; /* untouched since a load inside a batch: the same state again */
+    state->block_offset = (int64_t)s->gap_used;
+    state->num_replicas = (int64_t)s->gap_count;
+    state->global_batch = (int64_t)(s->gap_count * s->gap_block);
     return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
+    const ddp_sampler_desc *d = sampler ? &sampler->desc : NULL;
     int other_blocks;
-    ddp_result result;
-    if (!sampler || !state || sampler->desc.dataset_size < 1)
-        return DDP__SAMPLER_INVALID("load: sampler or state is NULL, or the sampler was not initialised");
-    result = ddp__sampler_state_check(&sampler->desc, state);
-    if (result != DDP_OK) return result;
-    other_blocks = state->num_replicas != sampler->desc.num_replicas || state->global_batch != sampler->desc.global_batch;
-    ddp__sampler_start(sampler, state->epoch, (uint64_t)state->position, other_blocks && state->block_offset ? state : NULL);
+    DDP__NEED(d && state && d->dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
+    long long n = (long long)state->dataset_size, position = (long long)state->position, offset = (long long)state->block_offset;
+    long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
+#define DDP__SAME(name, saved, here, format, type) \
+    DDP__NEED((saved) == (here), "the state is of " name "=" format ", the sampler has " format, (type)(saved), (type)(here))
+    DDP__SAME("dataset_size", n, d->dataset_size, "%lld", long long);
+    DDP__SAME("shuffle", state->shuffle, (int32_t)d->shuffle, "%d", int);
+    DDP__SAME("no_shuffle", state->no_shuffle != 0, (d->no_shuffle != 0), "%d", int);
+    DDP__SAME("seed", state->seed, d->seed, "%llu", unsigned long long);
+#undef DDP__SAME
+    if (position < 0 || position > n || replicas < 1 || batch < 0 || batch % replicas || offset < 0 ||
+        (offset > 0 && (offset >= batch / replicas || position == n)))
+        return ddp_fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
+                         "epoch of %lld samples", position, offset, replicas, batch, n);
+    other_blocks = replicas != d->num_replicas || batch != d->global_batch;
+    ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
-    sampler->first = sampler->cursor = state->block_offset;
+    sampler->first = sampler->cursor = offset;
     if (sampler->length < sampler->first) sampler->length = sampler->first;   /* this rank's part of a short last batch is used up */
     return DDP_OK;
 }
-
-#undef DDP__SAMPLER_INVALID
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     if (!sampler) return;
@@ -7561,19 +7543,15 @@ static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call 
 /* The same of a buffer with counts, whose offsets are packed where none are given; 0 when it does not fit in memory. */
 static inline int ddp__extent_of_counts(const ddp_group *group, size_t most, const size_t *counts, const size_t **offsets, size_t *packed,
                                         ddp__extent *extent) {
-    size_t at = 0, end = 0;
-    for (int r = 0; r < group->world_size; r++) {
-        size_t begin = *offsets ? (*offsets)[r] : at;
-        if (counts[r] > most || begin > most || at > most) return 0;
-        packed[r] = begin;
-        if (r == group->rank) extent->own = begin;
-        at += counts[r];
-        if (counts[r] && begin + counts[r] > end) end = begin + counts[r];
+    extent->end = extent->sum = 0;
+    for (int r = 0; r < group->world_size; extent->sum += counts[r++]) {
+        packed[r] = *offsets ? (*offsets)[r] : extent->sum;
+        if (counts[r] > most || packed[r] > most || extent->sum > most) return 0;
+        if (r == group->rank) extent->own = packed[r];
+        if (counts[r] && packed[r] + counts[r] > extent->end) extent->end = packed[r] + counts[r];
     }
     *offsets = packed;
-    extent->end = end;
-    extent->sum = at;
-    return end <= most;
+    return extent->end <= most;
 }
 
 static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_size) {
@@ -7586,7 +7564,7 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 /* Calls as the user made them: checked, completed and issued. */
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
-    const int p2p = ddp__is_p2p(call->kind), by_counts = call->kind == DDP_CALL_ALL_GATHER_V || call->kind == DDP_CALL_ALL_TO_ALL_V;
+    const int p2p = ddp__is_p2p(call->kind);
     size_t element = ddp_dtype_size(call->dtype), blocks, most, *packed;
     ddp__extent send, recv;
     DDP__CALL_NEED(group, "group is NULL");
@@ -7600,7 +7578,7 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
                    blocks, ddp_dtype_name(call->dtype));
     send = ddp__extent_of(group, call, form->send);
     recv = ddp__extent_of(group, call, form->recv);
-    if (by_counts) {
+    if (form->recv & DDP__COUNTS) {
         packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
@@ -7611,10 +7589,8 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
                        group->rank, call->recv_counts[group->rank]);
         call->count = call->send_counts ? 0 : recv.sum;
     }
-    if (p2p) {
-        DDP__CALL_NEED(call->root != group->rank, "peer is this rank itself; copy the buffer");
-        DDP__CALL_NEED(call->tag >= 0, "tag is negative; use 0 or more");
-    }
+    DDP__CALL_NEED(!p2p || call->root != group->rank, "peer is this rank itself; copy the buffer");
+    DDP__CALL_NEED(!p2p || call->tag >= 0, "tag is negative; use 0 or more");
     DDP__CALL_NEED(call->send || !send.end, "%s is NULL", p2p ? "buf" : "send");
     DDP__CALL_NEED(call->recv || !recv.end, "%s is NULL", p2p ? "buf" : "recv");
     if (ddp__overlap(call->send, send.end * element, call->recv, recv.end * element)) {
@@ -7635,30 +7611,31 @@ static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *
     return ddp__checked(group, &call, work);
 }
 
-DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_ALL_REDUCE, send, recv, count, dtype, op, -1, 0, work);
-}
-DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_REDUCE, send, recv, count, dtype, op, root, 0, work);
-}
-DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_BROADCAST, NULL, buf, count, dtype, DDP_OP_SUM, root, 0, work);
-}
-DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, root, 0, work);
-}
-DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_SCATTER, send, recv, recv_count, dtype, DDP_OP_SUM, root, 0, work);
-}
-DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_ALL_GATHER, send, recv, send_count, dtype, DDP_OP_SUM, -1, 0, work);
-}
-DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_REDUCE_SCATTER, send, recv, recv_count, dtype, op, -1, 0, work);
-}
-DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_ALL_TO_ALL, send, recv, count_per_peer, dtype, DDP_OP_SUM, -1, 0, work);
-}
+/* The body of a public function that has no counts. */
+#define DDP__BODY(kind, send, recv, count, op, root, tag) \
+    { return ddp__public(group, DDP_CALL_##kind, send, recv, count, dtype, op, root, tag, work); }
+
+DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work)
+DDP__BODY(ALL_REDUCE, send, recv, count, op, -1, 0)
+DDPDEF ddp_result ddp_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int root, ddp_work *work)
+DDP__BODY(REDUCE, send, recv, count, op, root, 0)
+DDPDEF ddp_result ddp_broadcast(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int root, ddp_work *work)
+DDP__BODY(BROADCAST, NULL, buf, count, DDP_OP_SUM, root, 0)
+DDPDEF ddp_result ddp_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, int root, ddp_work *work)
+DDP__BODY(GATHER, send, recv, send_count, DDP_OP_SUM, root, 0)
+DDPDEF ddp_result ddp_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, int root, ddp_work *work)
+DDP__BODY(SCATTER, send, recv, recv_count, DDP_OP_SUM, root, 0)
+DDPDEF ddp_result ddp_all_gather(ddp_group *group, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work)
+DDP__BODY(ALL_GATHER, send, recv, send_count, DDP_OP_SUM, -1, 0)
+DDPDEF ddp_result ddp_reduce_scatter(ddp_group *group, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_op op, ddp_work *work)
+DDP__BODY(REDUCE_SCATTER, send, recv, recv_count, op, -1, 0)
+DDPDEF ddp_result ddp_all_to_all(ddp_group *group, const void *send, void *recv, size_t count_per_peer, ddp_dtype dtype, ddp_work *work)
+DDP__BODY(ALL_TO_ALL, send, recv, count_per_peer, DDP_OP_SUM, -1, 0)
+DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
+DDP__BODY(SEND, buf, NULL, count, DDP_OP_SUM, peer, tag)
+DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
+DDP__BODY(RECV, NULL, buf, count, DDP_OP_SUM, peer, tag)
+
 DDPDEF ddp_result ddp_barrier(ddp_group *group) {
     return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
 }
@@ -7679,13 +7656,6 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
     call.recv_counts = recv_counts;
     call.recv_offsets = recv_offsets;
     return ddp__checked(group, &call, work);
-}
-
-DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_SEND, buf, NULL, count, dtype, DDP_OP_SUM, peer, tag, work);
-}
-DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work) {
-    return ddp__public(group, DDP_CALL_RECV, NULL, buf, count, dtype, DDP_OP_SUM, peer, tag, work);
 }
 
 #if defined(__cplusplus)
