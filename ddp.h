@@ -393,14 +393,10 @@ DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group);
 DDPDEF ddp_result ddp_batch_end(ddp_group *group);
 
-/* --- asynchronous work --- */
-
 /* Blocks until the work is done and returns its result; *work stands for nothing afterwards. Waiting for nothing is DDP_OK. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
 /* *done = 1 when ddp_wait would not block. Never blocks; the work still needs its ddp_wait. */
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done);
-
-/* --- group memory --- */
 
 /* size_bytes of zeroed memory per rank, 64-byte aligned, that peers of this machine read and write in place. Collective, the same
    size on every rank. A pointer inside it is what makes a collective copy-free. Errors also: DDP_ERR_NO_MEMORY on every rank. */
@@ -597,10 +593,8 @@ typedef struct ddp_call {
    holds, and ddp_wait makes that lane wait, not the host. What fails or takes too long later is the backend's to notice: it poisons the group. */
 struct ddp_backend {
     const char *name;
-    /* Collective over the world; rank and size are known to the group. */
-    ddp_result (*open)(ddp_group *group, void **state);
-    /* Carries one collective to its end on the calling thread. */
-    ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call);
+    ddp_result (*open)(ddp_group *group, void **state); /* collective over the world; rank and size are known to the group */
+    ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call); /* carries one collective to its end on the calling thread */
     /* Starts a send or receive, then is polled until done; never blocks. *request is the backend's; done == 1 or an error ends it. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
@@ -6272,24 +6266,18 @@ static int ddp__reducer_is_alone(const ddp_reducer *reducer) { return reducer->g
 
 /* What gradients of a dtype are sent as. */
 static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
-    ddp_dtype comm = reducer->desc.comm_dtype;
-    int casts = comm != DDP_DTYPE_DEFAULT && reducer->group->world_size > 1 && ddp_dtype_size(comm) < ddp_dtype_size(dtype);
-    return casts ? comm : dtype;
+    ddp_dtype comm = reducer->group->world_size > 1 ? reducer->desc.comm_dtype : DDP_DTYPE_DEFAULT;
+    return comm != DDP_DTYPE_DEFAULT && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
 
 /* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
-    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count];
+    ddp__bucket made = {reducer, reducer->stats.bucket_count, first, last, 0, dtype, ddp__wire_dtype(reducer, dtype), 0, 0, DDP_ZERO};
+    ddp__bucket *bucket = &reducer->buckets[reducer->stats.bucket_count++];
     ddp__grad *grads = reducer->grads;
     size_t size = ddp_dtype_size(dtype);
     int ranges = 0;
-    memset(bucket, 0, sizeof *bucket);
-    bucket->reducer = reducer;
-    bucket->index = reducer->stats.bucket_count++;
-    bucket->first = first;
-    bucket->last = last;
-    bucket->dtype = dtype;
-    bucket->wire = ddp__wire_dtype(reducer, dtype);
+    *bucket = made;
     for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
     for (int k = first; k <= last; k++) {
         ddp__grad *grad = &grads[reducer->walk[k]], *end = grad;
@@ -6507,22 +6495,6 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
     return entry;
 }
 
-static ddp_result ddp__reducer_check_desc(const ddp_reducer_desc *d) {
-    DDP__CREATE_NEED(d, "desc is NULL");
-    DDP__CREATE_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", d->param_count);
-    DDP__CREATE_NEED(d->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", d->micro_batch_count);
-    DDP__CREATE_NEED(d->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(d->comm_dtype), "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0",
-                     ddp_dtype_name(d->comm_dtype));
-    DDP__CREATE_NEED(d->buffer_count == 0 || (d->buffer_count > 0 && d->buffers),
-                     "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", d->buffer_count);
-    for (int i = 0; i < d->buffer_count; i++) {
-        int64_t count = ddp_tensor_count(&d->buffers[i]);
-        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(d->buffers[i].dtype) && (count == 0 || d->buffers[i].data),
-                         "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
-    }
-    return DDP_OK;
-}
-
 /* Checks one parameter and takes it over into grads. */
 static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
     const ddp_tensor *value = &reducer->desc.params[index].value;
@@ -6556,8 +6528,7 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
 
 static int ddp__grad_key_compare(const void *a, const void *b) {
     const ddp__grad_key *left = (const ddp__grad_key *)a, *right = (const ddp__grad_key *)b;
-    if (left->address != right->address) return left->address < right->address ? -1 : 1;
-    return left->index - right->index;
+    return left->address == right->address ? left->index - right->index : left->address < right->address ? -1 : 1;
 }
 
 /* Sorts the parameters that are not empty by the address of their value or gradient into host, leaving out NULL; returns how many. */
@@ -6601,7 +6572,18 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
     size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
-    DDP__TRY(ddp__reducer_check_desc(desc));
+    DDP__CREATE_NEED(desc, "desc is NULL");
+    DDP__CREATE_NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
+    DDP__CREATE_NEED(desc->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", desc->micro_batch_count);
+    DDP__CREATE_NEED(desc->comm_dtype == DDP_DTYPE_DEFAULT || ddp__is_half(desc->comm_dtype), "comm_dtype is %s; use DDP_F16, DDP_BF16 or 0",
+                     ddp_dtype_name(desc->comm_dtype));
+    DDP__CREATE_NEED(desc->buffer_count == 0 || (desc->buffer_count > 0 && desc->buffers),
+                     "buffer_count=%d or buffers is NULL; pass the array, or 0 buffers", desc->buffer_count);
+    for (int i = 0; i < desc->buffer_count; i++) {
+        int64_t count = ddp_tensor_count(&desc->buffers[i]);
+        DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype) && (count == 0 || desc->buffers[i].data),
+                         "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
+    }
     n = (size_t)desc->param_count;
     reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
@@ -6662,20 +6644,6 @@ static ddp_result ddp__reducer_compare(ddp_reducer *reducer, ddp_result own) {
 
 #define DDP__REDUCER_NEED(reducer, condition, ...) DDP__CHECK(__func__, (reducer)->group, condition, __VA_ARGS__)
 
-/* Places the gradients that were NULL side by side, each dtype in reverse definition order: the order of the buckets. */
-static ddp_result ddp__reducer_place(ddp_reducer *reducer) {
-    size_t at = 0;
-    if (reducer->arena_bytes) DDP__TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
-    for (int d = 0; d < DDP__DTYPES; d++)
-        for (int i = reducer->desc.param_count - 1; i >= 0; i--) {
-            ddp__grad *grad = &reducer->grads[i];
-            if (!grad->placed || (int)grad->dtype != d) continue;
-            grad->data = (unsigned char *)reducer->arena + at;
-            at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
-        }
-    return DDP_OK;
-}
-
 /* Finds neighbours in memory; a link that some rank does not have is dropped everywhere. Gaps of the arena hold zeros and may be sent,
    except to hooks and through casts, which see gradients only. */
 static ddp_result ddp__reducer_link(ddp_reducer *reducer) {
@@ -6709,10 +6677,19 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
-/* What follows once every rank has been given the same. */
+/* What follows once every rank has been given the same. The gradients that were NULL are placed side by side, each dtype in reverse
+   definition order: the order of the buckets. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
-    DDP__TRY(ddp__reducer_place(reducer));
+    size_t at = 0;
+    if (reducer->arena_bytes) DDP__TRY(ddp_group_alloc(reducer->group, reducer->arena_bytes, &reducer->arena));
+    for (int d = 0; d < DDP__DTYPES; d++)
+        for (int i = n - 1; i >= 0; i--) {
+            ddp__grad *grad = &reducer->grads[i];
+            if (!grad->placed || (int)grad->dtype != d) continue;
+            grad->data = (unsigned char *)reducer->arena + at;
+            at += ddp__round_up(grad->size_bytes, DDP__ALIGN);
+        }
     DDP__TRY(ddp__reducer_link(reducer));
     for (int k = 0; k < n; k++) reducer->ready_order[k] = n - 1 - k;
     DDP__TRY(ddp__buckets_plan(reducer, n));
@@ -7197,7 +7174,6 @@ typedef struct ddp__tokens {
 
 static int64_t ddp__tokens_chains(int64_t count) { return count + count / 4 + 2; }
 static int64_t ddp__tokens_filter_words(int64_t count) { return count / 4 + 1; }
-static int64_t ddp__tokens_words(int64_t count) { return count + ddp__tokens_filter_words(count) + (ddp__tokens_chains(count) + 1) / 2; }
 
 static inline uint32_t *ddp__tokens_chain(const ddp__tokens *t, uint64_t location) {
     return &t->head[((location * UINT64_C(0x9e3779b97f4a7c15) >> 32) * t->chains) >> 32];
@@ -7414,7 +7390,7 @@ static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
     if (*window > s->length) *window = s->length > 0 ? s->length : 1;
     DDP__SAMPLER_NEED("init", *window > 0 && *window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
                       "use a smaller window or DDP_SHUFFLE_HASHED", (long long)*window, (long long)s->desc.dataset_size);
-    table_words = (size_t)ddp__tokens_words(*window);
+    table_words = (size_t)(*window + ddp__tokens_filter_words(*window) + (ddp__tokens_chains(*window) + 1) / 2);
     size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
     if (!s->memory) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)*window);
