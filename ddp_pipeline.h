@@ -33,7 +33,9 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-public
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play
+    >>impl-schedule-simulate  >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw
+    >>impl-schedule-balance  >>impl-public
 
 CONCEPTS
     Stage      a contiguous part of the model, numbered from 0. With v chunks per rank there are p*v of them: "loop" puts stage s on rank s mod p,
@@ -404,11 +406,1772 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 
 //== structs ======================================================================================== >>impl-structs
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#define DDP__MAX_STAGES 65536
+#define DDP__MAX_MICROBATCHES (1 << 24)
+#define DDP__MAX_ACTIONS (1 << 28)
+
+struct ddp_schedule {
+    ddp_schedule_kind kind;    /* DDP_SCHEDULE_KIND_COUNT: was parsed */
+    int rank_count, stage_count, microbatch_count, update_interval;
+    ddp_action *actions;       /* rank after rank; a place in here is an action's index */
+    int count, capacity;
+    int *first;                /* rank r has actions[first[r]] to actions[first[r + 1] - 1] */
+    int filled;                /* lists that are complete, while it is made */
+    int *stage_rank;           /* -1: on none */
+    ddp_result failed;         /* while it is made */
+    void *(*alloc_fn)(size_t size_bytes, void *user);
+    void (*free_fn)(void *memory, void *user);
+    void *user;
+};
+
+static const char *const ddp__action_names[] = {
+#define DDP_X(kind, name) name,
+    DDP_ACTIONS(DDP_X)
+#undef DDP_X
+};
+
+static const char *const ddp__schedule_kind_names[] = {
+#define DDP_X(kind, name) name,
+    DDP_SCHEDULE_KINDS(DDP_X)
+#undef DDP_X
+};
+
+//== lists of actions ======================================================================== >>impl-schedule-lists
+
+static void *ddp__schedule_malloc(size_t size_bytes, void *user) { (void)user; return malloc(size_bytes); }
+static void ddp__schedule_mfree(void *memory, void *user) { (void)user; free(memory); }
+
+/* count elements of size_bytes each; NULL with the error line set. */
+static void *ddp__schedule_alloc(const ddp_schedule *s, size_t count, size_t size_bytes) {
+    void *memory = count > SIZE_MAX / size_bytes ? NULL : s->alloc_fn(count ? count * size_bytes : 1, s->user);
+    if (!memory) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_schedule: %zu entries of %zu bytes", count, size_bytes);
+    return memory;
+}
+
+static void ddp__schedule_free(const ddp_schedule *s, void *memory) { if (memory) s->free_fn(memory, s->user); }
+
+/* An empty schedule whose lists are pushed rank by rank. desc, which may be NULL, has the allocator. */
+static ddp_schedule *ddp__schedule_new(const ddp_schedule_desc *desc, int rank_count) {
+    ddp_schedule start, *s;
+    memset(&start, 0, sizeof start);
+    start.alloc_fn = desc && desc->alloc_fn ? desc->alloc_fn : ddp__schedule_malloc;
+    start.free_fn = desc && desc->alloc_fn ? desc->free_fn : ddp__schedule_mfree;
+    start.user = desc ? desc->user : NULL;
+    start.kind = DDP_SCHEDULE_KIND_COUNT;
+    start.rank_count = rank_count;
+    s = (ddp_schedule *)ddp__schedule_alloc(&start, 1, sizeof *s);
+    if (!s) return NULL;
+    *s = start;
+    s->first = (int *)ddp__schedule_alloc(s, (size_t)rank_count + 1, sizeof *s->first);
+    if (s->first) { s->first[0] = 0; return s; }
+    s->free_fn(s, s->user);
+    return NULL;
+}
+
+/* An empty schedule with the allocator and the kind of another one. */
+static ddp_schedule *ddp__schedule_like(const ddp_schedule *from) {
+    ddp_schedule_desc desc = DDP_ZERO;
+    ddp_schedule *s;
+    desc.alloc_fn = from->alloc_fn;
+    desc.free_fn = from->free_fn;
+    desc.user = from->user;
+    s = ddp__schedule_new(&desc, from->rank_count);
+    if (s) s->kind = from->kind, s->update_interval = from->update_interval;
+    return s;
+}
+
+static void ddp__schedule_push_action(ddp_schedule *s, ddp_action action) {
+    if (s->failed != DDP_OK) return;
+    if (s->count == s->capacity) {
+        int capacity = s->capacity ? 2 * s->capacity : 64;
+        ddp_action *grown = s->count >= DDP__MAX_ACTIONS ? NULL : (ddp_action *)ddp__schedule_alloc(s, (size_t)capacity, sizeof *grown);
+        if (!grown) {
+            s->failed = s->count < DDP__MAX_ACTIONS ? DDP_ERR_NO_MEMORY : ddp_fail(DDP_ERR_INVALID, "ddp_schedule: more than %d actions", DDP__MAX_ACTIONS);
+            return;
+        }
+        if (s->count) memcpy(grown, s->actions, (size_t)s->count * sizeof *grown);
+        ddp__schedule_free(s, s->actions);
+        s->actions = grown;
+        s->capacity = capacity;
+    }
+    s->actions[s->count++] = action;
+}
+
+static void ddp__schedule_push(ddp_schedule *s, ddp_action_kind kind, int stage, int microbatch) {
+    ddp_action action;
+    action.kind = kind;
+    action.stage = stage;
+    action.microbatch = microbatch;
+    action.overlaps = 0;
+    ddp__schedule_push_action(s, action);
+}
+
+static void ddp__schedule_end_rank(ddp_schedule *s) { s->first[++s->filled] = s->count; }
+
+/* Hands the schedule out once its lists are complete: how many stages and micro-batches there are follows from them. */
+static ddp_result ddp__schedule_finish(ddp_schedule **out, ddp_schedule *s, ddp_result result) {
+    if (s && result == DDP_OK) result = s->failed;
+    if (!s) return DDP_ERR_NO_MEMORY;
+    for (int i = 0; i < s->count; i++) {
+        if (s->actions[i].stage >= s->stage_count) s->stage_count = s->actions[i].stage + 1;
+        if (s->actions[i].microbatch >= s->microbatch_count) s->microbatch_count = s->actions[i].microbatch + 1;
+    }
+    if (!s->update_interval) s->update_interval = s->microbatch_count;
+    if (result == DDP_OK) {
+        s->stage_rank = (int *)ddp__schedule_alloc(s, (size_t)s->stage_count, sizeof *s->stage_rank);
+        if (!s->stage_rank) result = DDP_ERR_NO_MEMORY;
+    }
+    if (result != DDP_OK) {
+        ddp_schedule_destroy(s);
+        return result;
+    }
+    for (int stage = 0; stage < s->stage_count; stage++) s->stage_rank[stage] = -1;
+    for (int rank = s->rank_count - 1; rank >= 0; rank--)
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+            if (s->actions[i].stage >= 0) s->stage_rank[s->actions[i].stage] = rank;
+    *out = s;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_schedule_destroy(ddp_schedule *schedule) {
+    if (!schedule) return;
+    ddp__schedule_free(schedule, schedule->actions);
+    ddp__schedule_free(schedule, schedule->first);
+    ddp__schedule_free(schedule, schedule->stage_rank);
+    schedule->free_fn(schedule, schedule->user);
+}
+
+static int ddp__action_computes(ddp_action_kind kind) { return kind >= DDP_ACTION_FORWARD && kind <= DDP_ACTION_BACKWARD; }
+static int ddp__action_sends(ddp_action_kind kind) { return kind == DDP_ACTION_SEND_F || kind == DDP_ACTION_SEND_B; }
+static int ddp__action_receives(ddp_action_kind kind) { return kind == DDP_ACTION_RECV_F || kind == DDP_ACTION_RECV_B; }
+static int ddp__action_is_sharding(ddp_action_kind kind) { return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD; }
+
+typedef struct ddp__action_text { char text[48]; } ddp__action_text;
+
+/* As in a CSV cell: "2I5", "0UNSHARD". */
+static ddp__action_text ddp__action_label(const ddp_action *a) {
+    ddp__action_text label;
+    label.text[0] = 0;
+    if (a->kind == DDP_ACTION_IDLE) snprintf(label.text, sizeof label.text, "(idle)");
+    else if (ddp__action_is_sharding(a->kind)) snprintf(label.text, sizeof label.text, "%d%s", a->stage, ddp__action_names[a->kind]);
+    else snprintf(label.text, sizeof label.text, "%d%s%d", a->stage, ddp__action_names[a->kind], a->microbatch);
+    return label;
+}
+
+static ddp__action_text ddp__action_label_of(ddp_action_kind kind, int stage, int microbatch) {
+    ddp_action action;
+    action.kind = kind;
+    action.stage = stage;
+    action.microbatch = microbatch;
+    action.overlaps = 0;
+    return ddp__action_label(&action);
+}
+
+/* The rank whose list holds the action of that index. */
+static int ddp__action_rank(const ddp_schedule *s, int index) {
+    int low = 0, high = s->rank_count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (s->first[middle] <= index) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+static int ddp__action_position(const ddp_schedule *s, int index) { return index - s->first[ddp__action_rank(s, index)]; }
+
+//== kinds of schedules ======================================================================= >>impl-schedule-kinds
+
+#define DDP__SCHEDULE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
+
+/* What all kinds of the 1F1B family have in common: some forwards to fill the pipeline, then one forward and one backward in turn, then the backwards that are
+   left. Forward number k is chunk k/p mod v: p micro-batches of one chunk, the same p of the next one. Backwards take the chunks the other way round.
+   Split ones leave the weight gradient of a backward for `lag` backwards later. */
+static void ddp__generate_1f1b(ddp_schedule *s, int rank, int m, int v, int64_t warmup, int split, int lag) {
+    int p = s->rank_count, total = m * v, fill = warmup < total ? (int)warmup : total, done = 0;
+    for (int k = 0; k < fill + total; k++) {
+        int b = k - fill, w = b - lag, turn;
+        if (k < total) ddp__schedule_push(s, DDP_ACTION_FORWARD, k / p % v * p + rank, k / (p * v) * p + k % p);
+        if (b < 0) continue;
+        turn = (v - 1 - b / p % v) * p + rank;
+        ddp__schedule_push(s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, turn, b / (p * v) * p + b % p);
+        if (!split || w < 0) continue;
+        ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, (v - 1 - w / p % v) * p + rank, w / (p * v) * p + w % p);
+        done = w + 1;
+    }
+    for (int w = done; split && w < total; w++)
+        ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, (v - 1 - w / p % v) * p + rank, w / (p * v) * p + w % p);
+}
+
+/* All of a block of micro-batches forward, chunk by chunk, then all back. Blocks of m: GPipe and looped BFS; of 1: naive. */
+static void ddp__generate_blocks(ddp_schedule *s, int rank, int m, int v, int block) {
+    int p = s->rank_count;
+    for (int start = 0; start < m; start += block) {
+        for (int chunk = 0; chunk < v; chunk++)
+            for (int i = start; i < start + block; i++) ddp__schedule_push(s, DDP_ACTION_FORWARD, chunk * p + rank, i);
+        for (int chunk = v - 1; chunk >= 0; chunk--)
+            for (int i = start; i < start + block; i++) ddp__schedule_push(s, DDP_ACTION_BACKWARD, chunk * p + rank, i);
+    }
+}
+
+/* The next micro-batch of each kind of action on a V's two stages, stage[0] = r on the way down and stage[1] = 2p-1-r on the way up. */
+typedef struct ddp__vee {
+    ddp_schedule *s;
+    int stage[2], m;
+    int next[2][DDP_ACTION_KIND_COUNT];
+    int *waiting; /* DualPipeV: stages whose weight gradients are due, in order */
+    int put, taken;
+} ddp__vee;
+
+static ddp__vee ddp__vee_of(ddp_schedule *s, int rank, int m) {
+    ddp__vee v;
+    memset(&v, 0, sizeof v);
+    v.s = s;
+    v.stage[0] = rank;
+    v.stage[1] = 2 * s->rank_count - 1 - rank;
+    v.m = m;
+    return v;
+}
+
+/* Micro-batches beyond m are counted and left out. */
+static void ddp__vee_push(ddp__vee *v, ddp_action_kind kind, int way) {
+    int i = v->next[way][kind]++;
+    if (i < v->m) ddp__schedule_push(v->s, kind, v->stage[way], i);
+}
+
+static void ddp__vee_push_split(ddp__vee *v, int way) {
+    ddp__vee_push(v, DDP_ACTION_INPUT_GRAD, way);
+    ddp__vee_push(v, DDP_ACTION_WEIGHT_GRAD, way);
+}
+
+/* ZB-V for at least 2p-1 micro-batches; of fewer, those beyond m are left out. */
+static void ddp__generate_zb_v(ddp_schedule *s, int rank, int m) {
+    int p = s->rank_count, n = m > 2 * p - 1 ? m : 2 * p - 1;
+    ddp__vee v = ddp__vee_of(s, rank, m);
+    int *down = v.next[0], *up = v.next[1];
+    for (int k = 0; k < 2 * (p - rank) - 1; k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+    for (int k = 0; k < rank; k++) {
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+    }
+    for (int k = 0; k < p - rank; k++) {
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
+        ddp__vee_push_split(&v, 1);
+    }
+    while (up[DDP_ACTION_FORWARD] < n) {
+        if (down[DDP_ACTION_FORWARD] < n) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+        ddp__vee_push_split(&v, 0);
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
+        ddp__vee_push_split(&v, 1);
+    }
+    for (int k = 0; k < rank; k++) {
+        ddp__vee_push(&v, DDP_ACTION_INPUT_GRAD, 0);
+        ddp__vee_push(&v, DDP_ACTION_INPUT_GRAD, 1);
+    }
+    for (int k = 0; k < p - rank; k++) ddp__vee_push_split(&v, 0);
+    while (up[DDP_ACTION_WEIGHT_GRAD] < n) ddp__vee_push(&v, DDP_ACTION_WEIGHT_GRAD, 1);
+    while (down[DDP_ACTION_WEIGHT_GRAD] < n) ddp__vee_push(&v, DDP_ACTION_WEIGHT_GRAD, 0);
+}
+
+/* B and full backwards count on as one sequence of micro-batches per stage. */
+static void ddp__vee_backward(ddp__vee *v, int way, int split) {
+    int i = v->next[way][DDP_ACTION_BACKWARD]++;
+    ddp__schedule_push(v->s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, v->stage[way], i);
+    if (split) v->waiting[2 * v->put] = v->stage[way], v->waiting[2 * v->put++ + 1] = i;
+}
+
+static void ddp__vee_weight(ddp__vee *v) {
+    ddp__schedule_push(v->s, DDP_ACTION_WEIGHT_GRAD, v->waiting[2 * v->taken], v->waiting[2 * v->taken + 1]);
+    v->taken++;
+}
+
+/* A forward one way together with a backward the other way. */
+static void ddp__vee_overlap(ddp__vee *v, int way) {
+    ddp__vee_push(v, DDP_ACTION_FORWARD, way);
+    if (v->s->failed == DDP_OK) v->s->actions[v->s->count - 1].overlaps = 1;
+    ddp__vee_backward(v, !way, 0);
+}
+
+/* DualPipeV as DeepSeek's published code does it. waiting: room for 2p pairs. */
+static void ddp__generate_dualpipe_v(ddp_schedule *s, int rank, int m, int *waiting) {
+    int p = s->rank_count, split = 0;
+    ddp__vee v = ddp__vee_of(s, rank, m);
+    v.waiting = waiting;
+    for (int k = 0; k < 2 * (p - rank - 1); k++) ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+    for (int k = 0; k < rank + 1; k++) {
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
+    }
+    for (int k = 0; k < p - rank - 1; k++) {
+        ddp__vee_backward(&v, 1, 1);
+        ddp__vee_weight(&v);
+        ddp__vee_push(&v, DDP_ACTION_FORWARD, 1);
+    }
+    for (int k = 0; k < m - 2 * p + rank + 1; k++) {
+        if (k == 0 && rank == p - 1) { /* the tip of the V: its two stages do not wait for each other */
+            ddp__vee_push(&v, DDP_ACTION_FORWARD, 0);
+            ddp__vee_backward(&v, 1, 0);
+        } else ddp__vee_overlap(&v, 0);
+        ddp__vee_overlap(&v, 1);
+    }
+    for (int k = 0; k < p - rank - 1; k++) {
+        ddp__vee_backward(&v, 1, 0);
+        ddp__vee_overlap(&v, 1);
+    }
+    for (int k = 0; k < rank + 1; k++) {
+        if (k == (rank + 1) / 2 && rank % 2 == 1) split = 1;
+        ddp__vee_backward(&v, 1, split);
+        if (k == (rank + 1) / 2 && rank % 2 == 0) split = 1;
+        ddp__vee_backward(&v, 0, split);
+    }
+    for (int k = 0; k < p - rank - 1; k++) {
+        ddp__vee_weight(&v);
+        ddp__vee_backward(&v, 0, 1);
+    }
+    while (v.taken < v.put) ddp__vee_weight(&v);
+}
+
+/* m is to be a multiple of step and at least least. */
+static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int step, int least) {
+    int m = d->microbatch_count, down = m / step * step, nearest = m - down < step - (m - down) ? down : down + step;
+    if (m % step == 0 && m >= least) return DDP_OK;
+    if (nearest < least) nearest = (least + step - 1) / step * step;
+    if (step > 1)
+        return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks takes multiples of %d; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
+                                 d->rank_count, step, nearest);
+    return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks takes at least %d; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
+                             d->rank_count, least, nearest);
+}
+
+static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
+    int m = d->microbatch_count, two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW, least = two ? d->rank_count : 1;
+    if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
+        if (d->update_interval && d->update_interval != m)
+            return DDP__SCHEDULE_BAD("update_interval=%d, %s updates once, after all %d micro-batches; leave it 0", d->update_interval,
+                                     ddp_schedule_kind_name(d->kind), m);
+        d->update_interval = m;
+        return DDP_OK;
+    }
+    if (!d->update_interval) d->update_interval = two ? m : 1;
+    if (two && m < least) return ddp__schedule_check_multiple(d, 1, least);
+    if (d->update_interval >= least && d->update_interval <= m && m % d->update_interval == 0) return DDP_OK;
+    for (int distance = 1;; distance++) /* m itself always works */
+        for (int side = -1; side <= 1; side += 2) {
+            int64_t near = (int64_t)d->update_interval + side * (int64_t)distance;
+            if (near >= least && near <= m && m % near == 0)
+                return DDP__SCHEDULE_BAD("update_interval=%d, %s takes a divisor of microbatch_count=%d of at least %d; the nearest that works is %d",
+                                         d->update_interval, ddp_schedule_kind_name(d->kind), m, least, (int)near);
+        }
+}
+
+static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_schedule_desc *d) {
+    int vee, any, p, m;
+    if (!desc) return DDP__SCHEDULE_BAD("desc is NULL");
+    *d = *desc;
+    p = d->rank_count, m = d->microbatch_count;
+    if ((int)d->kind < 0 || d->kind >= DDP_SCHEDULE_KIND_COUNT) return DDP__SCHEDULE_BAD("kind=%d, there are 0 to %d", (int)d->kind, DDP_SCHEDULE_KIND_COUNT - 1);
+    if (!d->alloc_fn != !d->free_fn) return DDP__SCHEDULE_BAD("set both alloc_fn and free_fn, or neither");
+    vee = d->kind == DDP_SCHEDULE_ZB_V || d->kind == DDP_SCHEDULE_DUALPIPE_V;
+    any = d->kind == DDP_SCHEDULE_NAIVE || d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B || d->kind == DDP_SCHEDULE_LOOPED_BFS ||
+          d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P;
+    if (p < 1 || p > DDP__MAX_STAGES) return DDP__SCHEDULE_BAD("rank_count=%d, allowed are 1 to %d", p, DDP__MAX_STAGES);
+    if (m < 1 || m > DDP__MAX_MICROBATCHES) return DDP__SCHEDULE_BAD("microbatch_count=%d, allowed are 1 to %d", m, DDP__MAX_MICROBATCHES);
+    if (d->chunk_count == 0) d->chunk_count = vee ? 2 : 1;
+    if (d->chunk_count < 0 || d->chunk_count > DDP__MAX_STAGES / p)
+        return DDP__SCHEDULE_BAD("chunk_count=%d, allowed are 1 to %d: at most %d stages", d->chunk_count, DDP__MAX_STAGES / p, DDP__MAX_STAGES);
+    if (!any && d->chunk_count != 1 + vee)
+        return DDP__SCHEDULE_BAD("chunk_count=%d, %s has %d; interleaved-1F1B, looped-BFS, interleaved-ZB-1P and naive take any", d->chunk_count,
+                                 ddp_schedule_kind_name(d->kind), 1 + vee);
+    if ((int64_t)p * m * d->chunk_count > DDP__MAX_ACTIONS / 3)
+        return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions", p, m, d->chunk_count, DDP__MAX_ACTIONS);
+    if (d->memory_limit < 0 || d->memory_limit != d->memory_limit) return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
+    if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) {
+        ddp_result result = ddp__schedule_check_multiple(d, p, p);
+        if (result != DDP_OK) return result;
+    }
+    if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
+    return ddp__schedule_check_interval(d);
+}
+
+static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int r, int *waiting) {
+    int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, late = p - 1 - r;
+    int64_t chunks = (int64_t)(v - 1) * p; /* forwards of the other chunks before the last one's first */
+    switch (d->kind) {
+    case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, r, m, v, 1); break;
+    case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, r, m, v, m); break;
+    case DDP_SCHEDULE_1F1B: case DDP_SCHEDULE_PIPEDREAM: case DDP_SCHEDULE_PIPEDREAM_2BW: ddp__generate_1f1b(s, r, m, 1, late, 0, 0); break;
+    case DDP_SCHEDULE_INTERLEAVED_1F1B: ddp__generate_1f1b(s, r, m, v, chunks + 2 * late, 0, 0); break;
+    case DDP_SCHEDULE_ZB_H1: ddp__generate_1f1b(s, r, m, 1, late, 1, r); break;
+    case DDP_SCHEDULE_ZB_H2: ddp__generate_1f1b(s, r, m, 1, 2 * (int64_t)late, 1, 2 * r); break;
+    case DDP_SCHEDULE_INTERLEAVED_ZB_1P: ddp__generate_1f1b(s, r, m, v, chunks + late, 1, r); break;
+    case DDP_SCHEDULE_ZB_V: ddp__generate_zb_v(s, r, m); break;
+    case DDP_SCHEDULE_DUALPIPE_V: ddp__generate_dualpipe_v(s, r, m, waiting); break;
+    case DDP_SCHEDULE_AUTO: case DDP_SCHEDULE_KIND_COUNT: break;
+    }
+}
+
+//== who needs what from whom ================================================================= >>impl-schedule-play
+
+/* A schedule as a graph. The tables have the index of an action by cell, stage * m + micro-batch; -1: there is none. A send or receive is found by the stage
+   that sends. Every action waits for at most one other outside of its list, and at most one waits for it:
+
+       F of stage s      F of stage s-1, or its RECV_F, which comes earlier in the list
+       I, B of stage s   I or B of stage s+1, or its RECV_B
+       RECV              its SEND
+       SEND              the RECV of the message before it to the same rank: one fits in between */
+typedef struct ddp__play {
+    const ddp_schedule *s;
+    int cells;
+    int *memory;             /* all tables but times */
+    int *forward, *gradient, *weight, *send[2], *recv[2]; /* gradient: of the inputs, I or B; [1]: SEND_B and RECV_B */
+    int *ahead;              /* of each action: a SEND's RECV to wait for, or -1 */
+    int *waiter;             /* of each action: the rank that waits for it, or -1 */
+    int *position;           /* of each rank: index of its next action */
+    int *stack;              /* ranks that may go on */
+    unsigned char *done;     /* of each action */
+    int has_comm, has_sharding, has_reduce;
+    ddp_action_time *times;  /* NULL unless wanted */
+} ddp__play;
+
+static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index, const char *format, ...) {
+    char text[400];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d %s: %s", ddp__action_rank(s, index), ddp__action_position(s, index),
+                    ddp__action_label(&s->actions[index]).text, text);
+}
+
+static int ddp__play_cell(const ddp__play *play, int stage, int microbatch) { return stage * play->s->microbatch_count + microbatch; }
+
+static void ddp__play_close(ddp__play *play) {
+    ddp__schedule_free(play->s, play->memory);
+    ddp__schedule_free(play->s, play->done);
+    ddp__schedule_free(play->s, play->times);
+    play->memory = NULL, play->done = NULL, play->times = NULL;
+}
+
+static ddp_result ddp__play_alloc(ddp__play *play) {
+    const ddp_schedule *s = play->s;
+    size_t cells = (size_t)s->stage_count * (size_t)s->microbatch_count, actions = (size_t)s->count, ranks = (size_t)s->rank_count;
+    size_t total = 7 * cells + 2 * actions + 2 * ranks;
+    int *next;
+    play->memory = (int *)ddp__schedule_alloc(s, total, sizeof(int));
+    play->done = (unsigned char *)ddp__schedule_alloc(s, actions, 1);
+    if (!play->memory || !play->done) return DDP_ERR_NO_MEMORY;
+    for (size_t i = 0; i < total; i++) play->memory[i] = -1;
+    memset(play->done, 0, actions);
+    next = play->memory;
+    play->cells = (int)cells;
+    play->forward = next, next += cells;
+    play->gradient = next, next += cells;
+    play->weight = next, next += cells;
+    for (int way = 0; way < 2; way++) {
+        play->send[way] = next, next += cells;
+        play->recv[way] = next, next += cells;
+    }
+    play->ahead = next, next += actions;
+    play->waiter = next, next += actions;
+    play->position = next, next += ranks;
+    play->stack = next;
+    return DDP_OK;
+}
+
+/* Each stage is on some rank, and there are enough actions for tables of all cells to be worth their memory. */
+static ddp_result ddp__check_stages(const ddp_schedule *s) {
+    int highest = 0;
+    if (s->stage_count == 0 || s->microbatch_count == 0) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: there is no computation in any list");
+    for (int i = 0; i < s->count; i++)
+        if (s->actions[i].stage > s->actions[highest].stage) highest = i;
+    for (int stage = 0; stage < s->stage_count; stage++)
+        if (s->stage_rank[stage] < 0) return ddp__schedule_wrong(s, highest, "there are %d stages, but stage %d is on no rank", s->stage_count, stage);
+    if ((int64_t)s->stage_count * s->microbatch_count > s->count) {
+        highest = 0;
+        for (int i = 0; i < s->count; i++)
+            if (s->actions[i].microbatch > s->actions[highest].microbatch) highest = i;
+        return ddp__schedule_wrong(s, highest, "%d stages times %d micro-batches need more than the %d actions that there are", s->stage_count,
+                                   s->microbatch_count, s->count);
+    }
+    return DDP_OK;
+}
+
+/* Where an action is entered, and what must not be there yet. A full backward stands in for both gradients. */
+static ddp_result ddp__play_enter(ddp__play *play, int index) {
+    const ddp_schedule *s = play->s;
+    const ddp_action *a = &s->actions[index];
+    int cell = a->microbatch < 0 ? -1 : ddp__play_cell(play, a->stage, a->microbatch), *slot = NULL, way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
+    int last = s->stage_count - 1, there;
+    switch (a->kind) {
+    case DDP_ACTION_FORWARD: slot = &play->forward[cell]; break;
+    case DDP_ACTION_INPUT_GRAD: case DDP_ACTION_BACKWARD: slot = &play->gradient[cell]; break;
+    case DDP_ACTION_WEIGHT_GRAD: slot = &play->weight[cell]; break;
+    case DDP_ACTION_SEND_F: case DDP_ACTION_SEND_B:
+        play->has_comm = 1;
+        if (a->stage == (way ? 0 : last)) return ddp__schedule_wrong(s, index, "stage %d has no stage to send to", a->stage);
+        if (s->stage_rank[a->stage] == s->stage_rank[a->stage + (way ? -1 : 1)])
+            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is sent to it", a->stage + (way ? -1 : 1));
+        slot = &play->send[way][cell];
+        break;
+    case DDP_ACTION_RECV_F: case DDP_ACTION_RECV_B:
+        play->has_comm = 1;
+        if (a->stage == (way ? last : 0)) return ddp__schedule_wrong(s, index, "stage %d has no stage to receive from", a->stage);
+        if (s->stage_rank[a->stage] == s->stage_rank[a->stage + (way ? 1 : -1)])
+            return ddp__schedule_wrong(s, index, "stage %d is on this rank too, nothing is received from it", a->stage + (way ? 1 : -1));
+        slot = &play->recv[way][ddp__play_cell(play, a->stage + (way ? 1 : -1), a->microbatch)];
+        break;
+    case DDP_ACTION_UNSHARD: case DDP_ACTION_RESHARD: play->has_sharding = 1; return DDP_OK;
+    case DDP_ACTION_REDUCE_GRAD: play->has_reduce = 1; return DDP_OK;
+    case DDP_ACTION_IDLE: case DDP_ACTION_KIND_COUNT: return DDP_OK;
+    }
+    there = *slot >= 0 ? *slot : a->kind == DDP_ACTION_BACKWARD ? play->weight[cell] : -1;
+    if (there >= 0)
+        return ddp__schedule_wrong(s, index, "%s of that stage and micro-batch is at position %d already", ddp__action_label(&s->actions[there]).text,
+                                   ddp__action_position(s, there));
+    *slot = index;
+    if (a->kind == DDP_ACTION_BACKWARD) play->weight[cell] = index;
+    return DDP_OK;
+}
+
+/* Two actions that run together are a forward and a backward of two micro-batches. */
+static ddp_result ddp__check_overlap(const ddp_schedule *s, int index) {
+    const ddp_action *a = &s->actions[index];
+    int rank = ddp__action_rank(s, index);
+    if (!a->overlaps) return DDP_OK;
+    if (index + 1 == s->first[rank + 1]) return ddp__schedule_wrong(s, index, "nothing follows that it could overlap with");
+    if (a[1].overlaps) return ddp__schedule_wrong(s, index, "more than two actions overlap");
+    if (!ddp__action_computes(a[0].kind) || !ddp__action_computes(a[1].kind) || (a[0].kind == DDP_ACTION_FORWARD) == (a[1].kind == DDP_ACTION_FORWARD))
+        return ddp__schedule_wrong(s, index, "it overlaps with %s; a forward and a backward can", ddp__action_label(&a[1]).text);
+    if (a[0].stage == a[1].stage && a[0].microbatch == a[1].microbatch)
+        return ddp__schedule_wrong(s, index, "it overlaps with %s, one of which needs the other", ddp__action_label(&a[1]).text);
+    return DDP_OK;
+}
+
+static ddp_result ddp__check_after(const ddp__play *play, int index, int needs, const char *what) {
+    if (needs < index) return DDP_OK;
+    return ddp__schedule_wrong(play->s, index, "its %s %s comes later on this rank, at position %d", what, ddp__action_label(&play->s->actions[needs]).text,
+                               ddp__action_position(play->s, needs));
+}
+
+/* That the cell has the action; beside: another one of the cell, whose place tells where it is missed. */
+static ddp_result ddp__check_present(const ddp__play *play, int there, ddp_action_kind kind, int stage, int microbatch, int beside, const char *what) {
+    const ddp_schedule *s = play->s;
+    int rank = s->stage_rank[stage];
+    if (there >= 0) return DDP_OK;
+    if (beside >= 0) return ddp__schedule_wrong(s, beside, "its %s %s is missing on this rank", what, ddp__action_label_of(kind, stage, microbatch).text);
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %s", rank, s->first[rank + 1] - s->first[rank],
+                    ddp__action_label_of(kind, stage, microbatch).text);
+}
+
+/* One micro-batch of one stage: once forward, once back, in this order; what another rank sends comes before it is used. */
+static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
+    const ddp_schedule *s = play->s;
+    int cell = ddp__play_cell(play, stage, i), f = play->forward[cell], g = play->gradient[cell], w = play->weight[cell];
+    ddp_result result = ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward");
+    if (result == DDP_OK) result = ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w >= 0 ? w : f, "input gradient");
+    if (result == DDP_OK) result = ddp__check_present(play, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient");
+    if (result == DDP_OK) result = ddp__check_after(play, g, f, "forward");
+    if (result == DDP_OK && w != g) result = ddp__check_after(play, w, g, "input gradient");
+    for (int way = 0; way < 2 && play->has_comm && result == DDP_OK; way++) {
+        int to = way ? stage - 1 : stage + 1, made = way ? g : f, send = play->send[way][cell], recv = play->recv[way][cell], used;
+        if (to < 0 || to == s->stage_count || s->stage_rank[to] == s->stage_rank[stage]) continue;
+        used = (way ? play->gradient : play->forward)[ddp__play_cell(play, to, i)];
+        result = ddp__check_present(play, send, way ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, stage, i, made, "message");
+        if (result == DDP_OK && used >= 0) result = ddp__check_present(play, recv, way ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, to, i, used, "message");
+        if (result == DDP_OK) result = ddp__check_after(play, send, made, "tensor");
+        if (result == DDP_OK && used >= 0) result = ddp__check_after(play, used, recv, "message");
+    }
+    return result;
+}
+
+/* The stage at the other end of a message, and where the message's two actions are. */
+static int ddp__message_peer(const ddp_action *a) { return a->stage + (a->kind == DDP_ACTION_SEND_F || a->kind == DDP_ACTION_RECV_B ? 1 : -1); }
+
+static int ddp__message_partner(const ddp__play *play, int index) {
+    const ddp_action *a = &play->s->actions[index];
+    int way = a->kind == DDP_ACTION_SEND_B || a->kind == DDP_ACTION_RECV_B;
+    if (ddp__action_sends(a->kind)) return play->recv[way][ddp__play_cell(play, a->stage, a->microbatch)];
+    return play->send[way][ddp__play_cell(play, ddp__message_peer(a), a->microbatch)];
+}
+
+/* Between two ranks messages arrive in the order in which they are sent: the message before each SEND and the one before its RECV are the same. last: room for a
+   message per rank. */
+static ddp_result ddp__check_messages(ddp__play *play, int *last) {
+    const ddp_schedule *s = play->s;
+    for (int sends = 1; sends >= 0; sends--) /* first what each SEND follows, then that each RECV follows its partner */
+        for (int rank = 0; rank < s->rank_count; rank++) {
+            for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+                if (ddp__action_sends(s->actions[i].kind) || ddp__action_receives(s->actions[i].kind)) last[s->stage_rank[ddp__message_peer(&s->actions[i])]] = -1;
+            for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+                const ddp_action *a = &s->actions[i];
+                int peer, partner, before;
+                if (!(sends ? ddp__action_sends(a->kind) : ddp__action_receives(a->kind))) continue;
+                peer = s->stage_rank[ddp__message_peer(a)];
+                partner = ddp__message_partner(play, i);
+                if (sends) play->ahead[i] = last[peer] < 0 ? -1 : ddp__message_partner(play, last[peer]);
+                else if (play->ahead[partner] != last[peer]) {
+                    before = play->ahead[partner];
+                    if (before < 0) return ddp__schedule_wrong(s, i, "rank %d sends this message before any other, here another one is received first", peer);
+                    return ddp__schedule_wrong(s, i, "messages from rank %d come in the order sent: %s is to be received just before", peer,
+                                               ddp__action_label(&s->actions[before]).text);
+                }
+                last[peer] = i;
+            }
+        }
+    return DDP_OK;
+}
+
+/* UNSHARD and RESHARD around a stage's actions, REDUCE_GRAD after each update's last W or B. state: 2 entries per stage. */
+static ddp_result ddp__check_sharding(const ddp__play *play, int *state) {
+    const ddp_schedule *s = play->s;
+    int *whole = state, *added = state + s->stage_count;
+    for (int i = 0; i < 2 * s->stage_count; i++) state[i] = 0;
+    for (int i = 0; i < s->count; i++) {
+        const ddp_action *a = &s->actions[i];
+        if (a->kind == DDP_ACTION_UNSHARD || a->kind == DDP_ACTION_RESHARD) {
+            if (whole[a->stage] == (a->kind == DDP_ACTION_UNSHARD))
+                return ddp__schedule_wrong(s, i, "stage %d is %s already", a->stage, whole[a->stage] ? "unsharded" : "sharded");
+            whole[a->stage] = !whole[a->stage];
+        } else if (ddp__action_computes(a->kind) && play->has_sharding && !whole[a->stage])
+            return ddp__schedule_wrong(s, i, "stage %d is sharded here; UNSHARD goes before it", a->stage);
+        if (!play->has_reduce) continue;
+        if (a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD) {
+            if (added[a->stage] == s->update_interval) return ddp__schedule_wrong(s, i, "%dREDUCE_GRAD goes before it: the update is complete", a->stage);
+            added[a->stage]++;
+        } else if (a->kind == DDP_ACTION_REDUCE_GRAD) {
+            if (added[a->stage] != s->update_interval)
+                return ddp__schedule_wrong(s, i, "after %d of the %d weight gradients of stage %d", added[a->stage], s->update_interval, a->stage);
+            added[a->stage] = 0;
+        }
+    }
+    for (int stage = 0; stage < s->stage_count; stage++) {
+        int rank = s->stage_rank[stage];
+        if ((play->has_reduce && added[stage]) || (play->has_sharding && whole[stage]))
+            return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_check: rank %d position %d: the list ends without %d%s", rank, s->first[rank + 1] - s->first[rank], stage,
+                            play->has_reduce && added[stage] ? "REDUCE_GRAD" : "RESHARD");
+    }
+    return DDP_OK;
+}
+
+/* Everything that can be told from each list and its partner's alone. */
+static ddp_result ddp__play_open(ddp__play *play, const ddp_schedule *s) {
+    ddp_result result = ddp__check_stages(s);
+    memset(play, 0, sizeof *play);
+    play->s = s;
+    if (result == DDP_OK) result = ddp__play_alloc(play);
+    for (int rank = 0; rank < s->rank_count && result == DDP_OK; rank++)
+        for (int i = s->first[rank]; i < s->first[rank + 1] && result == DDP_OK; i++) {
+            int stage = s->actions[i].stage;
+            if (stage >= 0 && s->stage_rank[stage] != rank) result = ddp__schedule_wrong(s, i, "stage %d is on rank %d already", stage, s->stage_rank[stage]);
+            if (result == DDP_OK) result = ddp__check_overlap(s, i);
+            if (result == DDP_OK) result = ddp__play_enter(play, i);
+        }
+    for (int stage = 0; stage < s->stage_count && result == DDP_OK; stage++)
+        for (int i = 0; i < s->microbatch_count && result == DDP_OK; i++) result = ddp__check_cell(play, stage, i);
+    if (result == DDP_OK && play->has_comm) result = ddp__check_messages(play, play->position);
+    if (result == DDP_OK && (play->has_sharding || play->has_reduce)) result = ddp__check_sharding(play, play->waiter); /* at least two actions per stage */
+    if (result != DDP_OK) ddp__play_close(play);
+    return result;
+}
+
+/* Where the tensor of a forward, or the gradients of a backward, come from: an index, or -1 at the pipeline's ends and for everything else. */
+static int ddp__play_source(const ddp__play *play, int index) {
+    const ddp_action *a = &play->s->actions[index];
+    if (a->kind == DDP_ACTION_FORWARD && a->stage > 0) return play->forward[ddp__play_cell(play, a->stage - 1, a->microbatch)];
+    if ((a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD) && a->stage + 1 < play->s->stage_count)
+        return play->gradient[ddp__play_cell(play, a->stage + 1, a->microbatch)];
+    return -1;
+}
+
+/* What the action has to wait for still. strict: messages take place too; otherwise only computation waits, for what it needs. */
+static int ddp__play_blocker(const ddp__play *play, int index, int strict) {
+    const ddp_schedule *s = play->s;
+    ddp_action_kind kind = s->actions[index].kind;
+    int blocker = -1;
+    if (ddp__action_computes(kind)) {
+        blocker = ddp__play_source(play, index);
+        if (strict && play->has_comm && blocker >= 0 && s->stage_rank[s->actions[blocker].stage] != s->stage_rank[s->actions[index].stage]) blocker = -1;
+    } else if (strict && ddp__action_sends(kind)) blocker = play->ahead[index];
+    else if (strict && ddp__action_receives(kind)) blocker = ddp__message_partner(play, index);
+    return blocker >= 0 && !play->done[blocker] ? blocker : -1;
+}
+
+static double ddp__cost_of(const ddp_stage_cost *costs, const ddp_action *a) {
+    switch (a->kind) {
+    case DDP_ACTION_FORWARD: return costs ? costs[a->stage].forward : 1;
+    case DDP_ACTION_INPUT_GRAD: return costs ? costs[a->stage].input_grad : 1;
+    case DDP_ACTION_WEIGHT_GRAD: return costs ? costs[a->stage].weight_grad : 1;
+    case DDP_ACTION_BACKWARD: return costs ? costs[a->stage].input_grad + costs[a->stage].weight_grad : 2;
+    default: return 0;
+    }
+}
+
+/* What the action takes; with the next one when they overlap. */
+static double ddp__cost_of_step(const ddp_stage_cost *costs, const ddp_action *a) {
+    const ddp_action *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
+    if (!a->overlaps) return ddp__cost_of(costs, a);
+    if (costs && costs[f->stage].overlapped > 0) return costs[f->stage].overlapped;
+    return ddp__cost_of(costs, a) + ddp__cost_of(costs, a + 1);
+}
+
+/* When the action's tensors are there, after `at` at the earliest. */
+static double ddp__play_arrival(const ddp__play *play, const ddp_stage_cost *costs, int index, double at) {
+    int source = ddp__play_source(play, index);
+    double arrival;
+    if (source < 0) return at;
+    arrival = play->times[source].end;
+    if (costs && play->s->stage_rank[play->s->actions[source].stage] != play->s->stage_rank[play->s->actions[index].stage])
+        arrival += costs[play->s->actions[source].stage].transfer;
+    return arrival > at ? arrival : at;
+}
+
+/* Runs every list as far as it goes: each rank until it has to wait, then whoever waited for what it did. Times, if wanted, are the earliest ones; they do not
+   depend on the order in which ranks are taken. Returns the number of ranks that are stuck. */
+static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int strict) {
+    const ddp_schedule *s = play->s;
+    int depth = 0, stuck = 0;
+    memset(play->done, 0, (size_t)s->count);
+    for (int i = 0; i < s->count; i++) play->waiter[i] = -1;
+    for (int rank = s->rank_count - 1; rank >= 0; rank--) {
+        play->position[rank] = s->first[rank];
+        play->stack[depth++] = rank;
+    }
+    while (depth > 0) {
+        int rank = play->stack[--depth];
+        while (play->position[rank] < s->first[rank + 1]) {
+            int i = play->position[rank], n = 1 + s->actions[i].overlaps, blocker = ddp__play_blocker(play, i, strict);
+            if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1, strict);
+            if (blocker >= 0) { play->waiter[blocker] = rank; break; }
+            if (play->times) {
+                double begin = i > s->first[rank] ? play->times[i - 1].end : 0;
+                for (int k = i; k < i + n; k++) begin = ddp__play_arrival(play, costs, k, begin);
+                for (int k = i; k < i + n; k++) play->times[k].begin = begin, play->times[k].end = begin + ddp__cost_of_step(costs, &s->actions[i]);
+            }
+            for (int k = i; k < i + n; k++) {
+                play->done[k] = 1;
+                if (play->waiter[k] >= 0) play->stack[depth++] = play->waiter[k];
+            }
+            play->position[rank] += n;
+        }
+    }
+    for (int rank = 0; rank < s->rank_count; rank++) stuck += play->position[rank] < s->first[rank + 1];
+    return stuck;
+}
+
+/* Follows who waits for whom from a rank that is stuck until the circle closes, and tells of it. */
+static ddp_result ddp__play_circle(const ddp__play *play, int strict) {
+    const ddp_schedule *s = play->s;
+    int rank = 0, index = 0, blocker = -1, other, length = 1;
+    while (play->position[rank] == s->first[rank + 1]) rank++;
+    for (int k = 0; k < s->rank_count; k++) { /* so many steps end inside the circle */
+        index = play->position[rank];
+        blocker = ddp__play_blocker(play, index, strict);
+        if (blocker < 0) blocker = ddp__play_blocker(play, index + 1, strict);
+        rank = ddp__action_rank(s, blocker);
+    }
+    index = play->position[rank];
+    blocker = ddp__play_blocker(play, index, strict);
+    if (blocker < 0) blocker = ddp__play_blocker(play, index + 1, strict);
+    for (int next = ddp__action_rank(s, blocker), end = rank; next != end; length++) {
+        int at = play->position[next], waits_for = ddp__play_blocker(play, at, strict);
+        if (waits_for < 0) waits_for = ddp__play_blocker(play, at + 1, strict);
+        next = ddp__action_rank(s, waits_for);
+    }
+    other = ddp__action_rank(s, blocker);
+    return ddp__schedule_wrong(s, index, "it waits for %s at position %d of rank %d, which cannot get past %s at position %d: a circle of %d rank%s%s",
+                               ddp__action_label(&s->actions[blocker]).text, ddp__action_position(s, blocker), other,
+                               ddp__action_label(&s->actions[play->position[other]]).text, ddp__action_position(s, play->position[other]), length,
+                               length == 1 ? "" : "s", play->has_comm ? ", with room for one message between two ranks" : "");
+}
+
+/* A graph that is proven to run to its end; play_close frees it. who: of the public function. */
+static ddp_result ddp__play_checked(ddp__play *play, const ddp_schedule *s, const char *who) {
+    ddp_result result;
+    memset(play, 0, sizeof *play);
+    if (!s) return ddp_fail(DDP_ERR_INVALID, "%s: schedule is NULL", who);
+    result = ddp__play_open(play, s);
+    if (result == DDP_OK && ddp__play_run(play, NULL, 1)) {
+        result = ddp__play_circle(play, 1);
+        ddp__play_close(play);
+    }
+    return result;
+}
+
+DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule) {
+    ddp__play play;
+    ddp_result result = ddp__play_checked(&play, schedule, "ddp_schedule_check");
+    if (result == DDP_OK) ddp__play_close(&play);
+    return result;
+}
+
+//== simulation =========================================================================== >>impl-schedule-simulate
+
+static ddp_result ddp__costs_check(const ddp_schedule *s, const ddp_stage_cost *costs, const char *who) {
+    for (int stage = 0; costs && stage < s->stage_count; stage++) {
+        const ddp_stage_cost *c = &costs[stage];
+        const double values[] = {c->forward, c->input_grad, c->weight_grad, c->transfer, c->overlapped, c->activation, c->weight_activation};
+        static const char *const names[] = {"forward", "input_grad", "weight_grad", "transfer", "overlapped", "activation", "weight_activation"};
+        for (int k = 0; k < 7; k++)
+            if (!(values[k] >= 0 && values[k] <= DBL_MAX))
+                return ddp_fail(DDP_ERR_INVALID, "%s: costs[%d].%s=%g; it is a finite number that is not negative", who, stage, names[k], values[k]);
+    }
+    return DDP_OK;
+}
+
+static double ddp__cost_activation(const ddp_stage_cost *costs, int stage) { return costs && costs[stage].activation > 0 ? costs[stage].activation : 1; }
+
+static double ddp__cost_weight_activation(const ddp_stage_cost *costs, int stage) {
+    return costs && costs[stage].weight_activation > 0 ? costs[stage].weight_activation : ddp__cost_activation(costs, stage);
+}
+
+/* What is in flight along a rank's list, and when it ran. */
+static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const ddp_stage_cost *costs, const ddp_action_time *times) {
+    ddp_rank_report r;
+    double memory = 0;
+    int in_flight = 0, begun = 0;
+    memset(&r, 0, sizeof r);
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        const ddp_action *a = &s->actions[i];
+        double saved, left;
+        int split = 0;
+        if (!ddp__action_computes(a->kind)) continue;
+        if (!begun || times[i].begin < r.begin) r.begin = times[i].begin;
+        if (!begun || times[i].end > r.end) r.end = times[i].end;
+        begun = 1;
+        if (i == s->first[rank] || !a[-1].overlaps) r.busy += times[i].end - times[i].begin;
+        saved = ddp__cost_activation(costs, a->stage), left = ddp__cost_weight_activation(costs, a->stage);
+        split = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_WEIGHT_GRAD;
+        if (a->kind == DDP_ACTION_FORWARD) in_flight++, memory += saved;
+        if (in_flight > r.peak_in_flight) r.peak_in_flight = in_flight;
+        if (memory > r.peak_memory) r.peak_memory = memory;
+        if (a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD) in_flight--;
+        if (a->kind != DDP_ACTION_FORWARD) memory -= !split ? saved : a->kind == DDP_ACTION_INPUT_GRAD ? saved - left : left;
+        if (memory > r.peak_memory) r.peak_memory = memory;
+    }
+    r.weight_versions = s->kind == DDP_SCHEDULE_PIPEDREAM ? r.peak_in_flight : s->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? 2 : 1;
+    return r;
+}
+
+static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, const ddp_action_time *times, ddp_schedule_report *report) {
+    ddp_rank_report *ranks = report->ranks;
+    double first = 0, last = 0, work = 0;
+    memset(report, 0, sizeof *report);
+    report->ranks = ranks;
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        ddp_rank_report r = ddp__report_rank(s, rank, costs, times);
+        if (ranks) ranks[rank] = r;
+        if (rank == 0 || r.begin < first) first = r.begin;
+        if (rank == 0 || r.end > last) last = r.end;
+        if (r.end - r.begin > report->span) report->span = r.end - r.begin;
+        if (r.busy > work) work = r.busy;
+        if (r.peak_in_flight > report->peak_in_flight) report->peak_in_flight = r.peak_in_flight;
+        if (r.peak_memory > report->peak_memory) report->peak_memory = r.peak_memory;
+        if (r.weight_versions > report->weight_versions) report->weight_versions = r.weight_versions;
+    }
+    report->makespan = last - first;
+    report->bubble_rate = report->span > 0 ? (report->span - work) / report->span : 0;
+}
+
+/* A checked graph whose times are those of the costs. */
+static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, const char *who) {
+    ddp_result result = ddp__play_checked(play, s, who);
+    if (result != DDP_OK) return result;
+    result = ddp__costs_check(s, costs, who);
+    if (result == DDP_OK && !(play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times))) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) ddp__play_run(play, costs, 0); /* waits for less than what has just been proven to run */
+    else ddp__play_close(play);
+    return result;
+}
+
+DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report) {
+    ddp__play play;
+    ddp_result result;
+    if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
+    result = ddp__play_timed(&play, schedule, costs, "ddp_schedule_simulate");
+    if (result != DDP_OK) return result;
+    ddp__report(schedule, costs, play.times, report);
+    ddp__play_close(&play);
+    return DDP_OK;
+}
+
+//== schedules made to measure ================================================================ >>impl-schedule-auto
+
+/* How one run of the list scheduler decides where more than one action is possible. */
+typedef struct ddp__auto_rules {
+    int turns;          /* forward and input gradient both ready: 0 = the gradient, 1 = what was not last, 2 = the forward */
+    int fill;           /* 1 = before a rank's first gradient, forwards may delay it */
+    double patience;    /* a weight gradient starts when nothing else can for this share of its time */
+} ddp__auto_rules;
+
+/* A rank's next action is chosen when it is free, ranks in order of time, so that all that can have an effect by then is known. */
+typedef struct ddp__auto {
+    const ddp_stage_cost *costs;
+    int p, m;
+    double limit;
+    ddp__auto_rules rules;
+    int *next;          /* per rank: forwards, input gradients, weight gradients so far, and the kind of the last action */
+    double *free_at, *memory, *first_gradient, *forward_end, *gradient_end; /* ends: rank * m + micro-batch; -1: not begun */
+    ddp_action_kind *order; /* of rank r from order[3 * m * r] on; micro-batches count up */
+    int *length;
+} ddp__auto;
+
+static double ddp__auto_cost(const ddp__auto *a, ddp_action_kind kind, int rank) {
+    ddp_action action;
+    memset(&action, 0, sizeof action);
+    action.kind = kind;
+    action.stage = rank;
+    return ddp__cost_of(a->costs, &action);
+}
+
+static double ddp__auto_transfer(const ddp__auto *a, int rank) { return a->costs ? a->costs[rank].transfer : 0; }
+
+/* When this rank's next forward or input gradient could start; infinite while what it needs has not begun, or memory is short. */
+static double ddp__auto_ready(const ddp__auto *a, ddp_action_kind kind, int rank) {
+    const int *next = &a->next[4 * rank];
+    int from = kind == DDP_ACTION_FORWARD ? rank - 1 : rank + 1, i = kind == DDP_ACTION_FORWARD ? next[0] : next[1];
+    double end, keep = ddp__cost_activation(a->costs, rank), left = ddp__cost_weight_activation(a->costs, rank);
+    if (i == (kind == DDP_ACTION_FORWARD ? a->m : next[0])) return DBL_MAX;
+    if (kind == DDP_ACTION_FORWARD && a->memory[rank] + (keep > left ? keep : left) > a->limit * (1 + 1e-12)) return DBL_MAX;
+    if (from < 0 || from == a->p) return a->free_at[rank]; /* the ends of the pipeline: the rank's own forward is over when it is free */
+    end = (kind == DDP_ACTION_FORWARD ? a->forward_end : a->gradient_end)[(size_t)from * (size_t)a->m + (size_t)i];
+    if (end < 0) return DBL_MAX;
+    end += ddp__auto_transfer(a, from);
+    return end > a->free_at[rank] ? end : a->free_at[rank];
+}
+
+static void ddp__auto_start(ddp__auto *a, int rank, ddp_action_kind kind, double at) {
+    int *next = &a->next[4 * rank], which = kind == DDP_ACTION_FORWARD ? 0 : kind == DDP_ACTION_INPUT_GRAD ? 1 : 2, i = next[which]++;
+    double end = at + ddp__auto_cost(a, kind, rank), keep = ddp__cost_activation(a->costs, rank), left = ddp__cost_weight_activation(a->costs, rank);
+    if (left > keep) keep = left;
+    a->memory[rank] += which == 0 ? keep : which == 1 ? left - keep : -left;
+    if (which == 0) a->forward_end[(size_t)rank * (size_t)a->m + (size_t)i] = end;
+    if (which == 1) a->gradient_end[(size_t)rank * (size_t)a->m + (size_t)i] = end;
+    if (which < 2) next[3] = which;
+    a->free_at[rank] = end;
+    a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)a->length[rank]++] = kind;
+}
+
+/* The rank is free: starts what the rules say, or lets it wait for what comes first. */
+static void ddp__auto_decide(ddp__auto *a, int rank) {
+    const int *next = &a->next[4 * rank];
+    double now = a->free_at[rank], forward = ddp__auto_ready(a, DDP_ACTION_FORWARD, rank), gradient = ddp__auto_ready(a, DDP_ACTION_INPUT_GRAD, rank), soon;
+    int weights = next[2] < next[1];
+    if (!a->rules.fill && next[1] == 0 && next[0] > 0 && forward < DBL_MAX &&
+        forward + ddp__auto_cost(a, DDP_ACTION_FORWARD, rank) > a->first_gradient[rank] * (1 + 1e-12) && gradient > forward)
+        forward = gradient < DBL_MAX ? DBL_MAX : a->first_gradient[rank] > now ? a->first_gradient[rank] : forward;
+    soon = forward < gradient ? forward : gradient;
+    if (soon > now && weights && soon - now >= a->rules.patience * ddp__auto_cost(a, DDP_ACTION_WEIGHT_GRAD, rank))
+        ddp__auto_start(a, rank, DDP_ACTION_WEIGHT_GRAD, now);
+    else if (soon > now) a->free_at[rank] = soon;
+    else if (forward <= now && (gradient > now || a->rules.turns == 2 || (a->rules.turns == 1 && next[3] == 1)))
+        ddp__auto_start(a, rank, DDP_ACTION_FORWARD, now);
+    else ddp__auto_start(a, rank, DDP_ACTION_INPUT_GRAD, now);
+}
+
+static void ddp__auto_run(ddp__auto *a) {
+    size_t cells = (size_t)a->p * (size_t)a->m;
+    for (size_t i = 0; i < cells; i++) a->forward_end[i] = a->gradient_end[i] = -1;
+    for (int rank = 0; rank < a->p; rank++) {
+        memset(&a->next[4 * rank], 0, 4 * sizeof(int));
+        a->free_at[rank] = a->memory[rank] = 0;
+        a->length[rank] = 0;
+    }
+    for (;;) { /* the rank whose decision comes first */
+        double earliest = DBL_MAX;
+        int chosen = -1;
+        for (int rank = a->p - 1; rank >= 0; rank--) {
+            double at = a->free_at[rank];
+            if (a->length[rank] == 3 * a->m || at >= earliest) continue;
+            if (a->next[4 * rank + 2] == a->next[4 * rank + 1]) { /* nothing to fill a gap with */
+                double forward = ddp__auto_ready(a, DDP_ACTION_FORWARD, rank), gradient = ddp__auto_ready(a, DDP_ACTION_INPUT_GRAD, rank);
+                at = forward < gradient ? forward : gradient;
+            }
+            if (at < earliest) earliest = at, chosen = rank;
+        }
+        if (chosen < 0) return;
+        ddp__auto_decide(a, chosen);
+    }
+}
+
+/* The earliest that a rank's first gradient can come: all the way down and back up. */
+static void ddp__auto_first_gradients(ddp__auto *a) {
+    double at = 0;
+    for (int rank = 0; rank < a->p; rank++) at += ddp__auto_cost(a, DDP_ACTION_FORWARD, rank) + (rank + 1 < a->p ? ddp__auto_transfer(a, rank) : 0);
+    for (int rank = a->p - 1; rank >= 0; rank--) {
+        a->first_gradient[rank] = at;
+        at += ddp__auto_cost(a, DDP_ACTION_INPUT_GRAD, rank) + (rank > 0 ? ddp__auto_transfer(a, rank) : 0);
+    }
+}
+
+static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
+    for (int rank = 0; rank < a->p; rank++) {
+        int next[DDP_ACTION_KIND_COUNT] = {0};
+        for (int i = 0; i < a->length[rank]; i++) {
+            ddp_action_kind kind = a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)i];
+            ddp__schedule_push(s, kind, rank, next[kind]++);
+        }
+        ddp__schedule_end_rank(s);
+    }
+}
+
+/* Takes the candidate in place of *best if it fits into the limit and is faster; frees the other one. */
+static ddp_result ddp__auto_compare(ddp_schedule **best, double *best_span, ddp_schedule *candidate, const ddp__auto *a) {
+    ddp_schedule_report report = DDP_ZERO;
+    ddp_schedule *other = NULL;
+    ddp_result result = ddp__schedule_finish(&other, candidate, DDP_OK);
+    if (result != DDP_OK) return result;
+    result = ddp_schedule_simulate(other, a->costs, &report);
+    if (result == DDP_OK && report.peak_memory <= a->limit * (1 + 1e-9) && (!*best || report.span < *best_span * (1 - 1e-12))) {
+        ddp_schedule *slower = *best;
+        *best = other, *best_span = report.span;
+        other = slower;
+    }
+    ddp_schedule_destroy(other);
+    return result;
+}
+
+static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **best) {
+    static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
+    static const double patience[] = {1, 0.75, 0.5, 0.25, 1e-9};
+    ddp_result result = DDP_OK;
+    double span = 0;
+    for (int k = 0; k < 30 + 2 && result == DDP_OK; k++) {
+        ddp_schedule *s = ddp__schedule_new(d, d->rank_count);
+        if (!s) return DDP_ERR_NO_MEMORY;
+        if (k < 30) {
+            a->rules.turns = k % 3;
+            a->rules.fill = k / 3 % 2;
+            a->rules.patience = patience[k / 6];
+            ddp__auto_run(a);
+            ddp__auto_lists(a, s);
+        } else for (int rank = 0; rank < d->rank_count; rank++) {
+            ddp_schedule_desc like = *d;
+            like.kind = known[k - 30];
+            ddp__generate_rank(s, &like, rank, NULL);
+            ddp__schedule_end_rank(s);
+        }
+        result = ddp__auto_compare(best, &span, s, a);
+    }
+    return result;
+}
+
+static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
+    size_t p = (size_t)d->rank_count, m = (size_t)d->microbatch_count, doubles = 3 * p + 2 * p * m, ints = 5 * p;
+    ddp_schedule shape, *best = NULL;
+    ddp__auto a;
+    double most = 0;
+    void *memory;
+    ddp_result result;
+    memset(&a, 0, sizeof a);
+    memset(&shape, 0, sizeof shape);
+    shape.stage_count = d->rank_count;
+    result = ddp__costs_check(&shape, d->costs, "ddp_schedule_create");
+    if (result != DDP_OK) return result;
+    a.costs = d->costs, a.p = d->rank_count, a.m = d->microbatch_count;
+    for (int rank = 0; rank < a.p; rank++) {
+        double keep = ddp__cost_activation(a.costs, rank), left = ddp__cost_weight_activation(a.costs, rank);
+        if (keep > most) most = keep;
+        if (left > most) most = left;
+    }
+    a.limit = d->memory_limit > 0 ? d->memory_limit : most * a.p;
+    if (a.limit < most) return DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", a.limit, most, most);
+    shape.alloc_fn = d->alloc_fn ? d->alloc_fn : ddp__schedule_malloc;
+    shape.free_fn = d->alloc_fn ? d->free_fn : ddp__schedule_mfree;
+    shape.user = d->user;
+    memory = ddp__schedule_alloc(&shape, 1, doubles * sizeof(double) + ints * sizeof(int) + 3 * p * m * sizeof(ddp_action_kind));
+    if (!memory) return DDP_ERR_NO_MEMORY;
+    a.free_at = (double *)memory, a.memory = a.free_at + p, a.first_gradient = a.memory + p;
+    a.forward_end = a.first_gradient + p, a.gradient_end = a.forward_end + p * m;
+    a.next = (int *)(a.gradient_end + p * m), a.length = a.next + 4 * p;
+    a.order = (ddp_action_kind *)(a.length + p);
+    ddp__auto_first_gradients(&a);
+    result = ddp__auto_try(&a, d, &best);
+    ddp__schedule_free(&shape, memory);
+    if (result == DDP_OK) *out = best;
+    else ddp_schedule_destroy(best);
+    return result;
+}
+
+//== reading CSV ============================================================================== >>impl-schedule-parse
+
+/* A place in the text; line and cell are counted from 1. end: of the cell. */
+typedef struct ddp__csv { const char *at, *end; int line, cell; } ddp__csv;
+
+static ddp_result ddp__csv_wrong(const ddp__csv *c, const char *begin, const char *why) {
+    int length = c->end - begin > 40 ? 40 : (int)(c->end - begin);
+    char shown[41];
+    for (int i = 0; i < length; i++) shown[i] = (unsigned char)begin[i] < 32 || (unsigned char)begin[i] > 126 ? '?' : begin[i];
+    shown[length] = 0;
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: line %d cell %d \"%s\": %s", c->line, c->cell, shown, why);
+}
+
+static int ddp__csv_is_blank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
+static void ddp__csv_skip(ddp__csv *c) { while (c->at < c->end && ddp__csv_is_blank(*c->at)) c->at++; }
+
+/* Digits, without leading zeros so that they are written as they were; -1 when there are none or too many. */
+static int ddp__csv_number(ddp__csv *c, int most) {
+    const char *begin = c->at;
+    int number = 0;
+    while (c->at < c->end && *c->at >= '0' && *c->at <= '9') {
+        if (number > most) return -1;
+        number = number * 10 + (*c->at++ - '0');
+    }
+    return c->at == begin || number > most || (*begin == '0' && c->at - begin > 1) ? -1 : number;
+}
+
+/* One action, such as 2F0 or 0UNSHARD, up to where it ends. begin: of what an error shows. */
+static ddp_result ddp__csv_action(ddp__csv *c, const char *begin, ddp_action *action) {
+    size_t length = 0;
+    int named = 0;
+    memset(action, 0, sizeof *action);
+    action->stage = ddp__csv_number(c, DDP__MAX_STAGES - 1);
+    action->microbatch = -1;
+    if (action->stage < 0) return ddp__csv_wrong(c, begin, "an action starts with its stage, 0 to 65535, such as 2F0");
+    while (c->at + length < c->end && ((c->at[length] >= 'A' && c->at[length] <= 'Z') || c->at[length] == '_')) length++;
+    for (int kind = DDP_ACTION_FORWARD; kind < DDP_ACTION_KIND_COUNT && !named; kind++)
+        if (strlen(ddp__action_names[kind]) == length && memcmp(ddp__action_names[kind], c->at, length) == 0) action->kind = (ddp_action_kind)kind, named = 1;
+    if (!named)
+        return ddp__csv_wrong(c, begin, length == 2 && memcmp(c->at, "BW", 2) == 0 ? "BW is an older spelling: F, I, W and B = I and W in one are the actions" :
+                              "there is no such action; there are F I W B UNSHARD RESHARD REDUCE_GRAD SEND_F RECV_F SEND_B RECV_B");
+    c->at += length;
+    if (ddp__action_is_sharding(action->kind)) {
+        if (c->at < c->end && *c->at >= '0' && *c->at <= '9') return ddp__csv_wrong(c, begin, "this action takes no micro-batch");
+        return DDP_OK;
+    }
+    action->microbatch = ddp__csv_number(c, DDP__MAX_MICROBATCHES - 1);
+    if (action->microbatch < 0) return ddp__csv_wrong(c, begin, "after the action stands its micro-batch, 0 to 16777215, such as 2F0");
+    return DDP_OK;
+}
+
+/* What is between two commas. */
+static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
+    static const char close[] = ")OVERLAP_F_B";
+    const char *begin;
+    ddp_action action[2];
+    ddp_result result;
+    int pair;
+    ddp__csv_skip(c);
+    begin = c->at;
+    if (begin == c->end) {
+        ddp__schedule_push(s, DDP_ACTION_IDLE, -1, -1);
+        return DDP_OK;
+    }
+    pair = *begin == '(';
+    c->at += pair;
+    result = ddp__csv_action(c, begin, &action[0]);
+    if (result != DDP_OK) return result;
+    if (pair) {
+        if (c->at == c->end || *c->at++ != ';') return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
+        result = ddp__csv_action(c, begin, &action[1]);
+        if (result != DDP_OK) return result;
+        if ((size_t)(c->end - c->at) < sizeof close - 1 || memcmp(c->at, close, sizeof close - 1) != 0)
+            return ddp__csv_wrong(c, begin, "a pair reads (0F7;7B3)OVERLAP_F_B");
+        c->at += sizeof close - 1;
+        action[0].overlaps = 1;
+    }
+    ddp__csv_skip(c);
+    if (c->at != c->end) return ddp__csv_wrong(c, begin, "something follows the action; cells end with a comma");
+    for (int k = 0; k <= pair; k++) ddp__schedule_push_action(s, action[k]);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
+    ddp_schedule *s;
+    ddp_result result = DDP_OK;
+    const char *end;
+    ddp__csv c;
+    int lines = 1;
+    if (out) *out = NULL;
+    if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
+    end = csv + strlen(csv);
+    while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--; /* an idle cell at the end of the last line has its comma */
+    if (end == csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
+    for (const char *at = csv; at < end; at++) lines += *at == '\n';
+    if (lines > DDP__MAX_STAGES) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", lines, DDP__MAX_STAGES);
+    s = ddp__schedule_new(NULL, lines);
+    if (!s) return DDP_ERR_NO_MEMORY;
+    c.at = csv;
+    for (c.line = 1; c.line <= lines && result == DDP_OK; c.line++) {
+        const char *stop = (const char *)memchr(c.at, '\n', (size_t)(end - c.at));
+        if (!stop) stop = end;
+        c.end = stop;
+        ddp__csv_skip(&c);
+        for (c.cell = 1; (c.cell > 1 || c.at < stop) && result == DDP_OK; c.cell++) {
+            const char *comma = (const char *)memchr(c.at, ',', (size_t)(stop - c.at));
+            c.end = comma ? comma : stop;
+            result = ddp__csv_cell(s, &c);
+            if (!comma) break;
+            c.at = comma + 1;
+        }
+        ddp__schedule_end_rank(s);
+        c.at = stop + 1;
+    }
+    return ddp__schedule_finish(out, s, result);
+}
+
+//== lowering ================================================================================= >>impl-schedule-lower
+
+/* I and W of one micro-batch that stand next to each other become B. */
+static void ddp__lower_merge(ddp_schedule *to, const ddp_schedule *s) {
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+            ddp_action a = s->actions[i];
+            const ddp_action *next = i + 1 < s->first[rank + 1] ? &s->actions[i + 1] : NULL;
+            if (a.kind == DDP_ACTION_IDLE) continue;
+            if (a.kind == DDP_ACTION_INPUT_GRAD && !a.overlaps && next && next->kind == DDP_ACTION_WEIGHT_GRAD && !next->overlaps && next->stage == a.stage &&
+                next->microbatch == a.microbatch && !(i > s->first[rank] && s->actions[i - 1].overlaps))
+                a.kind = DDP_ACTION_BACKWARD, i++;
+            ddp__schedule_push_action(to, a);
+        }
+        ddp__schedule_end_rank(to);
+    }
+}
+
+/* UNSHARD and RESHARD around what each stage does, REDUCE_GRAD after the last W or B of each update. state: 3 entries per stage. */
+static void ddp__lower_hooks(ddp_schedule *to, const ddp_schedule *s, unsigned parts, int *state) {
+    int *first = state, *last = first + s->stage_count, *added = last + s->stage_count;
+    for (int stage = 0; stage < s->stage_count; stage++) first[stage] = last[stage] = -1, added[stage] = 0;
+    for (int i = 0; i < s->count; i++) {
+        int stage = s->actions[i].stage;
+        if (stage < 0 || !(ddp__action_computes(s->actions[i].kind) || s->actions[i].kind == DDP_ACTION_REDUCE_GRAD)) continue;
+        if (first[stage] < 0) first[stage] = i;
+        last[stage] = i;
+    }
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
+            n = 1 + s->actions[i].overlaps;
+            for (int k = i; k < i + n && parts & DDP_LOWER_SHARD; k++)
+                if (s->actions[k].stage >= 0 && first[s->actions[k].stage] == k) ddp__schedule_push(to, DDP_ACTION_UNSHARD, s->actions[k].stage, -1);
+            for (int k = i; k < i + n; k++) ddp__schedule_push_action(to, s->actions[k]);
+            for (int k = i; k < i + n; k++) {
+                int stage = s->actions[k].stage, whole = s->actions[k].kind == DDP_ACTION_WEIGHT_GRAD || s->actions[k].kind == DDP_ACTION_BACKWARD;
+                if (whole && ++added[stage] % s->update_interval == 0 && parts & DDP_LOWER_REDUCE) ddp__schedule_push(to, DDP_ACTION_REDUCE_GRAD, stage, -1);
+                if (stage >= 0 && last[stage] == k && parts & DDP_LOWER_SHARD) ddp__schedule_push(to, DDP_ACTION_RESHARD, stage, -1);
+            }
+        }
+        ddp__schedule_end_rank(to);
+    }
+}
+
+/* A message at the moment its tensor is there. */
+typedef struct ddp__due_message { double at; int source, to; } ddp__due_message; /* source: index of F, I or B; to: the rank that receives */
+
+static int ddp__message_compare(const void *left, const void *right) {
+    const ddp__due_message *l = (const ddp__due_message *)left, *r = (const ddp__due_message *)right;
+    if (l->at != r->at) return l->at < r->at ? -1 : 1;
+    return l->source < r->source ? -1 : l->source > r->source;
+}
+
+static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, int i, double at) {
+    const ddp_schedule *s = play->s;
+    while (i < s->first[rank + 1] && (play->times[i].begin < at || (i > s->first[rank] && s->actions[i - 1].overlaps)))
+        ddp__schedule_push_action(to, s->actions[i++]);
+    return i;
+}
+
+/* All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when its tensor is ready with unit costs: what runs after another
+   action in any list does so in this order too, and so nothing can wait in a circle, even if each SEND waited for its RECV. */
+static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
+    const ddp_schedule *s = play->s;
+    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)play->cells, sizeof *messages);
+    int count = 0;
+    if (!messages) return DDP_ERR_NO_MEMORY;
+    for (int i = 0; i < s->count; i++) {
+        const ddp_action *a = &s->actions[i];
+        int back = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD, peer = back ? a->stage - 1 : a->stage + 1;
+        if (!(back || a->kind == DDP_ACTION_FORWARD) || peer < 0 || peer == s->stage_count || s->stage_rank[peer] == s->stage_rank[a->stage]) continue;
+        messages[count].at = play->times[i].end;
+        messages[count].source = i;
+        messages[count++].to = s->stage_rank[peer];
+    }
+    qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        int i = s->first[rank];
+        for (int k = 0; k < count; k++) {
+            const ddp_action *a = &s->actions[messages[k].source];
+            int back = a->kind != DDP_ACTION_FORWARD, sends = s->stage_rank[a->stage] == rank;
+            if (!sends && messages[k].to != rank) continue;
+            i = ddp__lower_until(to, play, rank, i, messages[k].at);
+            if (sends) ddp__schedule_push(to, back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch);
+            else ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage + (back ? -1 : 1), a->microbatch);
+        }
+        ddp__lower_until(to, play, rank, i, DBL_MAX);
+        ddp__schedule_end_rank(to);
+    }
+    ddp__schedule_free(s, messages);
+    return DDP_OK;
+}
+
+/* One part; *s is replaced by what it becomes, unless it is the caller's own. */
+static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *callers, unsigned part) {
+    ddp_schedule *to = NULL, *made = ddp__schedule_like(*s);
+    ddp_result result = DDP_OK;
+    ddp__play play;
+    int *state = NULL;
+    memset(&play, 0, sizeof play);
+    if (!made) return DDP_ERR_NO_MEMORY;
+    if (part == DDP_LOWER_MERGE) ddp__lower_merge(made, *s);
+    else if (part == DDP_LOWER_COMM) {
+        result = ddp__play_timed(&play, *s, NULL, "ddp_schedule_lower");
+        if (result == DDP_OK) result = ddp__lower_comm(made, &play);
+        if (result == DDP_OK) ddp__play_close(&play);
+    } else {
+        state = (int *)ddp__schedule_alloc(*s, 3 * (size_t)(*s)->stage_count, sizeof *state);
+        if (state) ddp__lower_hooks(made, *s, part, state);
+        else result = DDP_ERR_NO_MEMORY;
+        ddp__schedule_free(*s, state);
+    }
+    result = ddp__schedule_finish(&to, made, result);
+    if (result != DDP_OK) return result;
+    if (*s != callers) ddp_schedule_destroy((ddp_schedule *)*s);
+    *s = to;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_schedule_lower(ddp_schedule **out, const ddp_schedule *schedule, unsigned parts) {
+    const ddp_schedule *s = schedule;
+    unsigned all = DDP_LOWER_MERGE | DDP_LOWER_SHARD | DDP_LOWER_REDUCE | DDP_LOWER_COMM;
+    ddp_result result;
+    ddp__play play;
+    if (out) *out = NULL;
+    if (!out) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: out is NULL");
+    if (parts & ~all) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: parts=%#x; they are DDP_LOWER_... or 0 for all", parts);
+    if (!parts) parts = all;
+    result = ddp__play_checked(&play, schedule, "ddp_schedule_lower");
+    if (result != DDP_OK) return result;
+    ddp__play_close(&play); /* flags stay */
+    if ((parts & DDP_LOWER_COMM && play.has_comm) || (parts & DDP_LOWER_SHARD && play.has_sharding) || (parts & DDP_LOWER_REDUCE && play.has_reduce))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has %s already; leave that part out",
+                        parts & DDP_LOWER_COMM && play.has_comm ? "SEND and RECV" : parts & DDP_LOWER_SHARD && play.has_sharding ? "UNSHARD and RESHARD" :
+                        "REDUCE_GRAD");
+    if (parts & DDP_LOWER_MERGE && play.has_comm)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_lower: the schedule has SEND and RECV already; merging comes before them");
+    if (parts & DDP_LOWER_MERGE) result = ddp__lower_part(&s, schedule, DDP_LOWER_MERGE);
+    if (result == DDP_OK && parts & (DDP_LOWER_SHARD | DDP_LOWER_REDUCE)) result = ddp__lower_part(&s, schedule, parts & (DDP_LOWER_SHARD | DDP_LOWER_REDUCE));
+    if (result == DDP_OK && parts & DDP_LOWER_COMM) result = ddp__lower_part(&s, schedule, DDP_LOWER_COMM);
+    if (result == DDP_OK) *out = (ddp_schedule *)s;
+    else if (s != schedule) ddp_schedule_destroy((ddp_schedule *)s);
+    return result;
+}
+
+//== pictures ================================================================================= >>impl-schedule-draw
+
+/* Text that may be longer than its room: what does not fit is counted alone. */
+typedef struct ddp__sheet { char *out; size_t room, used; } ddp__sheet;
+
+static __attribute__((format(printf, 2, 3))) void ddp__sheet_put(ddp__sheet *sheet, const char *format, ...) {
+    size_t left = sheet->used < sheet->room ? sheet->room - sheet->used : 0;
+    va_list args;
+    int length;
+    va_start(args, format);
+    length = vsnprintf(left ? sheet->out + sheet->used : NULL, left, format, args);
+    va_end(args);
+    if (length > 0) sheet->used += (size_t)length;
+}
+
+/* A number with some decimals whatever the locale's decimal point is. */
+static ddp__action_text ddp__decimal(double value, int decimals) {
+    ddp__action_text text;
+    long long scale = 1, digits;
+    for (int i = 0; i < decimals; i++) scale *= 10;
+    if (value * (double)scale > 9e17) value = 9e17 / (double)scale;
+    digits = (long long)(value * (double)scale + 0.5);
+    snprintf(text.text, sizeof text.text, "%lld.%0*lld", digits / scale, decimals, digits % scale);
+    return text;
+}
+
+/* What all pictures need: when things are, and how long the shortest computation is. */
+typedef struct ddp__picture {
+    const ddp_schedule *s;
+    const ddp_action_time *times;
+    ddp_schedule_report report;
+    double begin, shortest;
+} ddp__picture;
+
+static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
+    const ddp_schedule *s = picture->s;
+    int any = 0;
+    picture->begin = picture->shortest = 0;
+    for (int i = 0; i < s->count; i++) {
+        double length = picture->times[i].end - picture->times[i].begin;
+        if (!ddp__action_computes(s->actions[i].kind)) continue;
+        if (!any || picture->times[i].begin < picture->begin) picture->begin = picture->times[i].begin;
+        if (length > 0 && (picture->shortest <= 0 || length < picture->shortest)) picture->shortest = length;
+        any = 1;
+    }
+    memset(&picture->report, 0, sizeof picture->report);
+    ddp__report(s, costs, picture->times, &picture->report);
+    if (picture->shortest <= 0) picture->shortest = 1;
+}
+
+static void ddp__draw_csv(const ddp_schedule *s, ddp__sheet *sheet) {
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+            const ddp_action *a = &s->actions[i];
+            const char *comma = i > s->first[rank] ? "," : "";
+            if (a->kind == DDP_ACTION_IDLE) ddp__sheet_put(sheet, "%s", comma);
+            else if (a->overlaps && i + 1 < s->first[rank + 1]) {
+                ddp__sheet_put(sheet, "%s(%s;%s)OVERLAP_F_B", comma, ddp__action_label(a).text, ddp__action_label(a + 1).text);
+                i++;
+            } else ddp__sheet_put(sheet, "%s%s", comma, ddp__action_label(a).text);
+        }
+        ddp__sheet_put(sheet, "\n");
+    }
+}
+
+/* Where a stage is the rank's only one, its number is left out. */
+static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action *a) {
+    ddp__action_text label = ddp__action_label(a), other;
+    if (s->stage_count == s->rank_count) snprintf(label.text, sizeof label.text, "%s%d", ddp__action_names[a->kind], a->microbatch);
+    if (!a->overlaps) return label;
+    other = label;
+    label = ddp__action_label(a + 1);
+    snprintf(other.text + strlen(other.text), sizeof other.text - strlen(other.text), "+%.20s", label.text);
+    return other;
+}
+
+static void ddp__draw_repeated(ddp__sheet *sheet, char c, int count) {
+    for (int i = 0; i < count; i++) ddp__sheet_put(sheet, "%c", c);
+}
+
+/* A column is the shortest action. An action starts in the column of its time, or the next one that is free. */
+static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
+    const ddp_schedule *s = picture->s;
+    double unit = picture->shortest > picture->report.makespan / 4096 ? picture->shortest : picture->report.makespan / 4096;
+    int width = 0;
+    for (int i = 0; i < s->count; i++)
+        if (ddp__action_computes(s->actions[i].kind) && (i == 0 || !s->actions[i - 1].overlaps)) {
+            int length = (int)strlen(ddp__cell_label(s, &s->actions[i]).text);
+            if (length + 1 > width) width = length + 1;
+        }
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        int column = 0;
+        ddp__sheet_put(sheet, "rank %-3d ", rank);
+        for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
+            ddp__action_text label;
+            int from, to, length;
+            n = 1 + s->actions[i].overlaps;
+            if (!ddp__action_computes(s->actions[i].kind)) continue;
+            label = ddp__cell_label(s, &s->actions[i]);
+            length = (int)strlen(label.text);
+            from = (int)((picture->times[i].begin - picture->begin) / unit + 0.5);
+            to = (int)((picture->times[i].end - picture->begin) / unit + 0.5);
+            for (; column < from; column++) ddp__sheet_put(sheet, "%-*s", width, ".");
+            if (to <= column) to = column + 1;
+            ddp__sheet_put(sheet, "%s", label.text);
+            ddp__draw_repeated(sheet, '-', to > column + 1 ? (to - column) * width - 1 - length : 0);
+            ddp__draw_repeated(sheet, ' ', to > column + 1 ? 1 : width - length);
+            column = to;
+        }
+        ddp__sheet_put(sheet, "\n");
+    }
+    ddp__sheet_put(sheet, "makespan %s, bubble %s, %d in flight\n", ddp__decimal(picture->report.makespan, 3).text,
+                   ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight);
+}
+
+static const char *const ddp__action_words[] = {"idle", "forward", "input gradient", "weight gradient", "backward"};
+
+static const char *ddp__picture_title(const ddp_schedule *s) {
+    return s->kind == DDP_SCHEDULE_KIND_COUNT ? "schedule" : ddp_schedule_kind_name(s->kind);
+}
+
+/* One box: forward blue, input gradient green, weight gradient light green, backward orange; later chunks darker. */
+static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_action *a, double x, double y, double width, double height) {
+    static const char *const fill[5][2] = {{"", ""}, {"#9ec5fe", "#5b94e8"}, {"#7fd1ae", "#3aa57a"}, {"#d3e9a8", "#a9cc62"}, {"#ffcf8f", "#f0a04b"}};
+    ddp__action_text number;
+    double size = height < 18 ? 8 : 11;
+    snprintf(number.text, sizeof number.text, "%d", a->microbatch);
+    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" width=\"%s\" height=\"%s\" fill=\"%s\"><title>%s</title></rect>\n", ddp__decimal(x, 2).text,
+                   ddp__decimal(y, 2).text, ddp__decimal(width, 2).text, ddp__decimal(height, 2).text, fill[a->kind][a->stage / s->rank_count % 2],
+                   ddp__action_label(a).text);
+    if (width >= 0.65 * size * (double)strlen(number.text) + 1)
+        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%s\" font-size=\"%d\">%s</text>\n", ddp__decimal(x + width / 2, 2).text,
+                       ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
+}
+
+static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
+    const ddp_schedule *s = picture->s;
+    const double left = 64, top = 34, row = 26, gap = 4;
+    double scale = 22 / picture->shortest, span = picture->report.makespan, width, bottom = top + s->rank_count * (row + gap), x = left;
+    if (scale * span > 16000) scale = 16000 / span;
+    width = left + scale * span + 16 > 760 ? left + scale * span + 16 : 760;
+    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" text-anchor=\"middle\">\n", (int)width,
+                   (int)bottom + 34);
+    ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
+    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, "
+                   "makespan %s</text>\n", (int)left, ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
+                   ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight, ddp__decimal(span, 3).text);
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        double y = top + rank * (row + gap);
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, (int)(y + 17), rank);
+        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, (int)y, ddp__decimal(scale * span, 2).text, (int)row);
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+            int second = i > s->first[rank] && s->actions[i - 1].overlaps, half = second || s->actions[i].overlaps;
+            if (!ddp__action_computes(s->actions[i].kind)) continue;
+            ddp__draw_box(sheet, s, &s->actions[i], left + scale * (picture->times[i].begin - picture->begin), y + (second ? row / 2 : 0),
+                          scale * (picture->times[i].end - picture->times[i].begin) - 1 > 0.2 ?
+                          scale * (picture->times[i].end - picture->times[i].begin) - 1 : 0.2, half ? row / 2 - 0.5 : row);
+        }
+    }
+    for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
+        ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
+        int used = 0;
+        for (int i = 0; i < s->count && !used; i++) used = (int)s->actions[i].kind == kind;
+        if (!used) continue;
+        ddp__draw_box(sheet, s, &sample, x, bottom + 8, 22, 18);
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n", (int)x + 28, (int)bottom + 21, ddp__action_words[kind]);
+        x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
+    }
+    if (s->stage_count > s->rank_count)
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">darker: every second chunk</text>\n", (int)x, (int)bottom + 21);
+    ddp__sheet_put(sheet, "</svg>\n");
+}
+
+static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
+    const ddp_schedule *s = picture->s;
+    ddp__sheet_put(sheet, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"schedule\":\"%s\",\"bubble_rate\":\"%s\"},\"traceEvents\":[\n"
+                   "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}", ddp__picture_title(s),
+                   ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
+    for (int rank = 0; rank < s->rank_count; rank++) {
+        ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d\"}}", rank, rank);
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+            const ddp_action *a = &s->actions[i];
+            int second = i > s->first[rank] && a[-1].overlaps; /* on a row of its own: events of a row nest */
+            if (!ddp__action_computes(a->kind)) continue;
+            ddp__sheet_put(sheet, ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
+                           ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
+                           ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,
+                           ddp__decimal((picture->times[i].end - picture->times[i].begin) * 1e6, 3).text, a->stage, a->microbatch);
+        }
+    }
+    ddp__sheet_put(sheet, "\n]}\n");
+}
+
+DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs, const ddp_action_time *times,
+                                    char *out, size_t *size_bytes) {
+    static const char who[] = "ddp_schedule_draw";
+    ddp__picture picture;
+    ddp__sheet sheet;
+    ddp__play play;
+    ddp_result result = DDP_OK;
+    memset(&play, 0, sizeof play);
+    if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
+    if ((int)format < 0 || format > DDP_SCHEDULE_TRACE) return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
+    if (format != DDP_SCHEDULE_CSV) {
+        result = ddp__play_timed(&play, schedule, costs, who);
+        for (int i = 0; i < schedule->count && times && result == DDP_OK; i++)
+            if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
+                result = ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who, i, times[i].begin, times[i].end);
+        if (result != DDP_OK) {
+            ddp__play_close(&play);
+            return result;
+        }
+        picture.s = schedule;
+        picture.times = times ? times : play.times;
+        ddp__picture_measure(&picture, costs);
+    }
+    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+        sheet.out = out, sheet.room = pass ? *size_bytes : 0, sheet.used = 0;
+        if (format == DDP_SCHEDULE_CSV) ddp__draw_csv(schedule, &sheet);
+        else if (format == DDP_SCHEDULE_TEXT) ddp__draw_text(&picture, &sheet);
+        else if (format == DDP_SCHEDULE_SVG) ddp__draw_svg(&picture, &sheet);
+        else ddp__draw_trace(&picture, &sheet);
+        if (!out || sheet.used + 1 > *size_bytes) break;
+    }
+    if (play.s) ddp__play_close(&play);
+    if (out && sheet.used + 1 > *size_bytes) result = ddp_fail(DDP_ERR_INVALID, "%s: room for %zu bytes, the text takes %zu", who, *size_bytes, sheet.used + 1);
+    *size_bytes = sheet.used + 1;
+    return result;
+}
+
+DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out, size_t *size_bytes) {
+    return ddp_schedule_draw(schedule, format, NULL, NULL, out, size_bytes);
+}
+
+//== balancing ============================================================================= >>impl-schedule-balance
+
+/* Fills stages from the left as far as `most` and memory allow, with a layer left over for each later stage. A stage that takes less leaves no later one better
+   off, so this succeeds if anything does. Returns stage_count, or the stage that could not hold what has to go there. */
+static int ddp__partition_fill(const double *cost, const double *memory, const double *limit, int layers, int stages, double most, int *first) {
+    int next = 0;
+    for (int stage = 0; stage < stages; stage++) {
+        double sum = 0, held = 0;
+        first[stage] = next;
+        while (next < layers - (stages - 1 - stage)) {
+            sum += cost[next];
+            if (memory) held += memory[next];
+            if (sum > most || (memory && held > limit[stage])) break;
+            next++;
+        }
+        if (next == first[stage]) return stage;
+    }
+    return next == layers ? stages : stages - 1;
+}
+
+/* The smallest bound that works, by bisection over the doubles themselves: as bits, those that are not negative are in order. */
+static ddp_result ddp__partition(const char *who, const double *cost, const double *memory, const double *limit, int layers, int stages, int *first) {
+    uint64_t low = 0, high;
+    double most = HUGE_VAL;
+    int stage;
+    if (!cost || !first) return ddp_fail(DDP_ERR_INVALID, "%s: cost or first_layer is NULL", who);
+    if (stages < 1 || layers < stages) return ddp_fail(DDP_ERR_INVALID, "%s: %d layers for %d stages; each stage has at least one", who, layers, stages);
+    for (int i = 0; i < layers; i++)
+        for (int k = 0; k < (memory ? 2 : 1); k++) {
+            double value = k ? memory[i] : cost[i];
+            if (!(value >= 0 && value <= DBL_MAX)) return ddp_fail(DDP_ERR_INVALID, "%s: %s[%d]=%g; it is a finite number that is not negative", who, k ? "memory" : "cost", i, value);
+        }
+    stage = ddp__partition_fill(cost, memory, limit, layers, stages, most, first);
+    if (stage < stages)
+        return ddp_fail(DDP_ERR_INVALID, "%s: no cut fits: stage %d begins at layer %d at the latest, and memory_limit[%d]=%g does not reach far enough", who, stage,
+                        first[stage], stage, limit[stage]);
+    memcpy(&high, &most, sizeof high);
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        memcpy(&most, &middle, sizeof most);
+        if (ddp__partition_fill(cost, memory, limit, layers, stages, most, first) == stages) high = middle;
+        else low = middle + 1;
+    }
+    memcpy(&most, &high, sizeof most);
+    ddp__partition_fill(cost, memory, limit, layers, stages, most, first);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer) {
+    return ddp__partition("ddp_pipeline_partition", cost, NULL, NULL, layer_count, stage_count, first_layer);
+}
+
+DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
+                                                int *first_layer) {
+    if (!memory || !memory_limit) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory or memory_limit is NULL");
+    return ddp__partition("ddp_pipeline_partition_memory", cost, memory, memory_limit, layer_count, stage_count, first_layer);
+}
+
+static int ddp__double_compare(const void *left, const void *right) {
+    double l = *(const double *)left, r = *(const double *)right;
+    return l < r ? -1 : l > r;
+}
+
+static double ddp__median(double *values, int count) {
+    qsort(values, (size_t)count, sizeof *values, ddp__double_compare);
+    return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
+}
+
+/* One round of a layer: what F, I and W took. */
+static ddp_result ddp__profile_round(const ddp_profile_desc *d, int layer, double *took) {
+    for (int k = 0; k < 3; k++) {
+        double begin = ddp_now();
+        ddp_result result = d->run(layer, (ddp_action_kind)(DDP_ACTION_FORWARD + k), d->user);
+        took[k] = ddp_now() - begin;
+        if (result != DDP_OK)
+            return ddp_fail(result, "ddp_pipeline_profile: %s of layer %d failed: %s", ddp__action_words[DDP_ACTION_FORWARD + k], layer, ddp_result_name(result));
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost) {
+    ddp_result result = DDP_OK;
+    int rounds, warmup;
+    double *took;
+    if (!desc || !cost || !desc->run) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: desc, its run or cost is NULL");
+    if (desc->layer_count < 1 || desc->rounds < 0 || desc->rounds > 100000 || desc->warmup_rounds < -1)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_profile: layer_count=%d, rounds=%d, warmup_rounds=%d; at least one layer, 0 to 100000 rounds", desc->layer_count,
+                        desc->rounds, desc->warmup_rounds);
+    rounds = desc->rounds ? desc->rounds : 5;
+    warmup = desc->warmup_rounds < 0 ? 0 : desc->warmup_rounds ? desc->warmup_rounds : 1;
+    took = (double *)malloc(3 * (size_t)rounds * sizeof *took);
+    if (!took) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_profile: %d rounds", rounds);
+    for (int layer = 0; layer < desc->layer_count && result == DDP_OK; layer++) {
+        for (int round = -warmup; round < rounds && result == DDP_OK; round++) {
+            double one[3];
+            result = ddp__profile_round(desc, layer, one);
+            for (int k = 0; k < 3 && round >= 0; k++) took[k * rounds + round] = one[k];
+        }
+        if (result != DDP_OK) break;
+        cost[layer].forward = ddp__median(took, rounds);
+        cost[layer].input_grad = ddp__median(took + rounds, rounds);
+        cost[layer].weight_grad = ddp__median(took + 2 * rounds, rounds);
+    }
+    free(took);
+    return result;
+}
+
 //== public ========================================================================================= >>impl-public
+
+DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
+    return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind] : "unknown ddp_schedule_kind";
+}
+
+/* Letters of names without regard to case, '_' as '-'. */
+static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
+
+DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
+    if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");
+    for (int k = 0; k < DDP_SCHEDULE_KIND_COUNT; k++) {
+        const char *known = ddp__schedule_kind_names[k];
+        size_t i = 0;
+        while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
+        if (!name[i] && !known[i]) { *kind = (ddp_schedule_kind)k; return DDP_OK; }
+    }
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
+                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO", name);
+}
+
+DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
+    ddp_schedule_desc d = DDP_ZERO;
+    ddp_schedule *s;
+    int *waiting = NULL;
+    ddp_result result;
+    if (!out) return DDP__SCHEDULE_BAD("out is NULL");
+    *out = NULL;
+    result = ddp__schedule_desc_resolve(desc, &d);
+    if (result != DDP_OK) return result;
+    if (d.kind == DDP_SCHEDULE_AUTO) {
+        result = ddp__generate_auto(&s, &d);
+        if (result != DDP_OK) return result;
+        s->kind = d.kind;
+        *out = s;
+        return DDP_OK;
+    }
+    s = ddp__schedule_new(&d, d.rank_count);
+    if (!s) return DDP_ERR_NO_MEMORY;
+    s->kind = d.kind;
+    s->update_interval = d.update_interval;
+    if (d.kind == DDP_SCHEDULE_DUALPIPE_V && !(waiting = (int *)ddp__schedule_alloc(s, 8 * (size_t)d.rank_count, sizeof *waiting))) result = DDP_ERR_NO_MEMORY;
+    for (int rank = 0; rank < d.rank_count && result == DDP_OK; rank++) {
+        ddp__generate_rank(s, &d, rank, waiting);
+        ddp__schedule_end_rank(s);
+    }
+    ddp__schedule_free(s, waiting);
+    return ddp__schedule_finish(out, s, result);
+}
+
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) { return schedule ? schedule->rank_count : 0; }
+DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule) { return schedule ? schedule->stage_count : 0; }
+DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule) { return schedule ? schedule->microbatch_count : 0; }
+DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule) { return schedule ? schedule->update_interval : 0; }
+DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule) { return schedule ? schedule->kind : DDP_SCHEDULE_KIND_COUNT; }
+
+DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage) {
+    return schedule && stage >= 0 && stage < schedule->stage_count ? schedule->stage_rank[stage] : -1;
+}
+
+DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int rank, int *count) {
+    static const ddp_action none = {DDP_ACTION_IDLE, -1, -1, 0};
+    if (count) *count = 0;
+    if (!schedule || rank < 0 || rank >= schedule->rank_count) {
+        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank, schedule ? schedule->rank_count : 0);
+        return NULL;
+    }
+    if (count) *count = schedule->first[rank + 1] - schedule->first[rank];
+    return schedule->count ? schedule->actions + schedule->first[rank] : &none;
+}
 
 #endif /* DDP_IMPLEMENTATION or DDP_PIPELINE_IMPLEMENTATION */
 
