@@ -148,7 +148,7 @@ typedef struct ddp_stage_cost {
     double transfer;          /* from this stage's end of F, or of I or B, to when its neighbour on another rank can begin */
     double overlapped;        /* F of this stage together with a B of another one; 0 = the sum of the two */
     double activation;        /* memory from F to the end of I or B; 0 = 1 */
-    double weight_activation; /* memory from I to the end of W; 0 = activation */
+    double weight_activation; /* memory from I to the end of W; 0 = half of activation */
 } ddp_stage_cost;
 
 typedef struct ddp_schedule_desc {
@@ -158,7 +158,7 @@ typedef struct ddp_schedule_desc {
     int chunk_count;             /* v; 0 = 1, for the V kinds 2 */
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: weights change after so many micro-batches, a divisor of m; 0 = 1, for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Not kept */
-    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest activation, that of 1F1B and ZB-H1 */
+    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest one: ZB-1p; twice that: ZB-2p */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -1228,7 +1228,7 @@ static ddp_result ddp__costs_check(const ddp_schedule *s, const ddp_stage_cost *
 static double ddp__cost_activation(const ddp_stage_cost *costs, int stage) { return costs && costs[stage].activation > 0 ? costs[stage].activation : 1; }
 
 static double ddp__cost_weight_activation(const ddp_stage_cost *costs, int stage) {
-    return costs && costs[stage].weight_activation > 0 ? costs[stage].weight_activation : ddp__cost_activation(costs, stage);
+    return costs && costs[stage].weight_activation > 0 ? costs[stage].weight_activation : ddp__cost_activation(costs, stage) / 2;
 }
 
 /* What is in flight along a rank's list, and when it ran. */
@@ -1307,7 +1307,8 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
 typedef struct ddp__auto_rules {
     int turns;          /* forward and input gradient both ready: 0 = the gradient, 1 = what was not last, 2 = the forward */
     int fill;           /* 1 = before a rank's first gradient, forwards may delay it */
-    double patience;    /* a weight gradient starts when nothing else can for this share of its time */
+    double patience;    /* a weight gradient starts when nothing else can for this share of its time ... */
+    int even;           /* ... 1 = or for less, when waiting would make this rank the one that has waited longest */
 } ddp__auto_rules;
 
 /* A rank's next action is chosen when it is free, ranks in order of time, so that all that can have an effect by then is known. */
@@ -1317,7 +1318,7 @@ typedef struct ddp__auto {
     double limit;
     ddp__auto_rules rules;
     int *next;          /* per rank: forwards, input gradients, weight gradients so far, and the kind of the last action */
-    double *free_at, *memory, *first_gradient, *forward_end, *gradient_end; /* ends: rank * m + micro-batch; -1: not begun */
+    double *free_at, *memory, *waited, *first_gradient, *forward_end, *gradient_end; /* ends: rank * m + micro-batch; -1: not begun */
     ddp_action_kind *order; /* of rank r from order[3 * m * r] on; micro-batches count up */
     int *length;
 } ddp__auto;
@@ -1362,14 +1363,20 @@ static void ddp__auto_start(ddp__auto *a, int rank, ddp_action_kind kind, double
 static void ddp__auto_decide(ddp__auto *a, int rank) {
     const int *next = &a->next[4 * rank];
     double now = a->free_at[rank], forward = ddp__auto_ready(a, DDP_ACTION_FORWARD, rank), gradient = ddp__auto_ready(a, DDP_ACTION_INPUT_GRAD, rank), soon;
-    int weights = next[2] < next[1];
+    int weights = next[2] < next[1], fills;
     if (!a->rules.fill && next[1] == 0 && next[0] > 0 && forward < DBL_MAX &&
         forward + ddp__auto_cost(a, DDP_ACTION_FORWARD, rank) > a->first_gradient[rank] * (1 + 1e-12) && gradient > forward)
         forward = gradient < DBL_MAX ? DBL_MAX : a->first_gradient[rank] > now ? a->first_gradient[rank] : forward;
     soon = forward < gradient ? forward : gradient;
-    if (soon > now && weights && soon - now >= a->rules.patience * ddp__auto_cost(a, DDP_ACTION_WEIGHT_GRAD, rank))
-        ddp__auto_start(a, rank, DDP_ACTION_WEIGHT_GRAD, now);
-    else if (soon > now) a->free_at[rank] = soon;
+    fills = soon - now >= a->rules.patience * ddp__auto_cost(a, DDP_ACTION_WEIGHT_GRAD, rank);
+    for (int other = 0; a->rules.even && soon > now && weights && !fills; other++)
+        if (other == a->p) fills = 1;
+        else if (other != rank && a->waited[other] >= a->waited[rank] + soon - now) break;
+    if (soon > now && weights && fills) ddp__auto_start(a, rank, DDP_ACTION_WEIGHT_GRAD, now);
+    else if (soon > now) {
+        a->waited[rank] += next[0] > 0 ? soon - now : 0;
+        a->free_at[rank] = soon;
+    }
     else if (forward <= now && (gradient > now || a->rules.turns == 2 || (a->rules.turns == 1 && next[3] == 1)))
         ddp__auto_start(a, rank, DDP_ACTION_FORWARD, now);
     else ddp__auto_start(a, rank, DDP_ACTION_INPUT_GRAD, now);
@@ -1380,7 +1387,7 @@ static void ddp__auto_run(ddp__auto *a) {
     for (size_t i = 0; i < cells; i++) a->forward_end[i] = a->gradient_end[i] = -1;
     for (int rank = 0; rank < a->p; rank++) {
         memset(&a->next[4 * rank], 0, 4 * sizeof(int));
-        a->free_at[rank] = a->memory[rank] = 0;
+        a->free_at[rank] = a->memory[rank] = a->waited[rank] = 0;
         a->length[rank] = 0;
     }
     for (;;) { /* the rank whose decision comes first */
@@ -1439,21 +1446,22 @@ static ddp_result ddp__auto_compare(ddp_schedule **best, double *best_span, ddp_
 
 static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **best) {
     static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
-    static const double patience[] = {1, 0.75, 0.5, 0.25, 1e-9};
+    static const double patience[] = {1, 0.9, 0.75, 0.25};
     ddp_result result = DDP_OK;
     double span = 0;
-    for (int k = 0; k < 30 + 2 && result == DDP_OK; k++) {
+    for (int k = 0; k < 48 + 2 && result == DDP_OK; k++) {
         ddp_schedule *s = ddp__schedule_new(d, d->rank_count);
         if (!s) return DDP_ERR_NO_MEMORY;
-        if (k < 30) {
+        if (k < 48) {
             a->rules.turns = k % 3;
             a->rules.fill = k / 3 % 2;
-            a->rules.patience = patience[k / 6];
+            a->rules.even = k / 6 % 2;
+            a->rules.patience = patience[k / 12];
             ddp__auto_run(a);
             ddp__auto_lists(a, s);
         } else for (int rank = 0; rank < d->rank_count; rank++) {
             ddp_schedule_desc like = *d;
-            like.kind = known[k - 30];
+            like.kind = known[k - 48];
             ddp__generate_rank(s, &like, rank, NULL);
             ddp__schedule_end_rank(s);
         }
@@ -1463,7 +1471,7 @@ static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_sc
 }
 
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
-    size_t p = (size_t)d->rank_count, m = (size_t)d->microbatch_count, doubles = 3 * p + 2 * p * m, ints = 5 * p;
+    size_t p = (size_t)d->rank_count, m = (size_t)d->microbatch_count, doubles = 4 * p + 2 * p * m, ints = 5 * p;
     ddp_schedule shape, *best = NULL;
     ddp__auto a;
     double most = 0;
@@ -1488,7 +1496,7 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     memory = ddp__schedule_alloc(&shape, 1, doubles * sizeof(double) + ints * sizeof(int) + 3 * p * m * sizeof(ddp_action_kind));
     if (!memory) return DDP_ERR_NO_MEMORY;
     a.free_at = (double *)memory, a.memory = a.free_at + p, a.first_gradient = a.memory + p;
-    a.forward_end = a.first_gradient + p, a.gradient_end = a.forward_end + p * m;
+    a.waited = a.first_gradient + p, a.forward_end = a.waited + p, a.gradient_end = a.forward_end + p * m;
     a.next = (int *)(a.gradient_end + p * m), a.length = a.next + 4 * p;
     a.order = (ddp_action_kind *)(a.length + p);
     ddp__auto_first_gradients(&a);
