@@ -753,7 +753,6 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
-#include <sys/types.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -783,6 +782,10 @@ extern "C" {
 #define ddp__load_relaxed(pointer) __atomic_load_n(pointer, __ATOMIC_RELAXED)
 #define ddp__store(pointer, value) __atomic_store_n(pointer, value, __ATOMIC_RELEASE)
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
+
+/* The statement that follows, with the lock held, or without it in between. It ends at its end: no return and no break leaves it. */
+#define DDP__LOCKED(lock) for (int held_ = (pthread_mutex_lock(lock), 1); held_; held_ = (pthread_mutex_unlock(lock), 0))
+#define DDP__UNLOCKED(lock) for (int open_ = (pthread_mutex_unlock(lock), 1); open_; open_ = (pthread_mutex_lock(lock), 0))
 
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
@@ -936,18 +939,13 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
-static ddp_result ddp__fail_v(ddp_result result, const char *format, va_list args) {
-    char text[DDP__TEXT_MAX]; /* an argument may be the old text */
-    vsnprintf(text, sizeof text, format, args);
-    memcpy(ddp__error_text, text, sizeof text);
-    return result;
-}
-
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
+    char text[DDP__TEXT_MAX]; /* an argument may be the old text */
     va_list args;
     va_start(args, format);
-    ddp__fail_v(result, format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    memcpy(ddp__error_text, text, sizeof text);
     return result;
 }
 
@@ -958,15 +956,12 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...) {
 #define DDP__RANK_FAIL(of, result, text, ...) ddp_fail(result, "rank %d/%d " text, (of)->rank, (of)->world_size, __VA_ARGS__)
 #define DDP__GROUP_FAIL(group, result, text, ...) DDP__RANK_FAIL(group, result, "group=%s: " text, (group)->name, __VA_ARGS__)
 
-/* An argument of the public function `who` is wrong. group may be NULL. */
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__bad(const char *who, const ddp_group *group, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    ddp__fail_v(DDP_ERR_INVALID, format, args);
-    va_end(args);
+/* An argument of the public function `who` is wrong; the error line says why. group may be NULL. */
+static ddp_result ddp__bad_in(const char *who, const ddp_group *group) {
     if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: %s", who, ddp_last_error());
     return DDP__RANK_FAIL(group, DDP_ERR_INVALID, "%s group=%s: %s", who, group->name, ddp_last_error());
 }
+#define ddp__bad(who, group, ...) (ddp_fail(DDP_ERR_INVALID, __VA_ARGS__), ddp__bad_in(who, group))
 
 /* Leave the function unless the condition holds; what follows it is what to tell. DDP__NEED: of the public function it stands in. */
 #define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
@@ -3535,9 +3530,8 @@ static ddp_result ddp__deliver(ddp_group *group, ddp_result result) {
 }
 
 static ddp_result ddp__execute(ddp_group *group, ddp_call *call) {
-    ddp_result result;
     if (!ddp__is_p2p(call->kind)) call->seq = ++group->seq;
-    result = group->backend->run(group, group->state, call);
+    ddp_result result = group->backend->run(group, group->state, call);
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, call, result);
 }
 
@@ -3572,9 +3566,8 @@ static ddp_result ddp__device_check(ddp_group *group) {
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
-    ddp_result result = DDP_OK;
     if (!device->enter) return DDP_OK;
-    if (!op->event) result = device->event_create(group, &op->event);
+    ddp_result result = op->event ? DDP_OK : device->event_create(group, &op->event);
     if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
     op->ordered = result == DDP_OK;
     return ddp__device_result(group, result);
@@ -3582,9 +3575,8 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
 
 static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
-    ddp_result result;
     if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
-    result = device->enter(group, DDP_LANE_COMM);
+    ddp_result result = device->enter(group, DDP_LANE_COMM);
     if (result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
     if (result == DDP_OK) result = ddp__carry_out(group, &op->call, op->task, op->argument);
     if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
@@ -3608,16 +3600,13 @@ static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
 /* With the lock held, takes the head of the queue and carries it out; the lock is held again afterwards. */
 static void ddp__queue_step(ddp_group *group, int polite) {
     ddp__op *op = group->head;
-    ddp_result result;
+    ddp_result result = DDP_OK;
     group->head = op->next;
     group->running = 1;
     group->runner = pthread_self();
     group->polite = polite;
-    pthread_mutex_unlock(&group->lock);
-    result = ddp__op_run(group, op);
-    pthread_mutex_lock(&group->lock);
-    group->running = 0;
-    group->polite = 0;
+    DDP__UNLOCKED(&group->lock) result = ddp__op_run(group, op);
+    group->running = group->polite = 0;
     ddp__op_end(group, op, result);
     if (group->head) pthread_cond_signal(&group->work_cond);
 }
@@ -3626,13 +3615,13 @@ static void ddp__queue_step(ddp_group *group, int polite) {
    takes it off the list, and handles are freed under the lock. */
 static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     int done = 0;
-    ddp_result result;
+    ddp_result result = DDP_OK;
     if (op->done || op->polling) return;
     op->polling = 1;
-    pthread_mutex_unlock(&group->lock);
-    result = group->backend->p2p_poll(group, group->state, op->request, &done);
-    if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
-    pthread_mutex_lock(&group->lock);
+    DDP__UNLOCKED(&group->lock) {
+        result = group->backend->p2p_poll(group, group->state, op->request, &done);
+        if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
+    }
     op->polling = 0;
     if (!done && result == DDP_OK) return;
     for (ddp__op **link = &group->p2p; *link; link = &(*link)->next)
@@ -3649,30 +3638,24 @@ static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
 static void *ddp__thread_main(void *argument) {
     ddp_group *group = (ddp_group *)argument;
     prctl(PR_SET_NAME, "ddp-comm");
-    pthread_mutex_lock(&group->lock);
-    while (!group->stopping) {
+    DDP__LOCKED(&group->lock) while (!group->stopping) {
         if (group->head && !group->running) ddp__queue_step(group, 1);
         else if (!group->p2p) pthread_cond_wait(&group->work_cond, &group->lock);
         else {
             for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
-            if (!group->p2p || (group->head && !group->running)) continue;
-            pthread_mutex_unlock(&group->lock);
-            ddp__p2p_rest(group, 1);
-            pthread_mutex_lock(&group->lock);
+            if (group->p2p && !(group->head && !group->running)) DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, 1);
         }
     }
-    pthread_mutex_unlock(&group->lock);
     return NULL;
 }
 
 static ddp_result ddp__thread_start(ddp_group *group) {
-    sigset_t all, old;
-    int error;
     if (group->no_thread) group->queued = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
+    sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
-    error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
+    int error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
@@ -3680,29 +3663,24 @@ static ddp_result ddp__thread_start(ddp_group *group) {
 }
 
 static void ddp__op_free(ddp_group *group, ddp__op *op) {
-    if (!op) return;
-    pthread_mutex_lock(&group->lock);
-    op->ticket = 0;
-    op->next = group->free_ops;
-    group->free_ops = op;
-    pthread_mutex_unlock(&group->lock);
+    if (op) DDP__LOCKED(&group->lock) {
+        op->ticket = 0;
+        op->next = group->free_ops;
+        group->free_ops = op;
+    }
 }
 
 /* A handle for a call, or for a task. */
 static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn task, void *argument) {
     size_t w = (size_t)group->world_size;
-    ddp__op *op;
-    pthread_mutex_lock(&group->lock);
-    op = group->free_ops;
-    if (op) {
-        group->free_ops = op->next;
-    } else if ((op = (ddp__op *)ddp_group_malloc(group, sizeof *op)) != NULL) {
-        op->event = NULL;
-        op->arrays = NULL;
-        op->older = group->all_ops;
-        group->all_ops = op;
+    ddp__op *op = NULL;
+    DDP__LOCKED(&group->lock) {
+        if ((op = group->free_ops) != NULL) group->free_ops = op->next;
+        else if ((op = (ddp__op *)ddp__group_calloc(group, sizeof *op)) != NULL) {
+            op->older = group->all_ops;
+            group->all_ops = op;
+        }
     }
-    pthread_mutex_unlock(&group->lock);
     if (!op) return NULL;
     memset(op, 0, offsetof(ddp__op, older));
     op->outcome.result = DDP_OK;
@@ -3710,9 +3688,8 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     op->task = task;
     op->argument = argument;
     op->call.tag = DDP__FOR_TASK;
-    if (!call) return op;
-    op->call = *call;
-    if (!call->recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
+    if (call) op->call = *call;
+    if (!op->call.recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
     const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
     if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
     if (!op->arrays) { ddp__op_free(group, op); return NULL; }
@@ -3726,54 +3703,47 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
 enum { DDP__BEHIND_OTHERS, DDP__INSIDE_TASK, DDP__TOOK_QUEUE };
 static int ddp__queue_enter(ddp_group *group, int take) {
     int place = DDP__BEHIND_OTHERS;
-    pthread_mutex_lock(&group->lock);
-    if (group->running && pthread_equal(group->runner, pthread_self())) {
-        place = DDP__INSIDE_TASK;
-    } else if (take && !group->head && !group->running) {
-        place = DDP__TOOK_QUEUE;
-        group->running = 1;
-        group->runner = pthread_self();
+    DDP__LOCKED(&group->lock) {
+        if (group->running && pthread_equal(group->runner, pthread_self())) place = DDP__INSIDE_TASK;
+        else if (take && !group->head && !group->running) {
+            place = DDP__TOOK_QUEUE;
+            group->running = 1;
+            group->runner = pthread_self();
+        }
     }
-    pthread_mutex_unlock(&group->lock);
     return place;
 }
 
 static void ddp__queue_leave(ddp_group *group, int place) {
-    if (place != DDP__TOOK_QUEUE) return;
-    pthread_mutex_lock(&group->lock);
-    group->running = 0;
-    pthread_mutex_unlock(&group->lock);
+    if (place == DDP__TOOK_QUEUE) DDP__LOCKED(&group->lock) group->running = 0;
 }
 
 /* With the lock held, waits for a send or receive by moving it on, up to timeout_ms. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    char text[DDP__TEXT_MAX];
-    for (int tries = 0;; tries++) {
-        ddp__p2p_step(group, op);
-        if (op->done) return;
-        pthread_mutex_unlock(&group->lock);
-        ddp__p2p_rest(group, tries < 1000 ? 0 : 2);
-        if (tries >= 1000 && ddp_now() > deadline) {
-            snprintf(text, sizeof text, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
-                     op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
-            group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
+    ddp__p2p_step(group, op);
+    for (int tries = 0; !op->done; tries++) {
+        DDP__UNLOCKED(&group->lock) {
+            ddp__p2p_rest(group, tries < 1000 ? 0 : 2);
+            if (tries >= 1000 && ddp_now() > deadline) {
+                ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
+                         op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
+                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, ddp_last_error());
+            }
         }
-        pthread_mutex_lock(&group->lock);
+        ddp__p2p_step(group, op);
     }
 }
 
 /* Waits for an op; carries out the queue meanwhile where nobody else does. */
 static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
-    ddp_result result;
-    pthread_mutex_lock(&group->lock);
-    if (ddp__is_p2p(op->call.kind)) ddp__p2p_wait(group, op);
-    while (!op->done) {
-        if (group->head && !group->running) ddp__queue_step(group, 0);
-        else pthread_cond_wait(&group->done_cond, &group->lock);
+    DDP__LOCKED(&group->lock) {
+        if (ddp__is_p2p(op->call.kind)) ddp__p2p_wait(group, op);
+        while (!op->done)
+            if (group->head && !group->running) ddp__queue_step(group, 0);
+            else pthread_cond_wait(&group->done_cond, &group->lock);
     }
-    pthread_mutex_unlock(&group->lock);
-    result = ddp__outcome_tell(&op->outcome);
+    ddp_result result = ddp__outcome_tell(&op->outcome);
     if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
@@ -3794,21 +3764,19 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
    or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
-    ddp__op *op;
-    ddp_result result = DDP_OK;
-    int place, enqueues, here;
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
-    enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
-    place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
+    int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
+    int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
+    int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
+    ddp_result result = DDP_OK;
     if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
         ddp__queue_leave(group, place);
         return place == DDP__INSIDE_TASK ? result : ddp__deliver(group, result);
     }
-    here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
-    op = ddp__op_new(group, call, task, argument);
+    ddp__op *op = ddp__op_new(group, call, task, argument);
     result = !op ? DDP_ERR_NO_MEMORY : place == DDP__INSIDE_TASK ? DDP_OK : ddp__op_order(group, op);
     if (result == DDP_OK && here) ddp__op_end(group, op, ddp__op_run(group, op));
     else if (result == DDP_OK) result = ddp__thread_start(group);
@@ -3817,11 +3785,9 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
         ddp__op_free(group, op);
         return result;
     }
-    if (!here) {
-        pthread_mutex_lock(&group->lock);
+    if (!here) DDP__LOCKED(&group->lock) {
         ddp__append(&group->head, &group->tail, op);
         pthread_cond_signal(&group->work_cond);
-        pthread_mutex_unlock(&group->lock);
     }
     return ddp__hand_out(group, op, work);
 }
@@ -3845,8 +3811,6 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
-    ddp__op *op;
-    ddp_result result;
     int enqueues = group->backend->enqueues;
     if (!enqueues && !group->backend->p2p_start)
         return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
@@ -3854,9 +3818,9 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (work) memset(work, 0, sizeof *work);
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
-    op = ddp__op_new(group, call, NULL, NULL);
+    ddp__op *op = ddp__op_new(group, call, NULL, NULL);
     if (!op) return DDP_ERR_NO_MEMORY;
-    result = group->backend->status(group, group->state);
+    ddp_result result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
@@ -3867,12 +3831,10 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
         ddp__append(&group->batch, &group->batch_tail, op);
         return DDP_OK;
     }
-    if (work) {
-        pthread_mutex_lock(&group->lock);
+    if (work) DDP__LOCKED(&group->lock) {
         op->next = group->p2p;
         group->p2p = op;
         pthread_cond_signal(&group->work_cond);
-        pthread_mutex_unlock(&group->lock);
     }
     return ddp__hand_out(group, op, work);
 }
@@ -3880,35 +3842,30 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
 /* The op that work stands for, or NULL with the error line set. */
 static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *who) {
     ddp__op *op = (ddp__op *)work->op;
-    int valid;
-    pthread_mutex_lock(&group->lock);
-    valid = op->ticket == work->ticket;
-    pthread_mutex_unlock(&group->lock);
-    if (!valid) ddp__bad(who, group, "this work has been waited for already");
-    return valid ? op : NULL;
+    DDP__LOCKED(&group->lock) if (op->ticket != work->ticket) op = NULL;
+    if (!op) ddp__bad(who, group, "this work has been waited for already");
+    return op;
 }
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
-    ddp__op *op;
     DDP__NEED(group && work, "group or work is NULL");
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work, "ddp_wait");
+    ddp__op *op = ddp__op_of(group, work, __func__);
     memset(work, 0, sizeof *work);
     return op ? ddp__op_wait(group, op) : DDP_ERR_INVALID;
 }
 
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
-    ddp__op *op;
     DDP__NEED(group && work && done, "group, work or done is NULL");
     *done = 1;
     if (!work->op) return DDP_OK;
-    op = ddp__op_of(group, work, "ddp_test");
+    ddp__op *op = ddp__op_of(group, work, __func__);
     if (!op) return DDP_ERR_INVALID;
-    pthread_mutex_lock(&group->lock);
-    if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
-    while (group->no_thread && !op->done && group->head && !group->running) ddp__queue_step(group, 0);
-    *done = op->done;
-    pthread_mutex_unlock(&group->lock);
+    DDP__LOCKED(&group->lock) {
+        if (ddp__is_p2p(op->call.kind)) ddp__p2p_step(group, op);
+        while (group->no_thread && !op->done && group->head && !group->running) ddp__queue_step(group, 0);
+        *done = op->done;
+    }
     if (!*done || op->outcome.result != DDP_OK || !op->ordered || group->backend->status(group, group->state) != DDP_OK) return DDP_OK;
     return group->device->event_test(group, op->event, done);
 }
@@ -3922,10 +3879,10 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
 
 /* The messages of a batch, on a backend that enqueues. A task. */
 static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
-    ddp_result result = group->backend->batch(group, group->state, 1), end;
+    ddp_result result = group->backend->batch(group, group->state, 1);
     (void)argument;
     for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = group->backend->run(group, group->state, &op->call);
-    end = group->backend->batch(group, group->state, 0);
+    ddp_result end = group->backend->batch(group, group->state, 0);
     if (result == DDP_OK) result = end;
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, result);
 }
