@@ -784,8 +784,10 @@ extern "C" {
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
 /* The statement that follows, with the lock held, or without it in between. It ends at its end: no return and no break leaves it. */
-#define DDP__LOCKED(lock) for (int held_ = (pthread_mutex_lock(lock), 1); held_; held_ = (pthread_mutex_unlock(lock), 0))
-#define DDP__UNLOCKED(lock) for (int open_ = (pthread_mutex_unlock(lock), 1); open_; open_ = (pthread_mutex_lock(lock), 0))
+#define DDP__LOCKED(lock) DDP__BETWEEN(pthread_mutex_lock, lock, pthread_mutex_unlock)
+#define DDP__UNLOCKED(lock) DDP__BETWEEN(pthread_mutex_unlock, lock, pthread_mutex_lock)
+#define DDP__BETWEEN(before, lock, after) \
+    for (pthread_mutex_t *lock_ = (before(lock), lock); lock_; lock_ = (after(lock_), (pthread_mutex_t *)NULL))
 
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */
@@ -830,8 +832,7 @@ typedef struct ddp__job {
 /* A rank's announcement of its next collective: fingerprint, where its buffers are, and up to 24 bytes of data. One cache line. */
 typedef struct ddp__post {
     DDP__OWN_LINE uint64_t seq; /* stored last: the rest is valid once it is there */
-    uint64_t count;
-    uint64_t signature;  /* kind, dtype, op, root */
+    uint64_t what[2];    /* kind, dtype, op and root in one word, see ddp__signature; count */
     uint64_t send, recv; /* as ddp__address tells */
     unsigned char data[24];
 } ddp__post;
@@ -888,6 +889,7 @@ typedef struct ddp__region {
     uint64_t offset;
     size_t stride, total;
     unsigned char *mine;
+    const struct ddp__local *owner;
     struct ddp__region *next;
 } ddp__region;
 
@@ -1991,6 +1993,9 @@ typedef struct ddp__local {
 #define DDP__PAYLOAD_STRIDE (2 * DDP__PAYLOAD + 4096 + DDP__LINE)
 #define DDP__SLOT_STRIDE (DDP__SLOTS * (size_t)DDP__CHUNK + DDP__SKEW)
 
+/* Those of the other ranks in turn, each rank beginning with the next one. */
+#define DDP__FOR_PEERS(l, p) for (int i_ = 1, p; i_ < (l)->world_size && (p = ((l)->rank + i_) % (l)->world_size, 1); i_++)
+
 static ddp__post *ddp__post_of(const ddp__local *l, int rank, uint64_t seq) { return &l->posts[2 * rank + (int)(seq & 1)]; }
 static unsigned char *ddp__payload_of(const ddp__local *l, int rank, uint64_t seq) {
     return l->payloads + (size_t)rank * DDP__PAYLOAD_STRIDE + (seq & 1) * (DDP__PAYLOAD + DDP__LINE);
@@ -2059,12 +2064,13 @@ static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) 
 /* DDP_OK, or the recorded cause with its text copied out. */
 static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size) {
     uint32_t state = ddp__load(&l->control->poison);
-    double start;
     if (state == 0) return DDP_OK;
-    for (start = ddp_now(); state == 1 && ddp_now() - start < 5.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
+    for (double start = ddp_now(); state == 1 && ddp_now() - start < 5.0; state = ddp__load(&l->control->poison)) sched_yield(); /* being written */
     snprintf(text, size, "%s", state == 2 ? l->control->poison_text : "a rank died while reporting a failure");
     return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
 }
+
+#define DDP__POISON(l, code, ...) ddp__local_poison(l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
@@ -2075,15 +2081,11 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
 }
 
 /* A call from what was announced of it, for messages. */
-static void ddp__describe_post(char *out, size_t size, uint64_t signature, uint64_t count) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = (ddp_call_kind)(signature & 255);
-    call.dtype = (ddp_dtype)(signature >> 8 & 255);
-    call.op = (ddp_op)(signature >> 16 & 255);
-    call.tag = (int)(signature >> 24 & 255);
-    call.root = (int)(uint32_t)(signature >> 32) - 1;
-    call.count = (size_t)count;
+static void ddp__describe_post(char *out, size_t size, const uint64_t what[2]) {
+    ddp_call call = ddp__call_of((ddp_call_kind)(what[0] & 255), NULL, NULL, (size_t)what[1], (ddp_dtype)(what[0] >> 8 & 255));
+    call.op = (ddp_op)(what[0] >> 16 & 255);
+    call.tag = (int)(what[0] >> 24 & 255);
+    call.root = (int)(uint32_t)(what[0] >> 32) - 1;
     if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
     else ddp__describe(out, size, &call);
 }
@@ -2091,8 +2093,8 @@ static void ddp__describe_post(char *out, size_t size, uint64_t signature, uint6
 /* Ranks that call two groups in different orders wait for each other: who is missing in one sleeps in the other, and says in which. Signature + 1 (0: in
    none), count and number of the call, and the group's name. Just for messages: a torn one does no harm. */
 static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) {
-    const ddp__post *post = ddp__post_of(l, l->rank, group->seq);
-    uint64_t word[DDP__INSIDE] = {sleeps ? post->signature + 1 : 0, post->count, group->seq}, *inside = l->heap->job->rank[l->member[l->rank]].inside;
+    const uint64_t *what = ddp__post_of(l, l->rank, group->seq)->what;
+    uint64_t word[DDP__INSIDE] = {sleeps ? what[0] + 1 : 0, what[1], group->seq}, *inside = l->heap->job->rank[l->member[l->rank]].inside;
     memcpy(word + 3, group->name, sizeof group->name);
     for (int i = 0; i < DDP__INSIDE; i++) __atomic_store_n(&inside[i], word[i], __ATOMIC_RELAXED);
 }
@@ -2101,8 +2103,8 @@ static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t si
     uint64_t word[DDP__INSIDE];
     char call[72], name[32];
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
-    if (!word[0]) return;
-    ddp__describe_post(call, sizeof call, word[0] - 1, word[1]);
+    if (!word[0]--) return;
+    ddp__describe_post(call, sizeof call, word);
     memcpy(name, word + 3, sizeof name);
     snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
 }
@@ -2115,12 +2117,16 @@ static void ddp__list_rank(char *list, size_t room, int rank) {
 
 #define DDP__MISSING_TEXT "timed out after %d ms: arrived: rank %s; missing: rank %s"
 
+/* What is waited for: a word of each rank, stride bytes apart, to reach a target. */
+static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int rank) {
+    return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
+}
+
 /* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
 static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
     char here[90] = "", missing[190] = "", inside[176] = "";
     for (int r = 0; r < l->world_size; r++) {
-        uint64_t value = ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride));
-        int arrived = r == l->rank || value >= target;
+        int arrived = r == l->rank || ddp__word_of(words, stride, r) >= target;
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
         if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
     }
@@ -2130,13 +2136,13 @@ static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t
 static void ddp__local_progress(ddp_group *group, ddp__local *l);
 
 /* Sleeps until the peer announces something, at most timeout_us. */
-static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *word, uint64_t target, int timeout_us) {
+static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target, int timeout_us) {
     ddp__sleeper *me = &l->line[l->rank].collective;
     uint32_t value = ddp__load(&me->word);
     __atomic_store_n(&me->waits_for, peer, __ATOMIC_RELAXED);
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__fetch_add(&l->control->sleepers, 1u);
-    if (ddp__load(word) < target && ddp__load(&l->control->poison) == 0) ddp__futex_wait(&me->word, value, timeout_us);
+    if (ddp__word_of(words, stride, peer) < target && ddp__load(&l->control->poison) == 0) ddp__futex_wait(&me->word, value, timeout_us);
     ddp__fetch_add(&l->control->sleepers, (uint32_t)-1);
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
@@ -2144,11 +2150,10 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *word, uint64
 /* Poisons the group when a rank that has not reached target is gone; not only the one waited for, which may be long in coming. */
 static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
-    for (int r = 0; r < l->world_size; r++) {
-        const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)r * stride);
-        if (r == l->rank || ddp__load(word) >= target || !ddp__member_gone(l, r, text, sizeof text)) continue;
-        if (ddp__load(word) < target) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return; } /* it may have got there before it left */
-    }
+    for (int r = 0; r < l->world_size; r++)
+        if (r != l->rank && ddp__word_of(words, stride, r) < target && ddp__member_gone(l, r, text, sizeof text) &&
+            ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
+            ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
 }
 
 /* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
@@ -2156,8 +2161,7 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     char text[DDP__TEXT_MAX], call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
-        if (r == l->rank || ddp__load(&post->seq) != group->seq + 1) continue;
-        if (ddp__load((const uint64_t *)((const unsigned char *)words + (size_t)r * stride)) >= target) continue;
+        if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
         ddp__describe_post(call, sizeof call, post->signature, post->count);
         snprintf(text, sizeof text, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call, l->number[l->rank]);
         ddp__local_poison(l, DDP_ERR_MISMATCH, text);
@@ -2165,25 +2169,19 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     }
 }
 
-/* Waits until *word of `peer` reaches target. words and stride say where the same word of the other ranks is. Spins, then yields, then sleeps;
-   while it sleeps it looks after failures, the time, and pending sends and receives. */
-static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
-    const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)peer * stride);
+/* Waits until the word of `peer` reaches target. Spins, then yields, then sleeps; while it sleeps it looks after failures, the time, and pending sends
+   and receives. */
+static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
-    int slice_us = 500;
-    for (int tries = 0;; tries++) {
-        double now;
-        ddp_result cause;
-        if (ddp__load(word) >= target) return DDP_OK;
-        cause = ddp__local_cause(l, text, sizeof text);
-        if (cause != DDP_OK) return DDP_ERR_POISONED;
+    for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
+        if (ddp__local_cause(l, text, sizeof text) != DDP_OK) return DDP_ERR_POISONED;
         ddp__local_progress(group, l);
         if (l->beside_fn) l->beside_fn(l->beside);
         if (tries < l->yields) { sched_yield(); continue; }
-        ddp__sleep_for(l, peer, word, target, slice_us);
+        ddp__sleep_for(l, peer, words, stride, target, slice_us);
         if (slice_us < 2000) slice_us *= 2;
-        now = ddp_now();
+        double now = ddp_now();
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
             checked = now;
             ddp__tell_inside(group, l, 1);
@@ -2192,22 +2190,17 @@ static ddp_result ddp__await_asleep(ddp_group *group, ddp__local *l, int peer, c
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
-            if (ddp__load(word) < target) ddp__local_poison(l, DDP_ERR_TIMEOUT, text);
+            if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(l, DDP_ERR_TIMEOUT, text);
         }
     }
-}
-
-static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
-    ddp_result result = ddp__await_asleep(group, l, peer, words, stride, target);
-    if (result == DDP_OK && ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].inside[0])) ddp__tell_inside(group, l, 0);
-    return result;
+    if (ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].inside[0])) ddp__tell_inside(group, l, 0);
+    return DDP_OK;
 }
 
 static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
-    const uint64_t *word = (const uint64_t *)((const unsigned char *)words + (size_t)peer * stride);
     int spins = group->polite ? l->spins / 16 : l->spins; /* a communication thread shares its core with compute */
     for (int i = 0; i < spins; i++) {
-        if (ddp__load(word) >= target) return DDP_OK;
+        if (ddp__word_of(words, stride, peer) >= target) return DDP_OK;
         ddp__pause();
     }
     return ddp__await_slow(group, l, peer, words, stride, target);
@@ -2225,10 +2218,8 @@ static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, u
 }
 
 static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
-    ddp_result result = DDP_OK;
-    for (int i = 1; i < l->world_size && result == DDP_OK; i++)
-        result = ddp__await_counter(group, l, &l->line[0].passed, l->seen_passed, (l->rank + i) % l->world_size, round);
-    return result;
+    DDP__FOR_PEERS(l, p) DDP__TRY(ddp__await_counter(group, l, &l->line[0].passed, l->seen_passed, p, round));
+    return DDP_OK;
 }
 
 static void ddp__tick_filled(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].filled, round); ddp__announce(l); }
@@ -2254,31 +2245,29 @@ static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->lin
 #endif
 #define DDP__ROUTE_BYTES (DDP__LARGE_BYTES / 4) /* from here on the ways of private data are worth comparing */
 
+/* The group memory, of this group or an ancestor, in which a heap offset or (here) an address of this process lies; NULL: in none. */
+static const ddp__region *ddp__region_of(const ddp__local *l, uint64_t place, int here) {
+    const ddp__region *found = NULL;
+    DDP__LOCKED(&l->heap->lock)
+        for (; l && !found; l = l->parent)
+            for (found = l->regions; found && place - (here ? (uintptr_t)found->base : found->offset) >= found->total;) found = found->next;
+    return found;
+}
+
 /* A buffer of a peer, which is not private: a pointer into this process. */
 static unsigned char *ddp__resolve(const ddp__local *l, uint64_t address) {
-    unsigned char *found = NULL;
     if (!address || l->heap->threads) return (unsigned char *)(uintptr_t)address;
-    pthread_mutex_lock(&l->heap->lock);
-    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
-        for (const ddp__region *region = owner->regions; region && !found; region = region->next)
-            if (address - 1 - region->offset < region->total) found = region->base + (address - 1 - region->offset);
-    pthread_mutex_unlock(&l->heap->lock);
-    return found;
+    const ddp__region *region = ddp__region_of(l, address - 1, 0);
+    return region ? region->base + (address - 1 - region->offset) : NULL;
 }
 
 /* How peers find [pointer, pointer + size): by heap offset + 1, by pointer among threads, otherwise by a pointer that is marked private; 0 = no buffer. */
 #define DDP__PRIVATE (UINT64_C(1) << 63)
 static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t size) {
-    uint64_t found = 0;
     if (!pointer || l->heap->threads) return (uint64_t)(uintptr_t)pointer;
-    pthread_mutex_lock(&l->heap->lock);
-    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
-        for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
-            uintptr_t inside = (uintptr_t)pointer - (uintptr_t)region->base;
-            if (inside < region->total && size <= region->total - inside) found = region->offset + inside + 1;
-        }
-    pthread_mutex_unlock(&l->heap->lock);
-    return found ? found : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
+    const ddp__region *region = ddp__region_of(l, (uintptr_t)pointer, 1);
+    size_t inside = region ? (size_t)((const unsigned char *)pointer - region->base) : 0;
+    return region && size <= region->total - inside ? region->offset + inside + 1 : DDP__PRIVATE | (uint64_t)(uintptr_t)pointer;
 }
 
 /* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
@@ -2362,17 +2351,15 @@ static uint64_t ddp__signature(const ddp_call *call) {
 /* a and b: what two ranks, a the lower one, have announced, of each its signature and count. */
 static void ddp__mismatch_text(char out[DDP__TEXT_MAX], int low, const uint64_t a[2], int high, const uint64_t b[2]) {
     char text[2][160];
-    ddp__describe_post(text[0], sizeof text[0], a[0], a[1]);
-    ddp__describe_post(text[1], sizeof text[1], b[0], b[1]);
+    ddp__describe_post(text[0], sizeof text[0], a);
+    ddp__describe_post(text[1], sizeof text[1], b);
     snprintf(out, DDP__TEXT_MAX, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
 static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
     char text[DDP__TEXT_MAX];
     int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    const ddp__post *a = ddp__post_of(l, low, seq), *b = ddp__post_of(l, high, seq);
-    const uint64_t of_low[2] = {a->signature, a->count}, of_high[2] = {b->signature, b->count};
-    ddp__mismatch_text(text, low, of_low, high, of_high);
+    ddp__mismatch_text(text, low, ddp__post_of(l, low, seq)->what, high, ddp__post_of(l, high, seq)->what);
     ddp__local_poison(l, DDP_ERR_MISMATCH, text);
     return DDP_ERR_POISONED;
 }
@@ -2381,19 +2368,16 @@ static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
 static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send, uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
     uint64_t signature = ddp__signature(call);
-    ddp_result result;
-    mine->count = call->count;
-    mine->signature = signature;
+    mine->what[0] = signature;
+    mine->what[1] = call->count;
     mine->send = send;
     mine->recv = recv;
     ddp__store(&mine->seq, call->seq);
     ddp__announce(l);
-    for (int i = 1; i < l->world_size; i++) {
-        int peer = (l->rank + i) % l->world_size;
+    DDP__FOR_PEERS(l, peer) {
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
-        result = ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq);
-        if (result != DDP_OK) return result;
-        if (post->signature != signature || post->count != call->count) return ddp__mismatch(l, peer, call->seq);
+        DDP__TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
+        if (post->what[0] != signature || post->what[1] != call->count) return ddp__mismatch(l, peer, call->seq);
     }
     return DDP_OK;
 }
@@ -2401,16 +2385,13 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
 /* Copies from a peer's buffer, group memory or private. A failed read poisons the group. */
 static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size_t size) {
     char text[DDP__TEXT_MAX];
-    int error;
     if (!(address & DDP__PRIVATE)) { memcpy(dst, ddp__resolve(l, address), size); return 1; }
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
-    error = errno;
-    /* how it ended may take a moment to be known */
+    int error = errno; /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
         if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
-    if (error == ESRCH) snprintf(text, sizeof text, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
-    else snprintf(text, sizeof text, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
-    ddp__local_poison(l, error == ESRCH ? DDP_ERR_PEER_LOST : DDP_ERR_SYSTEM, text);
+    if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
+    else DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
     return 0;
 }
 
@@ -2448,9 +2429,8 @@ static size_t ddp__share(size_t size, int world_size) {
 typedef struct ddp__part { size_t begin, size; } ddp__part; /* bytes */
 
 static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
-    ddp__part part;
-    part.begin = share * (size_t)rank < size ? share * (size_t)rank : size;
-    part.size = size - part.begin < share ? size - part.begin : share;
+    size_t begin = share * (size_t)rank < size ? share * (size_t)rank : size;
+    ddp__part part = {begin, size - begin < share ? size - begin : share};
     return part;
 }
 
@@ -2482,15 +2462,10 @@ typedef struct ddp__move {
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
-    ddp__move m;
-    m.call = call;
-    m.shape = ddp__shapes[call->kind];
-    m.common = !(m.shape & DDP__SPLITS);
-    m.shared = 0;
-    m.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
-    m.recv = (unsigned char *)call->recv;
-    m.element = ddp_dtype_size(call->dtype);
-    m.largest = m.room = m.block = call->count * m.element;
+    int shape = ddp__shapes[call->kind];
+    const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
+    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
+    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0};
     return m;
 }
 
@@ -2609,10 +2584,8 @@ DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, 
 DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, const ddp__move *m) {
     size_t size = m->common ? m->block : m->block * (size_t)l->world_size;
     void *in[DDP_MAX_LOCAL_RANKS];
-    ddp_result result;
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
-    result = ddp__enter(group, l, m->call, 0, 0);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__enter(group, l, m->call, 0, 0));
     ddp__fetch_next_payload(l, m->call, size);
     ddp__move_own(l->rank, m);
     for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
@@ -2638,17 +2611,14 @@ static void ddp__counts_tell(const ddp__local *l, ddp__move *m) {
 
 /* After everybody's announcement: who disagrees is named, and otherwise the rounds are known. */
 static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
-    char text[DDP__TEXT_MAX];
     for (int from = 0; from < l->world_size; from++)
         for (int to = 0; to < l->world_size; to++) {
             unsigned long long given = ddp__counts_of(l, from, m->call)->give[to], wanted = ddp__counts_of(l, to, m->call)->take[from];
             if (given * m->element > m->largest) m->largest = (size_t)given * m->element;
             if (given == wanted) continue;
-            if (m->common)
-                snprintf(text, sizeof text, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from, wanted, to);
-            else
-                snprintf(text, sizeof text, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
-            ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+            if (m->common) DDP__POISON(l, DDP_ERR_MISMATCH, "counts disagree: recv_counts[%d] is %llu on rank %d and %llu on rank %d", from, given, from,
+                                       wanted, to);
+            else DDP__POISON(l, DDP_ERR_MISMATCH, "counts disagree: rank %d sends %llu elements to rank %d, which expects %llu", from, given, to, wanted);
             return 0;
         }
     ddp__move_cut(l, m);
@@ -2666,13 +2636,12 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     int adds = m.shape & DDP__ADDS;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS];
-    ddp_result result = adds && read ? ddp__await_passed(group, l, l->round) : DDP_OK; /* peers are done with the slot */
-    if (result != DDP_OK || !ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    if (!adds || !read) { m.rounds = 1; m.room = m.largest; }
+    if (adds && read) DDP__TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
+    else { m.rounds = 1; m.room = m.largest; }
+    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, &m);
     for (size_t k = 0; k < m.rounds; k++) {
-        for (int i = 1; i < l->world_size; i++) {
-            int p = (l->rank + i) % l->world_size;
+        DDP__FOR_PEERS(l, p) {
             ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, p);
             uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
             if (take.size == 0) continue;
@@ -2710,10 +2679,8 @@ static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__m
 static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, m);
-    for (int i = 1; i < l->world_size; i++) {
-        int p = (l->rank + i) % l->world_size;
+    DDP__FOR_PEERS(l, p)
         ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
-    }
     ddp__stream_end();
     return ddp__direct_end(group, l);
 }
@@ -2721,8 +2688,7 @@ static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__mov
 /* Takes round k from everybody's slots. */
 static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k, int past) {
     void *in[DDP_MAX_LOCAL_RANKS];
-    for (int i = 1; i < l->world_size; i++) {
-        int p = (l->rank + i) % l->world_size;
+    DDP__FOR_PEERS(l, p) {
         int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
         if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
@@ -2734,12 +2700,12 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
 
 /* Where shares are added for all: copies those of the others out of the own slot. */
 static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
-    ddp_result result = ddp__await_passed(group, l, round);
-    for (int p = 0; p < l->world_size && result == DDP_OK && ddp__receives(m->call, l->rank); p++) {
+    DDP__TRY(ddp__await_passed(group, l, round));
+    for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) {
         ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k, p);
         if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
     }
-    return result;
+    return DDP_OK;
 }
 
 /* Two ranks fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other core wrote overlap. With stores of
@@ -3305,6 +3271,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     if (result == DDP_OK && offset && region) region->base = (unsigned char *)ddp__heap_map(l->heap, offset, total);
     if (region && region->base) {
         size_t before = (size_t)l->rank * stride;
+        region->owner = l;
         region->offset = offset;
         region->stride = stride;
         region->total = total;
@@ -3392,20 +3359,14 @@ static void ddp__local_close(ddp_group *group, void *state) {
 }
 
 static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
-    ddp__local *l = (ddp__local *)state;
-    unsigned char *found = NULL;
+    const ddp__local *l = (const ddp__local *)state;
+    const ddp__region *region = ddp__region_of(l, (uintptr_t)memory, 1);
+    size_t inside = region ? (size_t)((const unsigned char *)memory - region->mine) : 0;
+    int number = 0; /* of rank in the region's group */
     (void)group;
-    pthread_mutex_lock(&l->heap->lock);
-    for (const ddp__local *owner = l; owner && !found; owner = owner->parent)
-        for (const ddp__region *region = owner->regions; region && !found; region = region->next) {
-            uintptr_t inside = (uintptr_t)memory - (uintptr_t)region->mine;
-            int number = 0; /* of rank in the owner */
-            if (inside >= region->stride) continue;
-            while (owner->member[number] != l->member[rank]) number++;
-            found = region->base + (size_t)number * region->stride + inside;
-        }
-    pthread_mutex_unlock(&l->heap->lock);
-    return found;
+    if (!region || inside >= region->stride) return NULL;
+    while (region->owner->member[number] != l->member[rank]) number++;
+    return region->base + (size_t)number * region->stride + inside;
 }
 
 static void ddp__local_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
