@@ -2462,10 +2462,15 @@ typedef struct ddp__move {
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
-    int shape = ddp__shapes[call->kind];
-    const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
-    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
-    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0};
+    ddp__move m;
+    m.call = call;
+    m.shape = ddp__shapes[call->kind];
+    m.common = !(m.shape & DDP__SPLITS);
+    m.shared = 0;
+    m.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
+    m.recv = (unsigned char *)call->recv;
+    m.element = ddp_dtype_size(call->dtype);
+    m.largest = m.room = m.block = call->count * m.element;
     return m;
 }
 
