@@ -1769,33 +1769,27 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
 
 /* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
-    ddp__mapping *m;
-    pthread_mutex_lock(&heap->lock);
-    for (m = heap->mappings; m && m->offset != offset;) m = m->next;
-    if (!m && (m = (ddp__mapping *)calloc(1, sizeof *m)) != NULL) {
-        m->offset = offset;
-        m->size = size < DDP__HUGE ? size : ddp__round_up(size, DDP__HUGE); /* as ranges are taken */
-        m->memory = ddp__map_aligned(heap->fd, offset, m->size);
-        m->next = heap->mappings;
-        if (m->memory) heap->mappings = m;
-        else { free(m); m = NULL; }
+    ddp__mapping *m = NULL;
+    DDP__LOCKED(&heap->lock) {
+        for (m = heap->mappings; m && m->offset != offset;) m = m->next;
+        if (m) { m->references++; continue; }
+        ddp__mapping fresh = {offset, size < DDP__HUGE ? size : ddp__round_up(size, DDP__HUGE) /* as ranges are taken */, NULL, 1, heap->mappings};
+        fresh.memory = ddp__map_aligned(heap->fd, offset, fresh.size);
+        if (fresh.memory && (m = (ddp__mapping *)malloc(sizeof *m)) != NULL) *(heap->mappings = m) = fresh;
+        else if (fresh.memory) munmap(fresh.memory, fresh.size);
     }
-    if (m) m->references++;
-    pthread_mutex_unlock(&heap->lock);
     return m ? m->memory : NULL;
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
-    ddp__mapping **link = &heap->mappings;
-    pthread_mutex_lock(&heap->lock);
-    while (*link && (*link)->memory != memory) link = &(*link)->next;
-    ddp__mapping *m = *link;
-    if (m && --m->references == 0) {
+    ddp__mapping **link = &heap->mappings, *m;
+    DDP__LOCKED(&heap->lock) {
+        while (*link && (*link)->memory != memory) link = &(*link)->next;
+        if (!(m = *link) || --m->references) continue;
         *link = m->next;
         munmap(m->memory, m->size);
         free(m);
     }
-    pthread_mutex_unlock(&heap->lock);
 }
 
 static void ddp__heap_release(ddp__heap *heap) {
@@ -2272,23 +2266,16 @@ static uint64_t ddp__address(const ddp__local *l, const void *pointer, size_t si
 
 /* Copies out of another process's memory; 0 where the system refuses it or that memory is not there. */
 static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes) {
-#ifdef SYS_process_vm_readv
     struct iovec here, there;
     for (size_t done = 0; done < size_bytes; done += here.iov_len) {
-        long n;
         here.iov_base = (unsigned char *)dst + done;
         there.iov_base = (unsigned char *)(uintptr_t)address + done;
         here.iov_len = there.iov_len = size_bytes - done;
-        n = syscall(SYS_process_vm_readv, (long)pid, &here, 1ul, &there, 1ul, 0ul);
+        long n = syscall(SYS_process_vm_readv, (long)pid, &here, 1ul, &there, 1ul, 0ul);
         if (n <= 0) return 0;
         here.iov_len = (size_t)n;
     }
     return 1;
-#else
-    (void)pid; (void)dst; (void)address;
-    errno = ENOSYS;
-    return size_bytes == 0;
-#endif
 }
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
@@ -2722,10 +2709,9 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
            call->dtype == DDP_F32 && (call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
 }
 
-typedef struct ddp__fused_round { ddp__any_f32 *fill, *sums, *theirs, *take; const ddp__any_f32 *give, *a, *b, *drain; float factor; } ddp__fused_round;
+typedef struct ddp__fused_round { ddp__any_f32 *fill, *give, *sums, *theirs, *a, *b, *take, *drain; float factor; } ddp__fused_round;
 DDP__FORCED_INLINE void ddp__round_lines(const ddp__fused_round *f, int wide, size_t count) {
-    ddp__any_f32 *fill = f->fill, *sums = f->sums, *theirs = f->theirs, *take = f->take;
-    const ddp__any_f32 *give = f->give, *a = f->a, *b = f->b, *drain = f->drain;
+    ddp__any_f32 *fill = f->fill, *give = f->give, *sums = f->sums, *theirs = f->theirs, *a = f->a, *b = f->b, *take = f->take, *drain = f->drain;
     size_t runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
     float factor = f->factor;
 #define DDP__ROUND_STEP(type, at)                                                      \
@@ -2740,18 +2726,15 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
     int me = l->rank, peer = !me;
     ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
     ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
-    ddp__fused_round f;
-    const ddp__any_f32 *mine = (const ddp__any_f32 *)(const void *)(m->send + sum.begin);
-    f.fill = (ddp__any_f32 *)(void *)(ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer));
-    f.give = (const ddp__any_f32 *)(const void *)(m->send + in.begin);
-    f.theirs = (ddp__any_f32 *)(void *)(ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me));
-    f.a = me ? f.theirs : mine;
-    f.b = me ? mine : f.theirs;
-    f.sums = (ddp__any_f32 *)(void *)(m->recv + sum.begin);
-    f.take = (ddp__any_f32 *)(void *)(m->recv + out.begin);
-    f.drain = (const ddp__any_f32 *)(const void *)(ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer));
-    f.factor = m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f;
-    if (ddp__await_passed(group, l, first + k - 2) != DDP_OK || ddp__await_filled(group, l, peer, first + k - 1) != DDP_OK) return DDP_ERR_POISONED;
+#define DDP__FLOATS(memory, offset) ((ddp__any_f32 *)(uintptr_t)((memory) + (offset)))
+    ddp__any_f32 *theirs = DDP__FLOATS(ddp__slot_of(l, peer, first + k - 1), ddp__move_at(m, me)), *mine = DDP__FLOATS(m->send, sum.begin);
+    ddp__fused_round f = {
+        DDP__FLOATS(ddp__slot_of(l, me, first + k), ddp__move_at(m, peer)), DDP__FLOATS(m->send, in.begin), DDP__FLOATS(m->recv, sum.begin),
+        theirs, me ? theirs : mine, me ? mine : theirs, DDP__FLOATS(m->recv, out.begin),
+        DDP__FLOATS(ddp__slot_of(l, me, first + k - 2), ddp__move_at(m, peer)),
+        m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f};
+    DDP__TRY(ddp__await_passed(group, l, first + k - 2));
+    DDP__TRY(ddp__await_filled(group, l, peer, first + k - 1));
     if (ddp__wide()) ddp__round_lines_wide(&f, sum.size / sizeof(float));
     else ddp__round_lines(&f, 0, sum.size / sizeof(float));
     ddp__tick_filled(l, first + k);
@@ -2762,21 +2745,19 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
 /* Round by round through slots. The first `filled` of them have been filled already. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
     uint64_t first = l->round + 1;
-    ddp_result result = DDP_OK;
     l->round += m->rounds;
-    for (size_t k = filled; k <= m->rounds + (size_t)m->shared && result == DDP_OK; k++) { /* fills round k, takes k - 1, drains k - 2 */
-        if (ddp__rounds_fuse(l, m, k)) { result = ddp__round_fused(group, l, m, first, k); continue; }
+    for (size_t k = filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
+        if (ddp__rounds_fuse(l, m, k)) { DDP__TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
-            result = ddp__slot_free(group, l, first + k);
-            if (result != DDP_OK) break;
+            DDP__TRY(ddp__slot_free(group, l, first + k));
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick_filled(l, first + k);
         }
         if (k == filled) ddp__move_own(l->rank, m);
-        if (k > 0 && k <= m->rounds) result = ddp__round_take(group, l, m, first + k - 1, k - 1, past);
-        if (k > 1 && m->shared && result == DDP_OK) result = ddp__round_drain(group, l, m, first + k - 2, k - 2);
+        if (k > 0 && k <= m->rounds) DDP__TRY(ddp__round_take(group, l, m, first + k - 1, k - 1, past));
+        if (k > 1 && m->shared) DDP__TRY(ddp__round_drain(group, l, m, first + k - 2, k - 2));
     }
-    return result;
+    return DDP_OK;
 }
 
 /* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
@@ -2807,24 +2788,21 @@ static void ddp__route_learn(ddp__route *route, int way, double seconds) {
 static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t given) {
     int kind = m->shape & DDP__ADDS ? DDP__ROUTE_SCATTER : m->shape & DDP__FROM_ROOT ? DDP__ROUTE_ONE_GIVER : DDP__ROUTE_MOVE, power = 0;
     size_t size = m->largest * (kind == DDP__ROUTE_SCATTER ? (size_t)l->world_size : 1);
-    ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
-    ddp__route *route;
     if (size < DDP__ROUTE_BYTES) return NULL;
     while (power < 15 && size >> (power + 21)) power++;
-    route = &l->route[kind][power];
-    mine->way = (uint8_t)ddp__route_pick(route, DDP__WAYS);
+    ddp__proposal *mine = ddp__proposal_of(l, l->rank, m->call);
+    mine->way = (uint8_t)ddp__route_pick(&l->route[kind][power], DDP__WAYS);
     mine->readable = (uint8_t)(ddp__can_read_peers(l) && ddp__can_be_read(m->send, given));
-    return route;
+    return &l->route[kind][power];
 }
 
 /* Private data: through slots, or by the way that rank 0 proposed if all can go it. */
 static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
     int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
     double start = route ? ddp_now() : 0;
-    ddp_result result;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
-    result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
+    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
     if (route) ddp__route_learn(route, proposed, ddp_now() - start);
     return result;
 }
@@ -2843,27 +2821,23 @@ static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
 static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) {
     const ddp_call *call = m.call;
     int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
-    size_t filled, span = ddp__move_span(l, &m);
-    uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends, recv = 0, recvs = 0;
-    ddp__route *route;
-    ddp_result result = DDP_OK;
+    size_t span = ddp__move_span(l, &m);
+    uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends = send, recv = 0, recvs = 0;
     m.shared = m.common && m.shape & DDP__ADDS;
     m.common &= !m.shared;
     if (m.shared && ddp__receives(call, l->rank)) recv = call->recv == call->send ? send : ddp__address(l, m.recv, m.block);
     if (push) recv = ddp__address(l, m.recv, m.block * (size_t)l->world_size);
     if (call->recv_counts) ddp__counts_tell(l, &m);
-    route = call->send_counts || m.shared ? NULL : ddp__route_propose(l, &m, span);
-    filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
+    ddp__route *route = call->send_counts || m.shared ? NULL : ddp__route_propose(l, &m, span);
+    size_t filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
     ddp__move_cut(l, &m);
-    if (filled) result = ddp__slot_free(group, l, l->round + 1);
-    if (filled && result == DDP_OK) {
+    if (filled) {
+        DDP__TRY(ddp__slot_free(group, l, l->round + 1));
         ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].filled, l->round + 1);
     }
-    if (result == DDP_OK) result = ddp__enter(group, l, call, send, recv);
-    if (result != DDP_OK) return result;
+    DDP__TRY(ddp__enter(group, l, call, send, recv));
     if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
-    sends = send;
     for (int r = 0; r < l->world_size; r++) {
         sends |= ddp__post_of(l, r, call->seq)->send;
         recvs |= ddp__post_of(l, r, call->seq)->recv;
@@ -2886,9 +2860,8 @@ static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_cal
 
 static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *call) {
     ddp__local *l = (ddp__local *)state;
-    ddp_result result;
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED;
-    result = call->kind == DDP_CALL_BARRIER ? ddp__enter(group, l, call, 0, 0) : ddp__local_move(group, l, call);
+    ddp_result result = call->kind == DDP_CALL_BARRIER ? ddp__enter(group, l, call, 0, 0) : ddp__local_move(group, l, call);
     if (result != DDP_OK) ddp__reach_await(l);
     return result;
 }
@@ -3000,18 +2973,15 @@ static uint64_t ddp__posted_end(const ddp__channel *c) {
    them, and a scan may see a later one of them and miss an earlier. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
-    char text[DDP__TEXT_MAX];
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
         if (ddp__load(&m->state) == DDP__POSTED && m->order < end && m->tag == r->call.tag && (!best || m->order < best->order)) best = m;
     if (!best) return;
     if (best->count == r->call.count && best->dtype == (uint32_t)r->call.dtype) {
         r->message = best;
         ddp__store(&best->state, (uint32_t)DDP__CLAIMED);
-        return;
-    }
-    snprintf(text, sizeof text, "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)", r->call.root,
-             ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
-    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
+    } else
+        DDP__POISON(l, DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%zu, rank %d ddp_recv %s count=%zu (tag %d)", r->call.root,
+                    ddp_dtype_name((ddp_dtype)best->dtype), (size_t)best->count, l->rank, ddp_dtype_name(r->call.dtype), r->call.count, r->call.tag);
 }
 
 /* Copies out of the sender's buffer; 0 when that is refused, or the group has failed: a sender that gave up may have changed its buffer. */
@@ -3041,15 +3011,14 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
     if (how == DDP__HOW_INLINE) {
         if (r->size) memcpy(r->call.recv, m->data, r->size);
         r->done = 1;
-    } else if (how == DDP__HOW_IN_PLACE) {
-        r->done = ddp__recv_in_place(l, r);
-        if (!r->done && r->channel->active) return; /* stages one message at a time */
-        r->channel->active |= !r->done;
-        if (!r->done) ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
-    } else {
+    } else if (how == DDP__HOW_STAGED) {
         ddp__stage_step(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
+    } else if (!(r->done = ddp__recv_in_place(l, r))) {
+        if (r->channel->active) return; /* stages one message at a time */
+        r->channel->active = 1;
+        ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
     }
     if (r->done) ddp__store(&m->state, (uint32_t)(how == DDP__HOW_INLINE ? DDP__FREE : DDP__TAKEN)); /* inline: the sender's from here on */
     ddp__ring(l, r->call.root);
@@ -3101,12 +3070,10 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
 static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__local *l = (ddp__local *)state;
     int send = call->kind == DDP_CALL_SEND, from = send ? l->rank : call->root, to = send ? call->root : l->rank;
-    ddp__request *r, **end = &l->requests;
-    pthread_mutex_lock(&l->p2p_lock);
-    r = l->free_requests;
-    if (r) l->free_requests = r->next;
-    else r = (ddp__request *)ddp_group_malloc(group, sizeof *r);
-    if (r) {
+    ddp__request *r = NULL, **end = &l->requests;
+    DDP__LOCKED(&l->p2p_lock) {
+        if ((r = l->free_requests) != NULL) l->free_requests = r->next;
+        else if ((r = (ddp__request *)ddp_group_malloc(group, sizeof *r)) == NULL) continue;
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
@@ -3114,7 +3081,6 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         while (*end) end = &(*end)->next;
         *end = r;
     }
-    pthread_mutex_unlock(&l->p2p_lock);
     if (r) ddp__local_progress(group, l);
     *out = r;
     return r ? DDP_OK : DDP_ERR_NO_MEMORY;
@@ -3123,21 +3089,21 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
 static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request, **link = &l->requests;
+    int failed = 0;
     ddp__local_progress(group, l);
-    pthread_mutex_lock(&l->p2p_lock);
-    if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
-        l->looked_for_lost = ddp_now();
-        ddp__requests_look_for_lost(l);
-    }
-    *done = r->done;
-    int failed = !r->done && ddp__load(&l->control->poison);
-    if (r->done || failed) {
+    DDP__LOCKED(&l->p2p_lock) {
+        if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
+            l->looked_for_lost = ddp_now();
+            ddp__requests_look_for_lost(l);
+        }
+        *done = r->done;
+        failed = !r->done && ddp__load(&l->control->poison);
+        if (!r->done && !failed) continue;
         while (*link != r) link = &(*link)->next;
         *link = r->next;
         r->next = l->free_requests;
         l->free_requests = r;
     }
-    pthread_mutex_unlock(&l->p2p_lock);
     if (failed) ddp__reach_await(l);
     return failed ? DDP_ERR_POISONED : DDP_OK;
 }
@@ -3154,9 +3120,8 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     }
     __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
     ddp__local_progress(group, l);
-    pthread_mutex_lock(&l->p2p_lock);
-    for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
-    pthread_mutex_unlock(&l->p2p_lock);
+    DDP__LOCKED(&l->p2p_lock)
+        for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
     if (idle && !ddp__load(&l->control->poison)) ddp__futex_wait(&me->word, value, timeout_ms * 1000);
     __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
 }
@@ -3218,15 +3183,12 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
     ddp__job *job = heap->job;
     uint32_t number = job->rank[group->rank].worlds++;
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    uint64_t offset;
+    uint64_t offset = 0;
     char text[128];
     if (number >= DDP__WORLDS_MAX)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: this job has made %d worlds already; reuse one", DDP__WORLDS_MAX);
-    if (group->rank == 0) {
-        offset = ddp__control_create(heap, group->world_size);
-        if (!offset) return DDP_ERR_NO_MEMORY;
-        ddp__store(&job->world_offset[number], offset);
-    }
+    if (group->rank == 0 && !(offset = ddp__control_create(heap, group->world_size))) return DDP_ERR_NO_MEMORY;
+    if (group->rank == 0) ddp__store(&job->world_offset[number], offset);
     while (!(offset = ddp__load(&job->world_offset[number]))) {
         if (ddp__rank_gone(heap, 0, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
         if (ddp_now() > deadline)
@@ -3286,10 +3248,10 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     }
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && ok) {
-        pthread_mutex_lock(&l->heap->lock); /* communication threads, also of splits, look regions up */
-        region->next = l->regions;
-        l->regions = region;
-        pthread_mutex_unlock(&l->heap->lock);
+        DDP__LOCKED(&l->heap->lock) { /* communication threads, also of splits, look regions up */
+            region->next = l->regions;
+            l->regions = region;
+        }
         *out = region->mine;
         return DDP_OK;
     }
@@ -3313,9 +3275,7 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     ddp__region **link = ddp__region_link(group, &l->regions, memory), *region = *link;
     if (!region) return DDP_ERR_INVALID;
     ddp_result result = ddp__agree(group, DDP__FOR_FREE, region->offset); /* nobody reads it any more */
-    pthread_mutex_lock(&l->heap->lock);
-    *link = region->next;
-    pthread_mutex_unlock(&l->heap->lock);
+    DDP__LOCKED(&l->heap->lock) *link = region->next;
     ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
     ddp__heap_unmap(l->heap, region->base);
     ddp_group_mfree(group, region);
