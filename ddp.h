@@ -865,31 +865,24 @@ typedef struct ddp__control {
 /* A result with its line, to keep while other calls fail or succeed. */
 typedef struct ddp__outcome { ddp_result result; char text[DDP__TEXT_MAX]; } ddp__outcome;
 
-typedef struct ddp__mapping {
-    uint64_t offset;
-    size_t size;
-    void *memory;
-    int references;
-    struct ddp__mapping *next;
-} ddp__mapping;
-
 /* One anonymous file holds all that a job shares. Ranks that are threads share the object, processes have one each. */
 typedef struct ddp__heap {
     int fd;
     int threads;                 /* ranks are threads: any pointer is everybody's */
     int references;
     pthread_mutex_t lock;
-    ddp__mapping *mappings;
+    struct ddp__region *mappings;
     ddp__job *job;
 } ddp__heap;
 
-/* Memory from ddp_group_alloc: rank r's part starts at base + r * stride. */
+/* A range of the heap, mapped at base. From ddp_group_alloc: rank r's part starts at base + r * stride. */
 typedef struct ddp__region {
     unsigned char *base;
     uint64_t offset;
     size_t stride, total;
     unsigned char *mine;
     const struct ddp__local *owner;
+    int references;              /* of a mapping */
     struct ddp__region *next;
 } ddp__region;
 
@@ -975,10 +968,7 @@ static void ddp__outcome_join(ddp__outcome *first, ddp_result result) {
     first->result = result;
     snprintf(first->text, sizeof first->text, "%s", ddp_last_error());
 }
-
-static ddp_result ddp__outcome_tell(const ddp__outcome *first) {
-    return first->result == DDP_OK ? DDP_OK : ddp_fail(first->result, "%s", first->text);
-}
+static ddp_result ddp__outcome_tell(const ddp__outcome *it) { return it->result == DDP_OK ? DDP_OK : ddp_fail(it->result, "%s", it->text); }
 
 DDPDEF const char *ddp_result_name(ddp_result result) {
     switch (result) {
@@ -1007,14 +997,7 @@ static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kin
 
 /* A call without a root; what else it has is set by who makes it. */
 static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = kind;
-    call.dtype = dtype;
-    call.root = -1;
-    call.send = send;
-    call.recv = recv;
-    call.count = count;
+    ddp_call call = {kind, dtype, DDP_OP_SUM, -1, 0, send, recv, count, NULL, NULL, NULL, NULL, 0, 0};
     return call;
 }
 
@@ -1067,9 +1050,10 @@ static void ddp__free_default(void *memory, void *user) { (void)user; free(memor
 static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, size_t size_bytes) {
     size_t extra = DDP_MALLOC_EXTRA;
     void *raw = size_bytes <= SIZE_MAX - extra ? alloc_fn(size_bytes + extra, user) : NULL;
+    if (!raw) return NULL;
     void **aligned = (void **)(((uintptr_t)raw + extra - 1) / DDP__ALIGN * DDP__ALIGN);
-    if (raw) aligned[-1] = raw;
-    return raw ? aligned : NULL;
+    aligned[-1] = raw;
+    return aligned;
 }
 
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
@@ -1114,9 +1098,8 @@ static size_t ddp__round_up(size_t n, size_t multiple) { return (n + multiple - 
 
 //== reduction kernels ============================================================================ >>impl-reduce
 
-/* Adds (multiplies, compares) arrays of several ranks element by element on this CPU. The order is the fixed binary tree, so the bits depend on the
-   number of sources alone: not on vector width, block, offset, alignment or the path taken below. Nothing here multiplies and then adds, so a
-   fused multiply-add cannot appear either. */
+/* Adds (multiplies, compares) arrays of several ranks element by element. The order is the fixed binary tree, so the bits depend on the number of
+   sources alone: not on vector width, block, offset, alignment or path. Nothing here multiplies and then adds: no fused multiply-add either. */
 #define DDP__BLOCK_BYTES 2048 /* of the type that adds: the working set of a block (at most ten of them) stays in the first cache */
 #define DDP__STREAM_BLOCK_BYTES 512 /* short bursts past the caches keep reads and writes in flight together */
 enum { DDP__CACHED = 0, DDP__LARGE, DDP__PAST }; /* how much is reduced, see ddp__reduce_tree */
@@ -1228,10 +1211,8 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_f16(float value) {
 /* To odd: an inexact result gets an odd last place, so that rounding once more to fewer bits is as if done once. */
 static float ddp__f64_to_f32_odd(double value) {
     float nearest = (float)value;
-    uint32_t bits = ddp__f32_bits(nearest);
     if ((double)nearest == value || value != value) return nearest;
-    if (fabs((double)nearest) > fabs(value)) bits--;
-    return ddp__f32_from_bits(bits | 1);
+    return ddp__f32_from_bits((ddp__f32_bits(nearest) - (fabs((double)nearest) > fabs(value))) | 1);
 }
 
 #define DDP__F32_BLOCK (DDP__BLOCK_BYTES / sizeof(float))
@@ -1643,10 +1624,8 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
 /* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e. The square of an f32 is exact in f64: fused with
    the addition that follows or not, the bits are the same. That of an f64 is rounded and must not be fused: it is in memory before it is added. */
 static void ddp__squares_f32(double *DDP__RESTRICT lane, const ddp__any_f32 *x) {
-    for (int e = 0; e < DDP__EXACT_LANES; e++) {
-        double low = (double)x[e], high = (double)x[e + DDP__EXACT_LANES];
-        lane[e] += low * low + high * high;
-    }
+    for (int e = 0; e < DDP__EXACT_LANES; e++)
+        lane[e] += (double)x[e] * (double)x[e] + (double)x[e + DDP__EXACT_LANES] * (double)x[e + DDP__EXACT_LANES];
 }
 
 static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) {
@@ -1701,8 +1680,7 @@ static void ddp__exact_add_squares(ddp_exact_sum *sum, const void *data, size_t 
 //== the CPU as a device ============================================================================== >>impl-device
 
 static ddp_result ddp__cpu_alloc(ddp_group *group, size_t size_bytes, void **out) {
-    *out = ddp__group_calloc(group, size_bytes);
-    return *out ? DDP_OK : DDP_ERR_NO_MEMORY;
+    return (*out = ddp__group_calloc(group, size_bytes)) != NULL ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static void ddp__cpu_copy(void *dst, const void *src, size_t size_bytes) { memcpy(dst, src, size_bytes); }
@@ -1761,33 +1739,32 @@ static void *ddp__map_aligned(int fd, uint64_t offset, size_t size) {
     }
     if (start > space) munmap(space, (size_t)(start - space));
     munmap(start + size, (size_t)(space + DDP__HUGE - start));
-#ifdef MADV_HUGEPAGE
-    if (size >= DDP__HUGE) madvise(start, size, MADV_HUGEPAGE);
-#endif
+    if (size >= DDP__HUGE) madvise(start, size, 14 /* MADV_HUGEPAGE */);
     return start;
 }
 
 /* Maps [offset, offset + size), a range that was taken as one; threads of one process get one common mapping, counted. */
 static void *ddp__heap_map(ddp__heap *heap, uint64_t offset, size_t size) {
-    ddp__mapping *m = NULL;
+    ddp__region *m = NULL;
+    if (size > DDP__HUGE) size = ddp__round_up(size, DDP__HUGE); /* as ranges are taken */
     DDP__LOCKED(&heap->lock) {
         for (m = heap->mappings; m && m->offset != offset;) m = m->next;
         if (m) { m->references++; continue; }
-        ddp__mapping fresh = {offset, size < DDP__HUGE ? size : ddp__round_up(size, DDP__HUGE) /* as ranges are taken */, NULL, 1, heap->mappings};
-        fresh.memory = ddp__map_aligned(heap->fd, offset, fresh.size);
-        if (fresh.memory && (m = (ddp__mapping *)malloc(sizeof *m)) != NULL) *(heap->mappings = m) = fresh;
-        else if (fresh.memory) munmap(fresh.memory, fresh.size);
+        unsigned char *base = (unsigned char *)ddp__map_aligned(heap->fd, offset, size);
+        ddp__region fresh = {base, offset, 0, size, NULL, NULL, 1, heap->mappings};
+        if (base && (m = (ddp__region *)malloc(sizeof *m)) != NULL) *(heap->mappings = m) = fresh;
+        else if (base) munmap(base, size);
     }
-    return m ? m->memory : NULL;
+    return m ? m->base : NULL;
 }
 
 static void ddp__heap_unmap(ddp__heap *heap, void *memory) {
-    ddp__mapping **link = &heap->mappings, *m;
     DDP__LOCKED(&heap->lock) {
-        while (*link && (*link)->memory != memory) link = &(*link)->next;
+        ddp__region **link = &heap->mappings, *m;
+        while (*link && (*link)->base != memory) link = &(*link)->next;
         if (!(m = *link) || --m->references) continue;
         *link = m->next;
-        munmap(m->memory, m->size);
+        munmap(m->base, m->total);
         free(m);
     }
 }
@@ -1874,7 +1851,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
                          (unsigned long long)limit.rlim_cur);
     }
-    ddp__heap *heap = ddp__heap_wrap(fd, threads);
+    ddp__heap *heap = *out = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
     if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
     heap->job->world_size = (uint32_t)world_size;
@@ -1883,7 +1860,6 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
     heap->job->amd = ddp__cpu_is_amd() != 0;
-    *out = heap;
     return DDP_OK;
 }
 
@@ -2382,11 +2358,9 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* How ddp__reduce_tree goes about a rank's share of group memory; apart: no output is a source. What a peer has just written is worth several runs at any
-   size, except on AMD: 1 MiB takes 16% less. */
-static int ddp__how(const ddp__local *l, size_t size, int apart) {
-    return size < DDP__LARGE_BYTES / 4 ? (l->amd ? DDP__CACHED : DDP__LARGE) : apart ? DDP__PAST : DDP__LARGE;
-}
+/* How ddp__reduce_tree goes about a rank's share of group memory. What a peer has just written is worth several runs at any size, except on AMD: 1 MiB
+   takes 16% less. */
+static int ddp__how(const ddp__local *l, size_t size) { return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE; }
 
 /* Where rank r's small data lies: in its announcement when it is tiny. */
 static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_call *call, size_t size) {
@@ -2545,8 +2519,8 @@ DDP__FORCED_INLINE void ddp__move_fill(const ddp__local *l, const ddp__move *m, 
     if (past) ddp__stream_end();
 }
 
-/* Adds what lies at in[r] to the own piece; where that is shared, also into the slots of those who receive it. */
-DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
+/* Adds what lies at in[r] to the own piece; where that is shared, also to out[r] of those who receive it. */
+DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, void **in, void *const *out, size_t k, int how) {
     const ddp_call *call = m->call;
     ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, l->rank), k, l->rank);
     void *outs[DDP_MAX_LOCAL_RANKS];
@@ -2554,7 +2528,7 @@ DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, v
     if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
     for (int r = 0; r < l->world_size && m->shared; r++)
-        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = in[r];
+        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
     in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
     ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
                      call->dtype, call->op, call->divisor, how);
@@ -2563,7 +2537,7 @@ DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, v
 /* Takes what lies at in[p], in payloads or slots. */
 DDP__FORCED_INLINE void ddp__move_take(const ddp__local *l, const ddp__move *m, void **in, size_t k, int how) {
     int adds = m->shape & DDP__ADDS, hand_back = l->amd && how != DDP__PAST && !m->shared && (!m->common || l->world_size == 2);
-    if (adds) ddp__move_add(l, m, in, k, how);
+    if (adds) ddp__move_add(l, m, in, in, k, how);
     for (int p = 0; p < l->world_size && (!adds || hand_back); p++) {
         ddp__part take = ddp__piece(m, ddp__takes(l->rank, m, p), k, p);
         if (p == l->rank || !take.size) continue;
@@ -2623,46 +2597,29 @@ static size_t ddp__their_begin(const ddp__local *l, const ddp__move *m, int p) {
     return m->common ? 0 : (size_t)l->rank * m->block;
 }
 
-/* Takes straight from the givers' buffers. What is private is read in one copy; to be added, piece by piece into the own slot, which stays in cache. */
+/* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. What is private is read in one copy; to be
+   added, piece by piece into the own slot, which stays in cache. */
 static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m, int read) {
     int adds = m.shape & DDP__ADDS;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
-    void *in[DDP_MAX_LOCAL_RANKS];
+    void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS];
+    m.first_share = ddp__share(m.block, l->world_size);
     if (adds && read) DDP__TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
     else { m.rounds = 1; m.room = m.largest; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, &m);
     for (size_t k = 0; k < m.rounds; k++) {
         DDP__FOR_PEERS(l, p) {
-            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, p);
-            uint64_t address = ddp__post_of(l, p, m.call->seq)->send + ddp__their_begin(l, &m, p) + k * m.room;
+            const ddp__post *post = ddp__post_of(l, p, m.call->seq);
+            ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, l->rank);
+            uint64_t address = post->send + (m.shared ? take.begin : ddp__their_begin(l, &m, p) + k * m.room);
             if (take.size == 0) continue;
-            if (adds && !read) { in[p] = ddp__resolve(l, address); continue; }
-            in[p] = adds ? scratch + (size_t)p * m.room : m.recv + take.begin;
-            if (!ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
+            in[p] = !adds ? m.recv + take.begin : read ? scratch + (size_t)p * m.room : ddp__resolve(l, address);
+            out[p] = m.shared && post->recv && post->recv != post->send ? ddp__resolve(l, post->recv) + take.begin : (unsigned char *)in[p];
+            if ((read || !adds) && !ddp__fetch(l, p, in[p], address, take.size)) return DDP_ERR_POISONED;
         }
-        if (adds) ddp__move_add(l, &m, in, k, ddp__how(l, m.largest, m.recv != m.send + (size_t)l->rank * m.block));
+        if (adds) ddp__move_add(l, &m, in, out, k, ddp__how(l, m.shared ? m.first_share : m.largest));
     }
-    return ddp__direct_end(group, l);
-}
-
-/* all_reduce and reduce: adds the own share of everybody's buffers into those of who receives it. */
-static ddp_result ddp__move_shares(ddp_group *group, ddp__local *l, const ddp__move *m) {
-    const ddp_call *call = m->call;
-    ddp__part part = ddp__part_of(m->block, ddp__share(m->block, l->world_size), l->rank);
-    const void *sources[DDP_MAX_LOCAL_RANKS];
-    void *outs[DDP_MAX_LOCAL_RANKS];
-    int out_count = 0, apart = 0;
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    for (int r = 0; r < l->world_size; r++) {
-        const ddp__post *post = ddp__post_of(l, r, call->seq);
-        sources[r] = (r == l->rank ? m->send : ddp__resolve(l, post->send)) + part.begin;
-        if (!ddp__receives(call, r)) continue;
-        outs[out_count] = post->recv == post->send ? (void *)(uintptr_t)sources[r] : (r == l->rank ? m->recv : ddp__resolve(l, post->recv)) + part.begin;
-        apart += outs[out_count++] != sources[r];
-    }
-    ddp__reduce_tree(outs, out_count, sources, l->world_size, part.size / m->element, call->dtype, call->op, call->divisor,
-                     ddp__how(l, part.size, apart == out_count));
     return ddp__direct_end(group, l);
 }
 
@@ -2817,9 +2774,9 @@ static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
     return span;
 }
 
-/* More than a small message, or one whose counts differ. */
-static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) {
-    const ddp_call *call = m.call;
+/* More than a small message, or one whose counts differ. Not inline: small ones want the registers. */
+static __attribute__((noinline)) ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_call *call) {
+    ddp__move m = ddp__move_of(call);
     int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
     size_t span = ddp__move_span(l, &m);
     uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends = send, recv = 0, recvs = 0;
@@ -2843,15 +2800,14 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, ddp__move m) 
         recvs |= ddp__post_of(l, r, call->seq)->recv;
     }
     if (push && !(recvs & DDP__PRIVATE)) return ddp__move_push(group, l, &m);
-    if (m.shared && !((sends | recvs) & DDP__PRIVATE)) return ddp__move_shares(group, l, &m);
-    if (!m.shared && !(sends & DDP__PRIVATE)) return ddp__move_direct(group, l, m, 0);
+    if (!((m.shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, 0);
     return ddp__move_private(group, l, &m, filled, route);
 }
 
 static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
     ddp__move m = ddp__move_of(call);
     int small = m.block <= ddp__small_limit(l) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
-    if (!small || call->recv_counts) return ddp__move_large(group, l, m);
+    if (!small || call->recv_counts) return ddp__move_large(group, l, call);
     if (m.shape != DDP__ADDS) return ddp__move_small(group, l, &m);
     m.shape = DDP__ADDS; /* known to the compiler: all_reduce gets a copy of its own, which takes 8 ns less */
     m.common = 1;
@@ -3263,7 +3219,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
                           l->world_size, size_bytes);
 }
 
-/* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it did not. */
+/* The link to the region of memory that ddp_group_alloc gave out; to NULL, with the error line set, if it gave out none. */
 static ddp__region **ddp__region_link(const ddp_group *group, ddp__region **link, const void *memory) {
     while (*link && (*link)->mine != memory) link = &(*link)->next;
     if (!*link) ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", group->name, memory);
@@ -3285,14 +3241,11 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
 static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     ddp__local *l = (ddp__local *)state;
     char text[DDP__TEXT_MAX];
-    ddp_result result = ddp__local_cause(l, text, sizeof text);
     (void)group;
-    for (int r = 0; r < l->world_size && result == DDP_OK; r++) {
-        if (r == l->rank || ddp__load(&l->heap->job->rank[l->member[r]].state) != DDP__RANK_LOST) continue;
-        ddp__member_gone(l, r, text, sizeof text);
-        ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
-        result = ddp__local_cause(l, text, sizeof text);
-    }
+    for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++)
+        if (r != l->rank && ddp__load(&l->heap->job->rank[l->member[r]].state) == DDP__RANK_LOST && ddp__member_gone(l, r, text, sizeof text))
+            ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+    ddp_result result = ddp__local_cause(l, text, sizeof text);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
 }
 
@@ -3308,14 +3261,12 @@ static void ddp__local_close(ddp_group *group, void *state) {
     if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
     for (int r = 0; r < l->world_size; r++)
         if (r != l->rank) { ddp__wake_one(&l->line[r].collective); ddp__wake_one(&l->line[r].p2p); }
-    while (l->regions) {
-        ddp__region *region = l->regions;
+    for (ddp__region *region; (region = l->regions) != NULL; ddp_group_mfree(group, region)) {
         l->regions = region->next;
         ddp__heap_unmap(l->heap, region->base);
-        ddp_group_mfree(group, region);
     }
-    while (l->requests) { ddp__request *r = l->requests; l->requests = r->next; ddp_group_mfree(group, r); }
-    while (l->free_requests) { ddp__request *r = l->free_requests; l->free_requests = r->next; ddp_group_mfree(group, r); }
+    for (ddp__request *r; (r = l->requests ? l->requests : l->free_requests) != NULL; ddp_group_mfree(group, r))
+        *(l->requests ? &l->requests : &l->free_requests) = r->next;
     if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
     ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
@@ -3326,12 +3277,11 @@ static void ddp__local_close(ddp_group *group, void *state) {
 static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
     const ddp__local *l = (const ddp__local *)state;
     const ddp__region *region = ddp__region_of(l, (uintptr_t)memory, 1);
-    size_t inside = region ? (size_t)((const unsigned char *)memory - region->mine) : 0;
     int number = 0; /* of rank in the region's group */
     (void)group;
-    if (!region || inside >= region->stride) return NULL;
+    if (!region || (size_t)((const unsigned char *)memory - region->mine) >= region->stride) return NULL;
     while (region->owner->member[number] != l->member[rank]) number++;
-    return region->base + (size_t)number * region->stride + inside;
+    return (unsigned char *)(uintptr_t)memory + (ptrdiff_t)region->stride * (number - region->owner->rank);
 }
 
 static void ddp__local_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
@@ -3362,10 +3312,7 @@ static const ddp_backend *ddp__backend_local(void) {
 
 typedef struct ddp__self { ddp_result cause; char text[DDP__TEXT_MAX]; ddp__region *regions; } ddp__self;
 
-static ddp_result ddp__self_open(ddp_group *group, void **state) {
-    *state = ddp__group_calloc(group, sizeof(ddp__self));
-    return *state ? DDP_OK : DDP_ERR_NO_MEMORY;
-}
+static ddp_result ddp__self_open(ddp_group *group, void **state) { return ddp__cpu_alloc(group, sizeof(ddp__self), state); }
 
 static ddp_result ddp__self_run(ddp_group *group, void *state, const ddp_call *call) {
     size_t element = ddp_dtype_size(call->dtype), count = call->recv_counts ? call->recv_counts[0] : call->count;
