@@ -843,9 +843,11 @@ typedef struct ddp__sleeper {
     int32_t waits_for;           /* rank, or -1 for any event */
 } ddp__sleeper;
 
+enum { DDP__FILLED /* rounds whose slot a rank has filled */, DDP__PASSED /* in which it is done with everybody's */ };
+typedef struct ddp__count { DDP__OWN_LINE uint64_t rounds; } ddp__count;
+
 typedef struct ddp__rank_line {
-    DDP__OWN_LINE uint64_t filled; /* rounds whose slot this rank has filled */
-    DDP__OWN_LINE uint64_t passed; /* rounds in which this rank is done with everybody's slots */
+    ddp__count count[2];
     ddp__sleeper collective, p2p;
     DDP__OWN_LINE uint32_t left;   /* 1: destroyed its handle */
     uint32_t reaching;             /* of its threads, those that are inside other ranks' buffers */
@@ -913,19 +915,17 @@ struct ddp_group {
     int device_index;
     uint64_t seq, p2p_seq, tickets;
     int cause_seen, cause_delivered; /* the group's failure has met a call; a caller has been told its code */
-    int in_batch;
     /* the queue, under lock. Whoever sets running may carry out the head; runner is that thread. */
     pthread_mutex_t lock;
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
-    int thread_started, stopping, running;
+    int thread_started, stopping, running, in_batch;
     int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
     int on_mpi;                  /* 1 = a world of MPI */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
     int polite;                  /* the call being carried out runs on the communication thread */
-    ddp__op *head, *tail, *free_ops, *all_ops;
+    ddp__op *head, *tail, *free_ops, *all_ops, *batch, *batch_tail;
     ddp__op *p2p;                /* asynchronous sends and receives not yet done */
-    ddp__op *batch, *batch_tail;
 };
 
 //== errors ============================================================================================ >>impl-error
@@ -1185,8 +1185,7 @@ DDP__FORCED_INLINE uint16_t ddp__f32_to_bf16(float value) {
     return (uint16_t)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
-/* Every case is computed and one selected by mask, so that loops vectorise. A subnormal is its integer times 2^-24, which no
-   flush-to-zero setting can touch. */
+/* Every case is computed and one selected by mask: loops vectorise. A subnormal is its integer times 2^-24, which no flush-to-zero setting touches. */
 DDP__FORCED_INLINE float ddp__f16_to_f32(uint16_t half) {
     int32_t magnitude = half & 0x7fff;
     int32_t is_small = -(magnitude < 0x400), is_special = -(magnitude >= 0x7c00), is_nan = -(magnitude > 0x7c00);
@@ -1635,8 +1634,7 @@ static void ddp__squares_f64(double *DDP__RESTRICT lane, const ddp__any_f64 *x) 
     for (int e = 0; e < DDP__EXACT_LANES; e++) lane[e] += square[e] + square[e + DDP__EXACT_LANES];
 }
 
-/* Sum of the squares of count elements in f64, in an order that count alone determines. Missing elements of the last step are zeros,
-   which change no bit of a sum of squares. */
+/* Sum of the squares of count elements in f64, in an order that count alone determines. Zeros for what misses in the last step change no bit. */
 static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) {
     union { double f64[2 * DDP__EXACT_LANES]; float f32[2 * DDP__EXACT_LANES]; } DDP__ALIGNED64 block;
     double DDP__ALIGNED64 lane[DDP__EXACT_LANES];
@@ -1700,8 +1698,8 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
 
 //== shared memory ====================================================================================== >>impl-heap
 
-/* The heap is one anonymous file, far larger than memory but sparse. Whoever needs shared memory takes the next range of offsets
-   (a fetch-and-add: ranks never negotiate) and maps it. Nothing has a name, so nothing stays behind. */
+/* The heap is one anonymous file, far larger than memory but sparse. Who needs shared memory takes the next range of offsets (an atomic addition: ranks
+   never negotiate) and maps it. Nothing has a name, so nothing stays behind. */
 
 #define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 #define DDP__HUGE ((size_t)2 << 20)
@@ -1920,8 +1918,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
 typedef struct ddp__channel ddp__channel;
 typedef struct ddp__request ddp__request;
 
-/* Calls of one kind and about one size, and how long they lately took by each way. Large ones on private memory: slots and caches, slots past the caches,
-   reading the peers' buffers with process_vm_readv. */
+/* Calls of one kind and about one size, and how long they lately took by each way, see ddp__route_pick. */
 enum { DDP__WAY_CACHED, DDP__WAY_PAST, DDP__WAY_READ, DDP__WAYS };
 enum { DDP__ROUTE_SCATTER, DDP__ROUTE_MOVE, DDP__ROUTE_ONE_GIVER, DDP__ROUTES };
 typedef struct ddp__route { uint64_t calls, tries; double seconds[DDP__WAYS]; } ddp__route;
@@ -1944,7 +1941,7 @@ typedef struct ddp__local {
     ddp__region *regions;
     uint64_t round;
     ddp__route route[DDP__ROUTES][16];
-    uint64_t seen_passed[DDP_MAX_LOCAL_RANKS], seen_filled[DDP_MAX_LOCAL_RANKS];
+    uint64_t seen[2][DDP_MAX_LOCAL_RANKS]; /* of the peers' counts, when last read */
     pthread_mutex_t p2p_lock;
     ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
@@ -2139,8 +2136,7 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     }
 }
 
-/* Waits until the word of `peer` reaches target. Spins, then yields, then sleeps; while it sleeps it looks after failures, the time, and pending sends
-   and receives. */
+/* Waits until the word of `peer` reaches target: yields, then sleeps, and looks after failures, the time, and pending sends and receives. */
 static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
     double start = ddp_now(), checked = start;
@@ -2176,24 +2172,20 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
     return ddp__await_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until a counter of a peer, of which seen is the last value that was read, reaches a round; counter is that of rank 0. */
-static inline ddp_result ddp__await_counter(ddp_group *group, ddp__local *l, const uint64_t *counter, uint64_t *seen, int peer, uint64_t round) {
-    ddp_result result = seen[peer] >= round ? DDP_OK : ddp__await(group, l, peer, counter, sizeof(ddp__rank_line), round);
-    if (seen[peer] < round && result == DDP_OK) seen[peer] = ddp__load(counter + (size_t)peer * (sizeof(ddp__rank_line) / sizeof *counter));
-    return result;
-}
-
-static ddp_result ddp__await_filled(ddp_group *group, ddp__local *l, int peer, uint64_t round) {
-    return ddp__await_counter(group, l, &l->line[0].filled, l->seen_filled, peer, round);
-}
-
-static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
-    DDP__FOR_PEERS(l, p) DDP__TRY(ddp__await_counter(group, l, &l->line[0].passed, l->seen_passed, p, round));
+/* Waits until a peer has filled, or passed, a round. */
+static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
+    if (l->seen[what][peer] >= round) return DDP_OK;
+    DDP__TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
+    l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
     return DDP_OK;
 }
 
-static void ddp__tick_filled(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].filled, round); ddp__announce(l); }
-static void ddp__tick_passed(ddp__local *l, uint64_t round) { ddp__store(&l->line[l->rank].passed, round); ddp__announce(l); }
+static ddp_result ddp__await_passed(ddp_group *group, ddp__local *l, uint64_t round) {
+    DDP__FOR_PEERS(l, p) DDP__TRY(ddp__await_count(group, l, DDP__PASSED, p, round));
+    return DDP_OK;
+}
+
+static void ddp__tick(ddp__local *l, int what, uint64_t round) { ddp__store(&l->line[l->rank].count[what].rounds, round); ddp__announce(l); }
 
 //== the local backend: collectives =================================================================== >>impl-local
 
@@ -2302,7 +2294,7 @@ static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
     ddp__reach_end(l);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
-    ddp__tick_passed(l, ++l->round);
+    ddp__tick(l, DDP__PASSED, ++l->round);
     return ddp__await_passed(group, l, l->round);
 }
 
@@ -2358,8 +2350,7 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     return 0;
 }
 
-/* How ddp__reduce_tree goes about a rank's share of group memory. What a peer has just written is worth several runs at any size, except on AMD: 1 MiB
-   takes 16% less. */
+/* How ddp__reduce_tree goes about a share of group memory. What a peer has just written is worth several runs at any size, not on AMD: 1 MiB takes 16% less. */
 static int ddp__how(const ddp__local *l, size_t size) { return size >= DDP__LARGE_BYTES / 4 ? DDP__PAST : l->amd ? DDP__CACHED : DDP__LARGE; }
 
 /* Where rank r's small data lies: in its announcement when it is tiny. */
@@ -2482,8 +2473,7 @@ DDP__FORCED_INLINE ddp__part ddp__takes(int rank, const ddp__move *m, int from) 
     return part;
 }
 
-/* What of a part, or of the share of a rank, moves in round k. Chunks that are shared go from the end of the buffer backwards: what its owner wrote last
-   is still in its cache. 10% at 64 MiB. */
+/* What of a part, or of a rank's share, moves in round k. Shared chunks go backwards: what a buffer's owner wrote last is in its cache. 10% at 64 MiB. */
 DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
     size_t at = k * m->room;
     if (m->shared) {
@@ -2639,11 +2629,11 @@ static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__mo
     void *in[DDP_MAX_LOCAL_RANKS];
     DDP__FOR_PEERS(l, p) {
         int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
-        if (takes && ddp__await_filled(group, l, p, round) != DDP_OK) return DDP_ERR_POISONED;
+        if (takes) DDP__TRY(ddp__await_count(group, l, DDP__FILLED, p, round));
         in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
     }
     ddp__move_take(l, m, in, k, past ? DDP__PAST : DDP__LARGE);
-    ddp__tick_passed(l, round);
+    ddp__tick(l, DDP__PASSED, round);
     return DDP_OK;
 }
 
@@ -2691,11 +2681,11 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
         DDP__FLOATS(ddp__slot_of(l, me, first + k - 2), ddp__move_at(m, peer)),
         m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f};
     DDP__TRY(ddp__await_passed(group, l, first + k - 2));
-    DDP__TRY(ddp__await_filled(group, l, peer, first + k - 1));
+    DDP__TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
     if (ddp__wide()) ddp__round_lines_wide(&f, sum.size / sizeof(float));
     else ddp__round_lines(&f, 0, sum.size / sizeof(float));
-    ddp__tick_filled(l, first + k);
-    ddp__tick_passed(l, first + k - 1);
+    ddp__tick(l, DDP__FILLED, first + k);
+    ddp__tick(l, DDP__PASSED, first + k - 1);
     return DDP_OK;
 }
 
@@ -2708,7 +2698,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
         if (k < m->rounds) {
             DDP__TRY(ddp__slot_free(group, l, first + k));
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
-            ddp__tick_filled(l, first + k);
+            ddp__tick(l, DDP__FILLED, first + k);
         }
         if (k == filled) ddp__move_own(l->rank, m);
         if (k > 0 && k <= m->rounds) DDP__TRY(ddp__round_take(group, l, m, first + k - 1, k - 1, past));
@@ -2717,9 +2707,9 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     return DDP_OK;
 }
 
-/* Large private data goes through slots that stay in cache, or through slots past the caches where reading lines that are new in another core's cache is
-   slower than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander, so rank 0
-   proposes in its announcement what was fastest lately, now and then another way, and each rank says whether its buffer can be read. */
+/* Large private data goes through slots that stay in cache, or slots past the caches where reading lines that are new in another core's cache is slower
+   than memory (far cores of AMD), or in one copy by process_vm_readv where that is allowed (it wins on Intel). Virtual cores wander: rank 0 proposes in
+   its announcement what was fastest lately, now and then another way, and each rank says whether its buffer can be read. */
 typedef struct ddp__proposal { uint8_t way, readable; } ddp__proposal;
 
 static ddp__proposal *ddp__proposal_of(const ddp__local *l, int rank, const ddp_call *call) {
@@ -2791,7 +2781,7 @@ static __attribute__((noinline)) ddp_result ddp__move_large(ddp_group *group, dd
     if (filled) {
         DDP__TRY(ddp__slot_free(group, l, l->round + 1));
         ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
-        ddp__store(&l->line[l->rank].filled, l->round + 1);
+        ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
     DDP__TRY(ddp__enter(group, l, call, send, recv));
     if (call->recv_counts && !ddp__counts_agree(l, &m)) return DDP_ERR_POISONED;
@@ -2925,8 +2915,7 @@ static uint64_t ddp__posted_end(const ddp__channel *c) {
     return end;
 }
 
-/* Claims the oldest message with the wanted tag. Those from end on came after this pass began: an earlier receive may not have seen
-   them, and a scan may see a later one of them and miss an earlier. */
+/* Claims the oldest message with the wanted tag. An earlier receive may not have seen those from end on, and a scan may see a later one of them alone. */
 static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
     ddp__message *first = r->channel->message, *best = NULL;
     for (ddp__message *m = first; m < first + DDP__MESSAGES; m++)
@@ -3182,24 +3171,19 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0;
+    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0, before = (size_t)l->rank * stride;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);
-    uint64_t offset = 0;
+    uint64_t offset = result == DDP_OK && group->rank == 0 && region && fits ? ddp__heap_take(l->heap, total) : 0;
     int32_t ok = 0;
     *out = NULL;
-    if (result == DDP_OK && group->rank == 0 && region && fits) offset = ddp__heap_take(l->heap, total);
     if (result == DDP_OK) result = ddp_broadcast(group, &offset, 1, DDP_U64, 0, NULL);
-    if (result == DDP_OK && offset && region) region->base = (unsigned char *)ddp__heap_map(l->heap, offset, total);
-    if (region && region->base) {
-        size_t before = (size_t)l->rank * stride;
-        region->owner = l;
-        region->offset = offset;
-        region->stride = stride;
-        region->total = total;
-        region->mine = region->base + before;
-        if (size_bytes >= DDP__HUGE) ddp__ask_huge(region->base, before, before + stride);
+    unsigned char *base = result == DDP_OK && offset && region ? (unsigned char *)ddp__heap_map(l->heap, offset, total) : NULL;
+    if (base) {
+        ddp__region made = {base, offset, stride, total, base + before, l, 0, NULL};
+        *region = made;
+        if (size_bytes >= DDP__HUGE) ddp__ask_huge(base, before, before + stride);
         ok = ddp__populate(l->heap, region->mine, offset + before, size_bytes);
     }
     if (result == DDP_OK) result = ddp_all_reduce(group, &ok, &ok, 1, DDP_I32, DDP_OP_MIN, NULL);
@@ -3211,7 +3195,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
         *out = region->mine;
         return DDP_OK;
     }
-    if (region && region->base) ddp__heap_unmap(l->heap, region->base);
+    if (base) ddp__heap_unmap(l->heap, base);
     if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
     ddp_group_mfree(group, region);
     if (result != DDP_OK) return result;
@@ -3385,8 +3369,7 @@ static const ddp_backend *ddp__backend_self(void) {
 /* Blocking calls run on the caller. Asynchronous ones wait in a queue; whoever holds `running` may carry out its head: the
    communication thread, or a caller inside ddp_wait that would only watch. So issue order is kept and nothing is handed over without need. */
 
-/* Turns a failed call into this rank's error. Until a caller has been told, every call that the failure meets gets its first code: those
-   that were pending together fail alike. */
+/* Turns a failed call into this rank's error. Until a caller has been told, all that the failure meets gets its first code: what was pending fails alike. */
 static ddp_result ddp__call_failed(ddp_group *group, const ddp_call *call, ddp_result result) {
     ddp_result first = group->backend->status(group, group->state);
     if (first != DDP_OK) {
@@ -3571,8 +3554,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     return op;
 }
 
-/* Whether this thread carries out the group's calls: it is inside a task, or takes the queue, where `take` is set and nothing is queued or
-   under way, until ddp__queue_leave. */
+/* Whether this thread carries out the group's calls: inside a task, or as it takes the queue, if `take` and nothing is ahead, until ddp__queue_leave. */
 enum { DDP__BEHIND_OTHERS, DDP__INSIDE_TASK, DDP__TOOK_QUEUE };
 static int ddp__queue_enter(ddp_group *group, int take) {
     int place = DDP__BEHIND_OTHERS;
