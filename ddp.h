@@ -2129,7 +2129,7 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
-        ddp__describe_post(call, sizeof call, post->signature, post->count);
+        ddp__describe_post(call, sizeof call, post->what);
         snprintf(text, sizeof text, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call, l->number[l->rank]);
         ddp__local_poison(l, DDP_ERR_MISMATCH, text);
         return;

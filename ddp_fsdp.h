@@ -428,8 +428,7 @@ static ddp_result ddp__fsdp_check(ddp_group *group) {
 
 /* A collective on host memory, in place, whatever the device is. */
 static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
-    ddp_call call;
-    memset(&call, 0, sizeof call);
+    ddp_call call = DDP_ZERO;
     call.kind = kind;
     call.dtype = dtype;
     call.op = op;
@@ -670,7 +669,6 @@ static ddp_result ddp__optimizer_alloc_state(ddp_optimizer *o) {
 }
 
 static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
-    size_t bytes;
     void *memory;
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_group_malloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
@@ -679,7 +677,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     for (int i = 0; i < o->desc.param_count; i++) DDP__FSDP_TRY(ddp__optimizer_take(o, i));
     DDP__FSDP_TRY(ddp__optimizer_alloc_state(o));
     if (!o->square_count) return DDP_OK;
-    bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
+    size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->sums = (ddp_exact_sum *)ddp_group_malloc(o->group, bytes);
     if (!o->sums) return DDP_ERR_NO_MEMORY;
     DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &memory));
@@ -692,13 +690,11 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
 }
 
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc) {
-    ddp_optimizer_desc resolved;
     ddp_optimizer *o;
-    ddp_result result;
     DDP__FSDP_NEED(out, "out is NULL");
     *out = NULL;
     DDP__FSDP_NEED(group && desc, "group or desc is NULL");
-    resolved = *desc;
+    ddp_optimizer_desc resolved = *desc;
     DDP__FSDP_TRY(ddp__optimizer_resolve(group, &resolved));
     o = (ddp_optimizer *)ddp_group_malloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
@@ -707,7 +703,7 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     o->group = group;
     o->device = ddp_group_device(group);
     o->wire = resolved.shard_group ? ddp_group_device(resolved.shard_group) : o->device;
-    result = ddp__optimizer_build(o);
+    ddp_result result = ddp__optimizer_build(o);
     if (result == DDP_OK) *out = o;
     else ddp_optimizer_destroy(o);
     return result;
@@ -730,9 +726,8 @@ static double ddp__in_dtype(ddp_dtype dtype, double x) { return dtype == DDP_F32
 
 static ddp_update ddp__optimizer_factors(const ddp_optimizer *o, ddp_dtype dtype, float lr) {
     const ddp_optimizer_desc *d = &o->desc;
-    ddp_update u;
     double bias = 1.0 - pow((double)d->beta1, (double)o->step);
-    memset(&u, 0, sizeof u);
+    ddp_update u = DDP_ZERO;
     u.dtype = dtype;
     u.scale = 1;
     if (ddp__optimizer_is_adam(d)) {
@@ -784,12 +779,11 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
 /* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. Where either has no length there is nothing to compare: 1. */
 static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
     int squares = o->params[i].squares;
-    double value, grad, decayed;
     if (squares < 0) return 1;
-    value = sqrt(ddp_exact_sum_value(o->sums + squares));
-    grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
+    double value = sqrt(ddp_exact_sum_value(o->sums + squares));
+    double grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
     if (value == 0 || grad == 0) return 1;
-    decayed = (double)ddp__optimizer_decay(o, i) * value;
+    double decayed = (double)ddp__optimizer_decay(o, i) * value;
     DDP__ROUNDED(decayed);
     return (double)o->desc.trust_coefficient * value / (o->desc.kind == DDP_OPTIMIZER_LARS ? grad + decayed : grad);
 }
@@ -863,7 +857,6 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if 
 //== learning rates ==================================================================================== >>impl-rates
 
 DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
-    int64_t after;
     DDP__FSDP_NEED(desc, "desc is NULL");
     DDP__FSDP_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
     DDP__FSDP_NEED(desc->peak > 0 && ddp__is_amount(desc->peak), "peak=%g; pass a positive number", desc->peak);
@@ -871,7 +864,7 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
     DDP__FSDP_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
     DDP__FSDP_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are", (long long)desc->total_steps);
-    after = desc->total_steps - desc->warmup_steps;
+    int64_t after = desc->total_steps - desc->warmup_steps;
     DDP__FSDP_NEED(after >= 0, "warmup_steps=%lld is more than total_steps=%lld", (long long)desc->warmup_steps, (long long)desc->total_steps);
     DDP__FSDP_NEED(desc->kind != DDP_LR_WSD || (desc->decay_steps >= 0 && desc->decay_steps <= after),
                    "decay_steps=%lld; pass 0 to %lld, the steps after the warm-up", (long long)desc->decay_steps, (long long)after);
@@ -880,11 +873,10 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
 }
 
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
-    int64_t warm, total, decay;
-    double share, power, left;
+    double share, power;
     if (ddp_lr_check(desc) != DDP_OK) return 0;
-    warm = desc->warmup_steps;
-    total = desc->total_steps;
+    int64_t warm = desc->warmup_steps;
+    int64_t total = desc->total_steps;
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(desc->peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)desc->peak;
@@ -893,11 +885,11 @@ DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
         share = desc->floor / desc->peak;
         return (float)(desc->peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
     }
-    decay = total - warm;
+    int64_t decay = total - warm;
     if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay)) decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
     if (step <= total - decay) return (float)desc->peak;
     power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1;
-    left = (double)(total - step) / (double)decay;
+    double left = (double)(total - step) / (double)decay;
     left = (desc->peak - desc->floor) * (power == 1 ? left : pow(left, power));
     DDP__ROUNDED(left);
     return (float)(desc->floor + left);
@@ -969,7 +961,6 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
 static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradients, int gradient_count, float factor, void *scratch, int32_t *bad) {
     const ddp_device *device = ddp_group_device(group);
     ddp_exact_sum sum;
-    double squares;
     device->fill_zero(scratch, sizeof sum);
     for (int i = 0; i < gradient_count; i++) {
         size_t count = (size_t)ddp_tensor_count(&gradients[i]);
@@ -978,7 +969,7 @@ static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradie
         device->sum_squares((ddp_exact_sum *)scratch, gradients[i].data, 1, count, gradients[i].dtype);
     }
     device->copy(&sum, scratch, sizeof sum);
-    squares = ddp_exact_sum_value(&sum);
+    double squares = ddp_exact_sum_value(&sum);
     *bad = !(squares - squares == 0);
     return ddp__fsdp_check(group);
 }
@@ -997,8 +988,6 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
 }
 
 DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count) {
-    const ddp_device *device;
-    ddp_result result;
     void *scratch = NULL;
     DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
     DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count), "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
@@ -1009,10 +998,10 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
         DDP__FSDP_NEED(ddp_tensor_count(&gradients[i]) >= 0, "gradients[%d]: ndim=%d or its shape is wrong", i, gradients[i].ndim);
         DDP__FSDP_NEED(gradients[i].data || !ddp_tensor_count(&gradients[i]), "gradients[%d].data is NULL", i);
     }
-    device = ddp_group_device(group);
+    const ddp_device *device = ddp_group_device(group);
     DDP__FSDP_TRY(ddp__fsdp_enter(group));
     if (device != ddp_device_cpu()) DDP__FSDP_TRY(device->alloc(group, sizeof(ddp_exact_sum), &scratch));
-    result = ddp__scaler_unscale(scaler, group, gradients, gradient_count, scratch);
+    ddp_result result = ddp__scaler_unscale(scaler, group, gradients, gradient_count, scratch);
     if (scratch) device->free(group, scratch);
     return result;
 }
@@ -1351,9 +1340,8 @@ static __attribute__((format(printf, 2, 3))) void ddp__draft_add(ddp__draft *d, 
 
 /* With quotes and escapes; start is plain and stands in front. */
 static void ddp__draft_string(ddp__draft *d, const char *start, const char *text) {
-    char *at;
     ddp__draft_add(d, "\"%s", start);
-    at = ddp__draft_room(d, 6 * strlen(text) + 2);
+    char *at = ddp__draft_room(d, 6 * strlen(text) + 2);
     for (; at && *text; text++) {
         if (*text == '"' || *text == '\\') *at++ = '\\';
         if ((unsigned char)*text < 32) at += snprintf(at, 7, "\\u%04x", *text);
@@ -1563,10 +1551,9 @@ typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
 
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
 static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    ddp__told cause;
     int rank = ddp_rank(group);
     int32_t first = own == DDP_OK ? INT32_MAX : rank;
-    memset(&cause, 0, sizeof cause);
+    ddp__told cause = DDP_ZERO;
     cause.result = own;
     if (own != DDP_OK)
         snprintf(cause.text, sizeof cause.text, "rank %d/%d %s group=%s: %.400s", rank, ddp_world_size(group), who, ddp_group_name(group), ddp_last_error());
@@ -1748,8 +1735,7 @@ typedef struct ddp__box_runs {
 } ddp__box_runs;
 
 static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
-    ddp__box_runs runs;
-    memset(&runs, 0, sizeof runs);
+    ddp__box_runs runs = DDP_ZERO;
     runs.slice = s;
     runs.length = runs.count = 1;
     for (runs.outer = s->ndim; runs.outer > 0;) {
@@ -1812,12 +1798,11 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
     for (int i = 0; i < count; i++) {
         const ddp__slice *s = &slices[i];
         ddp_tensor tensor = DDP_ZERO;
-        int64_t elements;
         if (!s->name || !ddp__is_tensor_name(s->name, 10000))
             return ddp_fail(DDP_ERR_INVALID, "tensor %d has no name, or one that a file cannot have (UTF-8, at most 10000 bytes)", i);
         tensor.ndim = s->ndim;
         memcpy(tensor.shape, s->shape, sizeof tensor.shape);
-        elements = ddp_tensor_count(&tensor);
+        int64_t elements = ddp_tensor_count(&tensor);
         if (elements < 0 || elements > INT64_MAX / 16 || !ddp__file_dtype_name(s->dtype))
             return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s' has an impossible shape or dtype", s->name);
         for (int d = 0; d < s->ndim; d++)
@@ -2223,16 +2208,13 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
 /* Collective; see ddp_fsdp_save. state may be NULL, max_file_bytes and keep 0. */
 static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const ddp__slice *slices, int count, const ddp_fsdp_state *state,
                                        size_t max_file_bytes, int keep) {
-    ddp_fsdp_state none;
-    ddp__saving saving;
-    ddp_result result;
-    memset(&none, 0, sizeof none);
-    memset(&saving, 0, sizeof saving);
+    ddp_fsdp_state none = DDP_ZERO;
+    ddp__saving saving = DDP_ZERO;
     saving.draft.group = group;
     saving.task = ddp__task_of(group, "ddp_fsdp_save", slices, count);
     saving.keep = keep ? keep : 1;
     saving.max_file_bytes = max_file_bytes;
-    result = ddp__save_run(&saving, dir, state ? state : &none);
+    ddp_result result = ddp__save_run(&saving, dir, state ? state : &none);
     ddp_group_mfree(group, saving.draft.at);
     ddp_group_mfree(group, saving.files);
     ddp_group_mfree(group, saving.task.keys);
@@ -2314,9 +2296,8 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     if (list && !ddp__json_need(j, '[', "a list is missing")) return 0;
     for (; kinds[n] && (!list || ddp__json_more(j, ']', &count)); at += kinds[n++] == '4' ? 4 : 8) {
         uint64_t bits;
-        int32_t narrow;
         if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
-        narrow = (int32_t)(int64_t)bits;
+        int32_t narrow = (int32_t)(int64_t)bits;
         if (kinds[n] == '4' && narrow != (int64_t)bits) return ddp__json_fail(j, "a number is too large");
         memcpy(at, kinds[n] == '4' ? (const void *)&narrow : (const void *)&bits, kinds[n] == '4' ? 4 : 8);
     }
@@ -2353,9 +2334,7 @@ static int ddp__state_read(ddp__loading *l, ddp__json *j) {
 static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
     static const char tail[] = "\"crc32c\": \"01234567\"}\n";
     size_t size = sizeof tail - 1;
-    int all;
     ddp__words word = {l->text, 8};
-    ddp__json j;
     uint32_t crc;
     if (length < size || memcmp(l->text, DDP__STATE_START, sizeof DDP__STATE_START - 1) != 0 || memcmp(l->text + length - size, tail, size - 11) != 0)
         return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": not a whole " DDP__STATE_FILE " of a checkpoint", l->task.dir);
@@ -2364,16 +2343,15 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
     if (!ddp__hex_read(word, &crc) || crc != l->text_crc)
         return ddp_fail(DDP_ERR_CORRUPT, "%s/" DDP__STATE_FILE ": damaged, its checksum is %08x, not %.8s", l->task.dir, l->text_crc, word.at);
     DDP__FSDP_TRY(ddp__in_files_make(l, length));
-    j = ddp__json_of(l->text, length);
+    ddp__json j = ddp__json_of(l->text, length);
     if (!ddp__state_read(l, &j)) return ddp__json_result(l, DDP__STATE_FILE, &j);
-    all = l->file_count;
+    int all = l->file_count;
     for (int f = l->file_count = 0; f < all; f++) {
         ddp__in_file file = l->files[f];
-        ddp_result result;
         char *text;
         file.kind = strncmp(file.name, ddp__kind_names[1], strlen(ddp__kind_names[1])) == 0;
         if (strcmp(file.name + strlen(file.name) - (strlen(file.name) < 5 ? 0 : 5), ".json") != 0) { l->files[l->file_count++] = file; continue; }
-        result = ddp__text_load(l, file.name, &text, &length);
+        ddp_result result = ddp__text_load(l, file.name, &text, &length);
         if (result == DDP_OK && (!text || ddp__crc32c(text, length) != file.want_crc))
             result = ddp_fail(DDP_ERR_CORRUPT, "%s/%s %s", l->task.dir, file.name, text ? "is damaged: its checksum is not that in " DDP__STATE_FILE : "is missing");
         ddp_group_mfree(l->task.group, text);
@@ -2405,7 +2383,6 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     static const char index_name[] = "model.safetensors.index.json";
     size_t length = 0;
     struct dirent *entry;
-    ddp__json j;
     DIR *folder = opendir(l->task.dir);
     int optimizer = 0;
     if (!folder) return ddp__file_fail("opening", l->task.dir);
@@ -2415,7 +2392,7 @@ static ddp_result ddp__load_foreign(ddp__loading *l) {
     l->foreign = 1;
     DDP__FSDP_TRY(ddp__text_load(l, index_name, &l->text, &length));
     DDP__FSDP_TRY(ddp__in_files_make(l, length));
-    j = ddp__json_of(l->text, length);
+    ddp__json j = ddp__json_of(l->text, length);
     if (!l->text) (void)ddp__in_file_add(l, ddp__words_of("model.safetensors"), 0);
     else if (!ddp__index_read(l, &j)) return ddp__json_result(l, index_name, &j);
     return DDP_OK;
@@ -2475,19 +2452,17 @@ static int ddp__is_float(ddp_dtype dtype) { return dtype == DDP_F32 || dtype == 
 
 static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, const ddp__stored *r) {
     ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
-    ddp__source *source;
-    ddp__key key, *found;
-    const ddp__slice *s;
+    ddp__key key;
     char what[500];
     key.name = r->name;
     key.kind = file->kind;
-    found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
+    ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
     if (!found) {
         snprintf(what, sizeof what, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
         return ddp__source_fail(l, DDP_ERR_MISMATCH, file, r, what);
     }
-    s = &l->task.slices[found->index];
-    source = &l->sources[found->index];
+    const ddp__slice *s = &l->task.slices[found->index];
+    ddp__source *source = &l->sources[found->index];
     if (r->ndim != s->ndim || memcmp(r->shape, s->shape, sizeof r->shape[0] * (size_t)s->ndim) != 0 ||
         (r->dtype->dtype != s->dtype && !(l->foreign && ddp__is_float(r->dtype->dtype) && ddp__is_float(s->dtype)))) {
         snprintf(what, sizeof what, "is %s, and %s is to be loaded", has.text, ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
@@ -2567,11 +2542,10 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
         for (uint64_t done = 0; done < runs.length; done += n) {
             uint64_t most = dtype == s->dtype ? DDP__PIECE / size : sizeof stage / file_size;
             char *out = (char *)s->data + (to + done) * size;
-            const unsigned char *from;
             n = runs.length - done < most ? runs.length - done : most;
             begin = (at + done) * file_size;
             if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
-            from = source->file->map + source->file->data_at + source->record->begin + begin;
+            const unsigned char *from = source->file->map + source->file->data_at + source->record->begin + begin;
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
                 ready = begin + DDP__PIECE < total ? begin + DDP__PIECE : total;
                 DDP__FSDP_TRY(ddp__load_touch(l, source, begin, ready));
@@ -2635,11 +2609,9 @@ static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char
    replicas, may be NULL: groups that load the same; all fail or none. scaler, may be NULL: is to take its state from *state. */
 static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, const char *dir, const ddp__slice *slices, int count, const ddp_scaler *scaler,
                                        ddp_fsdp_state *state) {
-    ddp__loading loading;
-    ddp_result result;
-    memset(&loading, 0, sizeof loading);
+    ddp__loading loading = DDP_ZERO;
     loading.task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
-    result = ddp__load_run(&loading, replicas, dir, scaler, state);
+    ddp_result result = ddp__load_run(&loading, replicas, dir, scaler, state);
     for (int f = 0; f < loading.file_count; f++) {
         ddp__in_file *file = &loading.files[f];
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
@@ -3893,9 +3865,8 @@ static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int
 }
 
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
-    ddp__saver *s;
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    s = fsdp->saver;
+    ddp__saver *s = fsdp->saver;
     if (!s->running) return DDP_OK;
     if (s->running == 2) pthread_join(s->thread, NULL);
     s->running = 0;
@@ -3909,13 +3880,11 @@ static void ddp__saver_destroy(ddp_fsdp *f) {
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
-    ddp__saver *s;
-    int replica, writes;
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
-    s = fsdp->saver;
+    ddp__saver *s = fsdp->saver;
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
-    replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0;
-    writes = !replica || fsdp->desc.checkpoint_group;
+    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0;
+    int writes = !replica || fsdp->desc.checkpoint_group;
     snprintf(s->dir, sizeof s->dir, "%s", dir);
     DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
                                       writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu())));
@@ -3931,13 +3900,11 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 }
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
-    ddp__saver *s;
-    int host;
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
-    s = fsdp->saver;
-    host = fsdp->device == ddp_device_cpu();
+    ddp__saver *s = fsdp->saver;
+    int host = fsdp->device == ddp_device_cpu();
     DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, DDP__LIST_ALL, !host));
     s->state = fsdp->desc.state ? *fsdp->desc.state : fsdp->state;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler); /* what it keeps where the checkpoint has none */
@@ -4232,7 +4199,6 @@ static ddp_result ddp__weight_set(ddp_fsdp *f, ddp__weight *w, const void *rows,
 static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
     unsigned char *rows = w->master;
-    ddp_result result;
     if (value->data && !f->desc.skip_initial_broadcast) {
         if (f->desc.replicas) DDP__FSDP_TRY(ddp_broadcast(f->desc.replicas, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
         DDP__FSDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
@@ -4241,7 +4207,7 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     if (value->data) return ddp__weight_set(f, w, (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype), value->dtype);
     if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
-    result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
+    ddp_result result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
     f->device->copy(w->master, rows, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
     ddp__fsdp_give(f, rows);
     return result;
@@ -4257,7 +4223,6 @@ static size_t ddp__optimizer_tables(const ddp_optimizer *o) {
 /* The optimizer sees this rank's rows of each trained parameter. */
 static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     ddp_optimizer_desc d = f->desc.optimizer;
-    ddp_result result;
     size_t host_at = 0;
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
@@ -4283,7 +4248,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     d.state_alloc_fn = ddp__fsdp_state_alloc;
     d.state_free_fn = ddp__fsdp_state_free;
     d.state_user = f;
-    result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+    ddp_result result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
     if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer), 1);
     return result == DDP_OK || f->state_result == DDP_OK ? result : ddp_fail(f->state_result, "%s", f->state_text);
 }
@@ -4309,7 +4274,6 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
 }
 
 static void ddp__fsdp_free(ddp_fsdp *f) {
-    ddp_fsdp last;
     ddp__saver_destroy(f);
     for (int u = 0; u < f->unit_count && f->units; u++) {
         ddp__reduce_wait(f, &f->units[u]);
@@ -4323,18 +4287,17 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
     if (f->file >= 0) close(f->file);
     if (f->turn) f->device->event_destroy(f->group, f->turn);
     ddp_group_destroy(f->host);
-    last = *f;
+    ddp_fsdp last = *f;
     ddp__fsdp_unhost(&last, last.own_raw);
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
     ddp_fsdp first, *f = NULL;
-    ddp_result result;
     char text[512];
     if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
     memset(&first, 0, sizeof first);
-    result = ddp__fsdp_desc_resolve(&first, group, desc);
+    ddp_result result = ddp__fsdp_desc_resolve(&first, group, desc);
     if (result == DDP_OK) f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
     if (f) {
         *f = first;
@@ -4523,13 +4486,11 @@ static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
 static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
 
 DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
-    ddp__unit *u;
-    ddp_result result;
     DDP__UNIT_NEED(fsdp, unit);
-    u = &fsdp->units[unit];
+    ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__order_hash(fsdp, 0, unit);
-    result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
+    ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
     if (result == DDP_OK) result = ddp__make_room(fsdp, u);
     if (result == DDP_OK) result = ddp__unit_bring(fsdp, u);
     if (result != DDP_OK) return ddp__fsdp_fail(fsdp, result, __func__, u);
@@ -4543,9 +4504,8 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
 }
 
 DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
-    ddp__unit *u;
     DDP__UNIT_NEED(fsdp, unit);
-    u = &fsdp->units[unit];
+    ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->in_use, "unit %s is not gathered", u->name);
     u->in_use = 0;
     fsdp->in_use--;
@@ -4557,10 +4517,8 @@ DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
 }
 
 DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
-    ddp__unit *u;
-    ddp_result result;
     DDP__UNIT_NEED(fsdp, unit);
-    u = &fsdp->units[unit];
+    ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
                    u->name, u->reduced);
     DDP__FSDP_NEED(!u->trained || u->attached, "unit %s has no gradients; gather it before its backward", u->name);
@@ -4577,7 +4535,7 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
         u->grads = NULL;
         ddp__unit_point(fsdp, u, 1, 0);
     }
-    result = ddp__reduce_begin(fsdp, u);
+    ddp_result result = ddp__reduce_begin(fsdp, u);
     return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(fsdp, result, __func__, u);
 }
 
@@ -4603,12 +4561,10 @@ DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
 }
 
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
-    const ddp__weight *w;
-    ddp_tensor rows;
     DDP__UNIT_NEED(fsdp, unit);
     DDP__FSDP_NEED(param >= 0 && param < fsdp->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, fsdp->units[unit].name, fsdp->units[unit].count - 1);
-    w = &fsdp->units[unit].weights[param];
-    rows = w->entry->param.value;
+    const ddp__weight *w = &fsdp->units[unit].weights[param];
+    ddp_tensor rows = w->entry->param.value;
     rows.dtype = w->master_dtype;
     if (rows.ndim) rows.shape[0] = (int64_t)w->mine;
     if (!rows.ndim && !w->mine) { rows.ndim = 1; rows.shape[0] = 0; }
