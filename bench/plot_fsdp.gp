@@ -1,5 +1,5 @@
 # Draws fsdp.svg from fsdp.dat in the current folder: bytes per rank by purpose, and step times beside NO_SHARD. run.sh calls it.
-set terminal svg noenhanced size 900,420 font "Helvetica,13" background "white"
+set terminal svg noenhanced size 1000,420 font "Helvetica,13" background "white"
 set output "fsdp.svg"
 models = system("sed -n 's/^# //p' fsdp.dat | tr ' ' '_'")
 set multiplot layout 1,words(models) title "ddp_fsdp.h, two ranks: what a rank holds at its peak" font ",15"
@@ -10,9 +10,10 @@ set boxwidth 0.7
 set ylabel "MB per rank"
 set grid y lc rgb "#dddddd"
 set key top right reverse Left samplen 1
-set xtics font ",11"
+set xtics font ",9"
 do for [i=1:words(models)] {
     set title system("sed -n 's/^# //p' fsdp.dat | sed -n ".i."p")
+    set autoscale y # stats counts only what lies in the range of the plot before
     stats "fsdp.dat" index i-1 using ($3+$4+$5+$6+$7) nooutput
     set yrange [0:STATS_max * 1.35]
     plot "fsdp.dat" index i-1 using 3:xtic(1) title "values" lc rgb "#0072b2", "" index i-1 using 4 title "gathered" lc rgb "#56b4e9", \
