@@ -3308,29 +3308,18 @@ static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigne
     return DDP_OK;
 }
 
-/* The sums of a micro-batch lie in level[depth]: pairs of equal size are added, older + newer, as a binary counter of micro-batches goes; after the last one all
-   that is left. number: of this micro-batch, from 0. */
-static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, int number, int layout) {
-    int last = number + 1 == f->desc.micro_batch_count;
+/* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last one all that are left. newest: where those of
+   micro-batch number (from 0) lie: in level[depth], or, if they are whole, where backward has written them, and there the last sum stays. */
+static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, int number, unsigned char *newest, int layout) {
+    int last = number + 1 == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
+    for (int n = number; unit->depth > 0 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
+        unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
+        ddp__unit_add(f, unit, sum, left, newest, layout);
+        newest = sum;
+    }
+    if (stays) return;
+    if (newest != unit->level[unit->depth]) ddp__unit_add(f, unit, unit->level[unit->depth], NULL, newest, layout);
     unit->depth++;
-    for (int n = number; unit->depth > 1 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
-        unsigned char *left = unit->level[unit->depth - 2];
-        ddp__unit_add(f, unit, left, left, unit->level[unit->depth - 1], layout);
-        unit->depth--;
-    }
-}
-
-/* Adds the whole gradients of the micro-batches; after the last one the sum is where that one's gradients were. */
-static void ddp__unit_accumulate(ddp_fsdp *f, ddp__unit *unit, int number, unsigned char *from, int layout) {
-    if (number + 1 == f->desc.micro_batch_count) {
-        for (; unit->depth > 0; unit->depth--) ddp__unit_add(f, unit, from, unit->level[unit->depth - 1], from, layout);
-    } else if (unit->depth > 0 && (f->desc.plain_accumulation || (number & 1))) {
-        unsigned char *left = unit->level[--unit->depth];
-        ddp__unit_add(f, unit, left, left, from, layout);
-        ddp__unit_carry(f, unit, number >> 1, layout);
-    } else {
-        ddp__unit_add(f, unit, unit->level[unit->depth++], NULL, from, layout);
-    }
 }
 
 /* Gradients with the wire's dtype, where that is another one. */
@@ -3351,7 +3340,7 @@ static int ddp__unit_layout_on_wire(const ddp__unit *unit) {
 /* What follows the sum over ranks, on this rank's rows. */
 static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
     if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
-    if (f->reduces_each) ddp__unit_carry(f, unit, unit->reduced - 1, DDP__SUMS);
+    if (f->reduces_each) ddp__unit_carry(f, unit, unit->reduced - 1, unit->level[unit->depth], DDP__SUMS);
     return ddp__fsdp_check(f->group);
 }
 
@@ -3360,7 +3349,7 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     int number = unit->reduced - 1, layout = ddp__unit_layout_on_wire(unit);
     unsigned char *from = ddp__unit_cast(f, unit, unit->reducing_slot ? unit->reducing_slot->memory : unit->grads, layout);
     if (!f->reduces_each) {
-        ddp__unit_accumulate(f, unit, number, from, layout);
+        ddp__unit_carry(f, unit, number, from, layout);
         if (number + 1 < f->desc.micro_batch_count) return ddp__fsdp_check(f->group);
     }
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, layout));
@@ -3462,7 +3451,7 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
         from = ddp__unit_cast(f, unit, from, layout);
     }
     if (!f->reduces_each) {
-        ddp__unit_accumulate(f, unit, number, from, layout);
+        ddp__unit_carry(f, unit, number, from, layout);
         if (number + 1 < f->desc.micro_batch_count) return DDP_OK;
     }
     unit->given = ++f->given;
