@@ -4397,10 +4397,8 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     int port = getsockname(listener, (struct sockaddr *)&at, &length) == 0 ? ntohs(((struct sockaddr_in *)(void *)&at)->sin_port) : 0; /* as in IPv6 */
     size_t n = (size_t)snprintf(out, DDP__ANNOUNCED, "%016llx %d", (unsigned long long)ddp__nonce(), port);
     getifaddrs(&list);
-    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
-        int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
-        length = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
-        if ((family != AF_INET && family != AF_INET6) || getnameinfo(a->ifa_addr, length, host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) { /* other families have no such name */
+        if (!a->ifa_addr || getnameinfo(a->ifa_addr, sizeof(struct sockaddr_in6), host, sizeof host, NULL, 0, NI_NUMERICHOST) != 0) continue;
         if (!strchr(host, '%') && n + strlen(host) + 3 < DDP__ANNOUNCED) n += (size_t)snprintf(out + n, DDP__ANNOUNCED - n, " %s", host); /* %: of one link */
     }
     if (list) freeifaddrs(list);
