@@ -4122,16 +4122,15 @@ static void ddp__admit(ddp__venue *v) {
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__still_waits(ddp__venue *v) {
-    int missing = 0, to_come = 0, departed = 0;
+    int to_come = 0, departed = 0;
     char list[300] = "";
     for (int r = 1; r < v->group->world_size; r++) {
         if (ddp__is_there(&v->peer[r])) continue;
         ddp__list_rank(list, sizeof list, r);
-        missing++;
         if (v->peer[r].arrived) departed = r;
-        else to_come++;
+        else to_come = 1;
     }
-    if (v->result != DDP_OK || missing == 0) return 0;
+    if (v->result != DDP_OK || (!to_come && !departed)) return 0;
     if (to_come && ddp_now() <= v->deadline) return 1;
     if (to_come) v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", v->group->desc.timeout_ms, list);
     else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
