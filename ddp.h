@@ -3965,8 +3965,7 @@ static ssize_t ddp__pass(int socket, int receive, void *bytes, size_t size, int 
     uint64_t control[(CMSG_SPACE(sizeof(int)) + 7) / 8] = {0};
     struct cmsghdr *header = (struct cmsghdr *)(void *)control;
     struct iovec data = {bytes, size};
-    struct msghdr message;
-    memset(&message, 0, sizeof message);
+    struct msghdr message = DDP_ZERO;
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
@@ -4697,11 +4696,9 @@ static ddp_result ddp__tcp_run(ddp_group *group, void *state, const ddp_call *ca
 
 /* Group memory from the backend of another group; a failure anywhere is everybody's. */
 static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_group *of, void *state, size_t size_bytes, void **out) {
-    int32_t worst;
-    ddp_result result;
     DDP__TRY(ddp__agree(group, DDP__FOR_ALLOC, size_bytes));
-    worst = (int32_t)by->alloc(of, state, size_bytes, out);
-    result = ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL);
+    int32_t worst = (int32_t)by->alloc(of, state, size_bytes, out);
+    ddp_result result = ddp_all_reduce(group, &worst, &worst, 1, DDP_I32, DDP_OP_MIN, NULL);
     if (result == DDP_OK && worst == DDP_OK) return DDP_OK;
     if (result == DDP_OK && *out) by->free(of, state, *out);
     *out = NULL;
