@@ -3989,6 +3989,11 @@ static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
 }
 
+static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
+    for (int i = 0; i < v->count; i++)
+        if (v->peer[i].fd >= 0) ddp__send_news(v->peer[i].fd, result, text, heap_fd);
+}
+
 /* Makes *bytes hold size; what it held may go. */
 static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
     if (size <= *room) return DDP_OK;
@@ -4425,17 +4430,11 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
         for (ddp__admit(v); ddp__still_waits(v); ddp__admit(v)) ddp__venue_poll(v);
         if (v->path) unlink(v->path);
     }
-    ddp__peer_close(door);
     if (heap && v->result == DDP_OK) v->result = ddp__heap_create(heap, w, 0, 0);
     for (int r = 0; r < w && heap && *heap; r++) ddp__rank_enter(*heap, r, ddp__pid_in(me[r].who)); /* one that dies from here on is missed */
-    for (ddp__peer *p = me; p < door; p++) {
-        int rank = p < me + w;
-        if (p->fd >= 0 && (rank || v->result != DDP_OK))
-            ddp__send_news(p->fd, v->result, v->result == DDP_OK ? me->who : ddp_last_error(), heap && *heap ? (*heap)->fd : -1);
-        p->arrived = 0;
-        if (!rank) ddp__peer_close(p);
-    }
-    v->count = w;
+    while (v->result == DDP_OK && v->count > w) ddp__peer_close(&v->peer[--v->count]);
+    ddp__tell_peers(v, v->result, v->result == DDP_OK ? me->who : ddp_last_error(), heap && *heap ? (*heap)->fd : -1);
+    for (int r = 0; r < w; r++) me[r].arrived = 0;
 }
 
 static void ddp__venue_close(ddp__venue *v, ddp_group *group) {
@@ -4524,10 +4523,8 @@ static int ddp__send_all(int fd, const void *data, size_t size, double deadline)
 
 /* With the lock held, by whoever may use the connections. */
 static void ddp__tcp_tell(ddp__tcp *t) {
-    if (t->self.cause == DDP_OK || t->told) return;
-    t->told = 1;
-    for (int r = 0; r < t->venue.count; r++)
-        if (t->venue.peer[r].fd >= 0) ddp__send_news(t->venue.peer[r].fd, t->self.cause, t->self.text, -1);
+    if (t->self.cause != DDP_OK && !t->told) ddp__tell_peers(&t->venue, t->self.cause, t->self.text, -1);
+    t->told |= t->self.cause != DDP_OK;
 }
 
 /* Fails with who has come to this call and who has not, as rank 0 sees it; to others rank 0 stands for all. */
@@ -4713,8 +4710,7 @@ static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_byte
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
-    for (int r = 0; r < t->venue.count; r++)
-        if (t->venue.peer[r].fd >= 0) ddp__send_news(t->venue.peer[r].fd, DDP_OK, "", -1);
+    ddp__tell_peers(&t->venue, DDP_OK, "", -1);
     ddp__venue_close(&t->venue, group);
     ddp_group_mfree(group, t->out);
     pthread_mutex_destroy(&t->lock);
