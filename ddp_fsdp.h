@@ -1678,7 +1678,7 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
         if (!ddp__is_our_file(entry->d_name)) snprintf(stranger, sizeof stranger, "%.90s", entry->d_name);
     }
     *kind = files ? DDP__FOLDER_OURS : DDP__FOLDER_EMPTY;
-    snprintf(file, sizeof file, "%s/%s", path, DDP__STATE_FILE);
+    snprintf(file, sizeof file, "%.*s/" DDP__STATE_FILE, DDP__DIR_MAX + 20, path);
     if (files && !stranger[0] && (fd = open(file, O_RDONLY | O_CLOEXEC)) >= 0) {
         ssize_t got = pread(fd, start, sizeof start - 1, 0);
         ours = got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0;
@@ -1687,14 +1687,14 @@ static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
     rewinddir(folder);
     while (clear && ours && (entry = readdir(folder)) != NULL) {
         if (!ddp__is_our_file(entry->d_name) || strcmp(entry->d_name, DDP__STATE_FILE) == 0) continue;
-        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
+        snprintf(file, sizeof file, "%.*s/%s", DDP__DIR_MAX + 20, path, entry->d_name);
         if (unlink(file) != 0 && errno != ENOENT) { closedir(folder); return ddp__file_fail("deleting", file); }
     }
     closedir(folder);
     if (files && !ours)
         return ddp_fail(DDP_ERR_INVALID, "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the whole folder, so choose another or move it away",
                         path, stranger[0] ? stranger : "files without " DDP__STATE_FILE);
-    snprintf(file, sizeof file, "%s/%s", path, DDP__STATE_FILE);
+    snprintf(file, sizeof file, "%.*s/" DDP__STATE_FILE, DDP__DIR_MAX + 20, path);
     if (clear && files && unlink(file) != 0 && errno != ENOENT) return ddp__file_fail("deleting", file);
     return !clear || rmdir(path) == 0 ? DDP_OK : ddp__file_fail("deleting", path);
 }
