@@ -4040,14 +4040,14 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 
-/* "token version world_size rank patience_ms who"; who is "pid 77 on hostb", on one machine without the host. Patience: how long this rank still waits. */
+/* "token version world_size order rank patience_ms who"; who is "pid 77 on hostb", on one machine without the host. Patience: how long this rank still waits. */
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
     unsigned long long token = (unsigned long long)ddp__hash_text(v->token);
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d pid %d%s%.50s", token, version, v->group->world_size, v->group->rank,
-             patience > 0 ? (int)(patience * 1e3) : 0, (int)getpid(), *host ? " on " : "", host);
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d pid %d%s%.50s", token, version, v->group->world_size, (int)v->group->desc.order,
+             v->group->rank, patience > 0 ? (int)(patience * 1e3) : 0, (int)getpid(), *host ? " on " : "", host);
 }
 
 /* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
@@ -4072,8 +4072,8 @@ static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %
 /* Judges the hello of a rank of this job, from its version on, and gives it its place. A failure ends the job for all. */
 static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hello) {
     unsigned version = 0;
-    int size = 0, rank = 0, patience_ms = 0, who = 0, w = v->group->world_size;
-    sscanf(hello, "%u %d %d %d %n", &version, &size, &rank, &patience_ms, &who);
+    int size = 0, order = 0, rank = 0, patience_ms = 0, who = 0, w = v->group->world_size;
+    sscanf(hello, "%u %d %d %d %d %n", &version, &size, &order, &rank, &patience_ms, &who);
     int in_range = rank > 0 && rank < w, pid = ddp__pid_in(hello + who);
     double patience = ddp_now() + patience_ms * 1e-3;
     ddp__peer *place = &v->peer[in_range ? rank : 0];
@@ -4082,6 +4082,8 @@ static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hell
                         version / 10000, version / 100 % 100, version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
     snprintf(p->who, sizeof p->who, "%.71s", hello + who);
     if (size != w) return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, size, w);
+    if (order != (int)v->group->desc.order)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) has another desc.order than rank 0; give every rank the same", rank, p->who);
     if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
     if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
         return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
@@ -5521,7 +5523,7 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
 }
 
 /* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
-static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *here, int *number) {
+static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[3], ddp__identity *here, int *number) {
     for (int r = 0; r < s->world_size; r++) {
         int before = 0, last = r;
         for (int q = 0; q < r; q++)
@@ -5542,7 +5544,7 @@ static void ddp__mpi_machines(ddp__mpi *s, uint64_t (*ids)[2], ddp__identity *he
 
 /* The ranks of this machine meet, unless they are in `local` already. */
 static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine, ddp_group *local) {
-    uint64_t (*ids)[2];
+    uint64_t (*ids)[3];
     int number[DDP_MAX_LOCAL_RANKS];
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
@@ -5553,8 +5555,11 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
     s->word[0] = machine;
     s->word[1] = ddp__nonce();
-    ids = (uint64_t (*)[2])(void *)s->scratch;
-    DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 2, MPI_UINT64_T, ids, 2, MPI_UINT64_T);
+    s->word[2] = (uint64_t)desc.order;
+    ids = (uint64_t (*)[3])(void *)s->scratch;
+    DDP__MPI_RUN(group, s, MPI_Iallgather, s->word, 3, MPI_UINT64_T, ids, 3, MPI_UINT64_T);
+    for (int r = 1; r < s->world_size; r++)
+        if (ids[r][2] != ids[0][2]) return ddp_fail(DDP_ERR_MISMATCH, "rank %d has another desc.order than rank 0; give every rank the same", r);
     ddp__mpi_machines(s, ids, &here, number);
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();

@@ -24,6 +24,7 @@ typedef struct job {
     int world_size, port, timeout_ms;
     body fn;
 } job;
+static ddp_order order; /* of the rank that is started */
 
 static void keep_log(const char *text, void *user) {
     char *log = (char *)user;
@@ -62,6 +63,7 @@ static pid_t start(const job *j, int slot, int rank) {
             if (!j->variables[0]) { desc.rank = rank; desc.world_size = j->world_size; }
         }
         desc.timeout_ms = j->timeout_ms * DDP_TEST_SLOWDOWN;
+        desc.order = order;
         desc.log_fn = keep_log;
         desc.user = logs[slot];
         s->start_at = ranks_now();
@@ -277,15 +279,17 @@ static void test_port_in_use(void) {
 }
 
 static void test_contradictions(void) {
-    static const struct { const char *what; int rank[3], size[3]; const char *word; } table[] = {
-        {"two processes with one rank", {0, 1, 1}, {3, 3, 3}, "claim rank 1"},
-        {"another world size", {0, 1, 2}, {3, 3, 4}, "says the world has 4 ranks"}};
+    static const struct { const char *what; int rank[3], size[3]; const char *word; ddp_order last; } table[] = {
+        {"two processes with one rank", {0, 1, 1}, {3, 3, 3}, "claim rank 1", DDP_ORDER_TREE},
+        {"another order", {0, 1, 2}, {3, 3, 3}, "rank 2 (pid", DDP_ORDER_ANY},
+        {"another world size", {0, 1, 2}, {3, 3, 4}, "says the world has 4 ranks", DDP_ORDER_DEFAULT}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 10000, work};
         faults_begin(table[i].what);
         j.port = free_port();
         for (int k = 0; k < 3; k++) {
             j.world_size = table[i].size[k];
+            order = k == 2 ? table[i].last : DDP_ORDER_DEFAULT; /* which is the tree */
             start(&j, k, table[i].rank[k]);
         }
         reap(0, 1); /* before the others: who comes later finds rank 0 gone */

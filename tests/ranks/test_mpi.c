@@ -199,6 +199,17 @@ static ddp_result text(void) {
     return DDP_OK;
 }
 
+/* Ranks of one world add in one order: others would take other ways. */
+static ddp_result orders(void) {
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
+    ddp_group *g = NULL;
+    ddp_result result = join(&g, rank && atoi(rank) == 2 ? DDP_ORDER_ANY : DDP_ORDER_TREE, 20000);
+    RANKS_CHECK(NULL, result == DDP_ERR_MISMATCH && !g, "%s: %s", ddp_result_name(result), ddp_last_error());
+    SAYS(NULL, "rank %d has another desc.order than rank 0", 2);
+    finalized_at_exit = 0;
+    return DDP_OK;
+}
+
 /* Ranks that make different calls, or none, hear it by name: on one machine and across machines. */
 static ddp_result named(void) {
     ddp_group *g = NULL;
@@ -346,7 +357,7 @@ static ddp_result large(void) {
 
 int main(int argc, char **argv) {
     static const struct { const char *name; ddp_result (*run)(void); } scenarios[] = {
-        {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"named", named},
+        {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"orders", orders}, {"named", named},
         {"many", many}, {"large", large}};
     watchdog_start(100);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* as for everybody */
