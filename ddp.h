@@ -768,13 +768,10 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #if defined(__cplusplus)
 #define DDP__THREAD_LOCAL thread_local
 #define DDP__RESTRICT __restrict__
+extern "C" {
 #else
 #define DDP__THREAD_LOCAL _Thread_local
 #define DDP__RESTRICT restrict
-#endif
-
-#if defined(__cplusplus)
-extern "C" {
 #endif
 
 /* Everything that ranks share is read and written through these. */
@@ -1555,18 +1552,16 @@ DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum) { memset(sum, 0, sizeof *sum
 
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value) {
     uint64_t bits = ddp__f64_bits(value), mantissa = bits & ((UINT64_C(1) << 52) - 1), low, high;
-    int exponent = (int)(bits >> 52 & 0x7ff), shift;
+    int exponent = (int)(bits >> 52 & 0x7ff);
     int64_t negative = -(int64_t)(bits >> 63); /* 0 or -1: (x ^ negative) - negative is x or -x */
-    int64_t *digit;
-
     if (exponent == 0x7ff) {
         sum->cell[mantissa ? DDP__EXACT_NAN : negative ? DDP__EXACT_MINUS : DDP__EXACT_PLUS]++;
         return;
     }
     if (exponent) mantissa |= UINT64_C(1) << 52;
     else exponent = 1;
-    digit = sum->cell + ((exponent - 1) >> 5);
-    shift = (exponent - 1) & 31;
+    int64_t *digit = sum->cell + ((exponent - 1) >> 5);
+    int shift = (exponent - 1) & 31;
     low = (mantissa & 0xffffffff) << shift;
     high = (mantissa >> 32 << shift) + (low >> 32); /* below 2^52 */
     digit[0] += ((int64_t)(low & 0xffffffff) ^ negative) - negative;
@@ -1591,9 +1586,8 @@ static uint64_t ddp__exact_window(const ddp_exact_sum *sum, int position) {
 /* An empty sum, and one that cancels, is +0. */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     ddp_exact_sum sum = *exact;
-    uint64_t sign = 0, bits;
-    int top, lowest;
-
+    uint64_t sign = 0;
+    int top = DDP__EXACT_DIGITS - 1;
     if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS])) return (double)NAN;
     if (sum.cell[DDP__EXACT_PLUS] || sum.cell[DDP__EXACT_MINUS]) return sum.cell[DDP__EXACT_PLUS] ? HUGE_VAL : -HUGE_VAL;
     ddp__exact_normalise(&sum);
@@ -1602,20 +1596,18 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
         for (int k = 0; k < DDP__EXACT_DIGITS; k++) sum.cell[k] = -sum.cell[k];
         ddp__exact_normalise(&sum);
     }
-    for (top = DDP__EXACT_DIGITS - 1; top > 0 && !sum.cell[top]; top--) {}
-    top *= 32;
-    while (ddp__exact_window(&sum, top) > 1) top++; /* now the number of the highest bit */
-
+    while (top > 0 && !sum.cell[top]) top--;
+    for (top *= 32; ddp__exact_window(&sum, top) > 1;) top++; /* now the number of the highest bit */
     /* 53 bits from lowest up; a subnormal has fewer, and then nothing below them. Half of the last one is added before the rest is cut
        off, less the smallest bit there is where that leaves an even number as it is: to nearest, ties to even. */
-    lowest = top > 52 ? top - 52 : 0;
+    int lowest = top > 52 ? top - 52 : 0;
     if (lowest) {
         sum.cell[0] -= !(ddp__exact_window(&sum, lowest) & 1);
         sum.cell[(lowest - 1) >> 5] += INT64_C(1) << ((lowest - 1) & 31);
         ddp__exact_normalise(&sum);
     }
     /* The hidden bit carries into the exponent, and so does a mantissa that rounded up to 2^53. */
-    bits = ((uint64_t)lowest << 52) + ddp__exact_window(&sum, lowest);
+    uint64_t bits = ((uint64_t)lowest << 52) + ddp__exact_window(&sum, lowest);
     if (bits >= UINT64_C(0x7ff0) << 48) bits = UINT64_C(0x7ff0) << 48;
     return ddp__f64_from_bits(bits | sign);
 }
@@ -2172,9 +2164,9 @@ static inline ddp_result ddp__await(ddp_group *group, ddp__local *l, int peer, c
     return ddp__await_slow(group, l, peer, words, stride, target);
 }
 
-/* Waits until a peer has filled, or passed, a round. */
+/* Waits until a peer has filled, or passed, a round; those before the first one have always been. */
 static inline ddp_result ddp__await_count(ddp_group *group, ddp__local *l, int what, int peer, uint64_t round) {
-    if (l->seen[what][peer] >= round) return DDP_OK;
+    if ((int64_t)(l->seen[what][peer] - round) >= 0) return DDP_OK;
     DDP__TRY(ddp__await(group, l, peer, &l->line[0].count[what].rounds, sizeof(ddp__rank_line), round));
     l->seen[what][peer] = ddp__load(&l->line[peer].count[what].rounds);
     return DDP_OK;
@@ -2289,15 +2281,6 @@ static void ddp__reach_await(const ddp__local *l) {
         while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-/* Every direct call ends by this: nobody leaves before all are done with its buffers. */
-static ddp_result ddp__direct_end(ddp_group *group, ddp__local *l) {
-    ddp__reach_end(l);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
-    ddp__tick(l, DDP__PASSED, ++l->round);
-    return ddp__await_passed(group, l, l->round);
-}
-
 static uint64_t ddp__signature(const ddp_call *call) {
     return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
            (uint64_t)(uint32_t)(call->root + 1) << 32;
@@ -2386,11 +2369,6 @@ static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
     return part;
 }
 
-/* Slots of a round may be filled once everybody is done with the round DDP__SLOTS before. */
-static ddp_result ddp__slot_free(ddp_group *group, ddp__local *l, uint64_t round) {
-    return round > DDP__SLOTS ? ddp__await_passed(group, l, round - DDP__SLOTS) : DDP_OK;
-}
-
 /* --- what a call moves --- */
 
 /* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
@@ -2414,15 +2392,10 @@ typedef struct ddp__move {
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
-    ddp__move m;
-    m.call = call;
-    m.shape = ddp__shapes[call->kind];
-    m.common = !(m.shape & DDP__SPLITS);
-    m.shared = 0;
-    m.send = (const unsigned char *)(call->kind == DDP_CALL_BROADCAST ? call->recv : call->send);
-    m.recv = (unsigned char *)call->recv;
-    m.element = ddp_dtype_size(call->dtype);
-    m.largest = m.room = m.block = call->count * m.element;
+    int shape = ddp__shapes[call->kind];
+    const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
+    size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
+    ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0};
     return m;
 }
 
@@ -2450,28 +2423,19 @@ static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     }
 }
 
-/* Where in send lies what a rank gives to rank `to`, and where in recv goes what it takes from rank `from`; to itself, too. */
-DDP__FORCED_INLINE ddp__part ddp__gives(int rank, const ddp__move *m, int to) {
+/* What a rank gives to a peer, as it lies in send, or takes from it, as it goes into recv; from and to itself, too. */
+DDP__FORCED_INLINE ddp__part ddp__passes(int rank, const ddp__move *m, int peer, int gives) {
     const ddp_call *call = m->call;
-    ddp__part part = {m->common ? 0 : (size_t)to * m->block, m->block};
-    if ((m->shape & DDP__FROM_ROOT && rank != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
-    if (call->recv_counts) {
-        part.begin = m->common ? 0 : call->send_offsets[to] * m->element;
-        part.size = (m->common ? call->recv_counts[rank] : call->send_counts[to]) * m->element;
-    }
+    int from = gives ? rank : peer, to = gives ? peer : rank, each = gives ? !m->common : m->shape & DDP__JOINS;
+    ddp__part part = {each ? (size_t)peer * m->block : 0, m->block};
+    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && to != call->root)) part.size = 0;
+    if (!call->recv_counts) return part;
+    part.begin = each ? (gives ? call->send_offsets : call->recv_offsets)[peer] * m->element : 0;
+    part.size = (!gives ? call->recv_counts[peer] : each ? call->send_counts[peer] : call->recv_counts[rank]) * m->element;
     return part;
 }
-
-DDP__FORCED_INLINE ddp__part ddp__takes(int rank, const ddp__move *m, int from) {
-    const ddp_call *call = m->call;
-    ddp__part part = {m->shape & DDP__JOINS ? (size_t)from * m->block : 0, m->block};
-    if ((m->shape & DDP__FROM_ROOT && from != call->root) || (m->shape & DDP__TO_ROOT && rank != call->root)) part.size = 0;
-    if (call->recv_counts) {
-        part.begin = call->recv_offsets[from] * m->element;
-        part.size = call->recv_counts[from] * m->element;
-    }
-    return part;
-}
+#define ddp__gives(rank, m, to) ddp__passes(rank, m, to, 1)
+#define ddp__takes(rank, m, from) ddp__passes(rank, m, from, 0)
 
 /* What of a part, or of a rank's share, moves in round k. Shared chunks go backwards: what a buffer's owner wrote last is in its cache. 10% at 64 MiB. */
 DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size_t k, int rank) {
@@ -2488,10 +2452,8 @@ DDP__FORCED_INLINE ddp__part ddp__piece(const ddp__move *m, ddp__part part, size
 
 /* What a rank gives to itself; sums take it as a source. */
 DDP__FORCED_INLINE void ddp__move_own(int rank, const ddp__move *m) {
-    ddp__part give, take;
     if (m->shape & DDP__ADDS) return;
-    give = ddp__gives(rank, m, rank);
-    take = ddp__takes(rank, m, rank);
+    ddp__part give = ddp__gives(rank, m, rank), take = ddp__takes(rank, m, rank);
     if (give.size && take.size && m->recv + take.begin != m->send + give.begin) memcpy(m->recv + take.begin, m->send + give.begin, take.size);
 }
 
@@ -2581,28 +2543,25 @@ static int ddp__counts_agree(ddp__local *l, ddp__move *m) {
     return 1;
 }
 
-/* Where in rank p's send buffer lies what this rank takes. */
-static size_t ddp__their_begin(const ddp__local *l, const ddp__move *m, int p) {
-    if (m->call->recv_counts) return (size_t)ddp__counts_of(l, p, m->call)->begin[l->rank] * m->element;
-    return m->common ? 0 : (size_t)l->rank * m->block;
-}
-
-/* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. What is private is read in one copy; to be
-   added, piece by piece into the own slot, which stays in cache. */
-static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m, int read) {
-    int adds = m.shape & DDP__ADDS;
+/* Takes straight from the givers' buffers, and writes what is shared straight into those of who receives it. READ: what is private is read in one copy;
+   to be added, piece by piece into the own slot, which stays in cache. PUSH, a large all-gather: each rank writes its block past the caches into
+   everybody's buffer; reading lines that are new in another core's cache is what costs time there, and nobody does. */
+enum { DDP__TAKE, DDP__READ, DDP__PUSH };
+static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m, int how) {
+    int adds = m.shape & DDP__ADDS, read = how == DDP__READ;
     unsigned char *scratch = ddp__slot_of(l, l->rank, l->round);
     void *in[DDP_MAX_LOCAL_RANKS], *out[DDP_MAX_LOCAL_RANKS];
     m.first_share = ddp__share(m.block, l->world_size);
     if (adds && read) DDP__TRY(ddp__await_passed(group, l, l->round)); /* peers are done with the slot */
-    else { m.rounds = 1; m.room = m.largest; }
+    else { m.rounds = how != DDP__PUSH; m.room = m.largest; }
     if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
     ddp__move_own(l->rank, &m);
     for (size_t k = 0; k < m.rounds; k++) {
         DDP__FOR_PEERS(l, p) {
             const ddp__post *post = ddp__post_of(l, p, m.call->seq);
             ddp__part take = ddp__piece(&m, ddp__takes(l->rank, &m, p), k, l->rank);
-            uint64_t address = post->send + (m.shared ? take.begin : ddp__their_begin(l, &m, p) + k * m.room);
+            size_t begin = m.call->recv_counts ? (size_t)ddp__counts_of(l, p, m.call)->begin[l->rank] * m.element : m.common ? 0 : (size_t)l->rank * m.block;
+            uint64_t address = post->send + (m.shared ? take.begin : begin + k * m.room);
             if (take.size == 0) continue;
             in[p] = !adds ? m.recv + take.begin : read ? scratch + (size_t)p * m.room : ddp__resolve(l, address);
             out[p] = m.shared && post->recv && post->recv != post->send ? ddp__resolve(l, post->recv) + take.begin : (unsigned char *)in[p];
@@ -2610,18 +2569,16 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
         }
         if (adds) ddp__move_add(l, &m, in, out, k, ddp__how(l, m.shared ? m.first_share : m.largest));
     }
-    return ddp__direct_end(group, l);
-}
-
-/* A large all-gather into group memory: each rank writes its block past the caches into everybody's buffer. Reading lines that are new in another core's
-   cache is what costs time there, and nobody does. */
-static ddp_result ddp__move_push(ddp_group *group, ddp__local *l, const ddp__move *m) {
-    if (!ddp__reach_begin(l)) return DDP_ERR_POISONED;
-    ddp__move_own(l->rank, m);
-    DDP__FOR_PEERS(l, p)
-        ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m->call->seq)->recv) + (size_t)l->rank * m->block, m->send, m->block);
-    ddp__stream_end();
-    return ddp__direct_end(group, l);
+    if (how == DDP__PUSH) {
+        DDP__FOR_PEERS(l, p)
+            ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m.call->seq)->recv) + (size_t)l->rank * m.block, m.send, m.block);
+        ddp__stream_end();
+    }
+    ddp__reach_end(l);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (ddp__load(&l->control->poison)) return DDP_ERR_POISONED; /* a peer that gave up may have changed its buffer meanwhile */
+    ddp__tick(l, DDP__PASSED, ++l->round);
+    return ddp__await_passed(group, l, l->round); /* nobody leaves before all are done with its buffers */
 }
 
 /* Takes round k from everybody's slots. */
@@ -2696,7 +2653,7 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
     for (size_t k = filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
         if (ddp__rounds_fuse(l, m, k)) { DDP__TRY(ddp__round_fused(group, l, m, first, k)); continue; }
         if (k < m->rounds) {
-            DDP__TRY(ddp__slot_free(group, l, first + k));
+            DDP__TRY(ddp__await_passed(group, l, first + k - DDP__SLOTS)); /* nobody is inside the slot any more */
             ddp__move_fill(l, m, ddp__slot_of(l, l->rank, first + k), k, past);
             ddp__tick(l, DDP__FILLED, first + k);
         }
@@ -2749,26 +2706,20 @@ static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__
     double start = route ? ddp_now() : 0;
     for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
         if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
-    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, 1) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
+    ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, DDP__READ) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
     if (route) ddp__route_learn(route, proposed, ddp_now() - start);
     return result;
 }
 
-/* How far this rank's send buffer reaches that peers read. */
-static size_t ddp__move_span(const ddp__local *l, const ddp__move *m) {
-    size_t span = 0;
-    for (int p = 0; p < l->world_size; p++) {
-        ddp__part give = ddp__gives(l->rank, m, p);
-        if (give.size && give.begin + give.size > span) span = give.begin + give.size;
-    }
-    return span;
-}
-
-/* More than a small message, or one whose counts differ. Not inline: small ones want the registers. */
-static __attribute__((noinline)) ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_call *call) {
+/* More than a small message, or one whose counts differ. */
+static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_call *call) {
     ddp__move m = ddp__move_of(call);
     int push = call->kind == DDP_CALL_ALL_GATHER && m.block >= DDP__LARGE_BYTES;
-    size_t span = ddp__move_span(l, &m);
+    size_t span = 0; /* how far the send buffer reaches that peers read */
+    for (int p = 0; p < l->world_size; p++) {
+        ddp__part give = ddp__gives(l->rank, &m, p);
+        if (give.size && give.begin + give.size > span) span = give.begin + give.size;
+    }
     uint64_t send = ddp__address(l, span ? m.send : NULL, span), sends = send, recv = 0, recvs = 0;
     m.shared = m.common && m.shape & DDP__ADDS;
     m.common &= !m.shared;
@@ -2779,7 +2730,7 @@ static __attribute__((noinline)) ddp_result ddp__move_large(ddp_group *group, dd
     size_t filled = !route && !call->recv_counts && (send | recv) & DDP__PRIVATE; /* surely staged: the first round travels with the announcement */
     ddp__move_cut(l, &m);
     if (filled) {
-        DDP__TRY(ddp__slot_free(group, l, l->round + 1));
+        DDP__TRY(ddp__await_passed(group, l, l->round + 1 - DDP__SLOTS));
         ddp__move_fill(l, &m, ddp__slot_of(l, l->rank, l->round + 1), 0, 0);
         ddp__store(&l->line[l->rank].count[DDP__FILLED].rounds, l->round + 1);
     }
@@ -2789,8 +2740,8 @@ static __attribute__((noinline)) ddp_result ddp__move_large(ddp_group *group, dd
         sends |= ddp__post_of(l, r, call->seq)->send;
         recvs |= ddp__post_of(l, r, call->seq)->recv;
     }
-    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_push(group, l, &m);
-    if (!((m.shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, 0);
+    if (push && !(recvs & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__PUSH);
+    if (!((m.shared ? sends | recvs : sends) & DDP__PRIVATE)) return ddp__move_direct(group, l, m, DDP__TAKE);
     return ddp__move_private(group, l, &m, filled, route);
 }
 
@@ -3094,8 +3045,8 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     return offset;
 }
 
-/* The backend's state of one group whose control memory lies at offset. Takes no reference to heap on failure. */
-static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, const int *members) {
+/* The backend's state of a group whose control memory lies at offset: of ranks of the parent, or all of the job. No reference to heap on failure. */
+static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t offset, ddp__local *parent, const int *members) {
     ddp__local *l = (ddp__local *)ddp__group_calloc(group, sizeof *l);
     int enough_cores = heap->job->world_size <= heap->job->cores;
     if (!l) return NULL;
@@ -3114,7 +3065,8 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     l->world_size = group->world_size;
     l->spins = enough_cores ? 4000 : 20; /* otherwise give way at once */
     l->yields = enough_cores ? 20 : 200;
-    for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = members ? members[i] : i;
+    l->parent = parent;
+    for (int i = 0; i < group->world_size; i++) l->member[l->number[i] = i] = parent ? parent->member[members[i]] : i;
     l->amd = (int)heap->job->amd;
     l->probe_word = (uint64_t)(ddp_now() * 1e9) * DDP_MAX_LOCAL_RANKS + (uint64_t)l->rank;
     l->line[l->rank].probe_word = l->probe_word;
@@ -3140,32 +3092,27 @@ static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
             return DDP__RANK_FAIL(group, DDP_ERR_TIMEOUT, "ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->desc.timeout_ms);
         usleep(200);
     }
-    group->state = ddp__local_attach(group, heap, offset, NULL);
+    group->state = ddp__local_attach(group, heap, offset, NULL, NULL);
     return group->state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 /* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
-    ddp__local *l = (ddp__local *)state, *part;
+    ddp__local *l = (ddp__local *)state;
     uint64_t offsets[DDP_MAX_LOCAL_RANKS], mine = child && child->rank == 0 ? ddp__control_create(l->heap, member_count) : 0;
-    int job_ranks[DDP_MAX_LOCAL_RANKS];
     ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
     if (result != DDP_OK || !child) return result;
     if (!offsets[members[0]]) return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: %s", "no shared memory for the new group");
-    for (int i = 0; i < member_count; i++) job_ranks[i] = l->member[members[i]];
-    *child_state = part = ddp__local_attach(child, l->heap, offsets[members[0]], job_ranks);
-    if (part) part->parent = l;
-    return part ? DDP_OK : DDP_ERR_NO_MEMORY;
+    *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
+    return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work);
+static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, int tag);
 
 /* A barrier in which all ranks must mean the same by number. */
 static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
-    ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)number, DDP_U8);
-    call.tag = purpose;
-    return ddp__submit(group, &call, NULL);
+    return ddp__submit_host(group, DDP_CALL_BARRIER, NULL, NULL, (size_t)number, DDP_U8, DDP_OP_SUM, purpose);
 }
 
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
