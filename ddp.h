@@ -14,8 +14,7 @@ EXAMPLE
     #include <stdio.h>
 
     static ddp_result train(ddp_group *world, void *user) {      // runs once per rank
-        float gradient[1000], *weights = (float *)user;
-        for (int i = 0; i < 1000; i++) gradient[i] = weights[i] * (float)(ddp_rank(world) + 1);
+        float gradient[1000] = {*(float *)user * (float)(ddp_rank(world) + 1)};
         ddp_result result = ddp_all_reduce(world, gradient, gradient, 1000, DDP_F32, DDP_OP_AVG, NULL);
         if (ddp_rank(world) == 0) printf("average of the first gradient: %g\n", gradient[0]);
         return result;
@@ -279,35 +278,32 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
-/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with that rank's line in
-   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing. The world belongs to
-   the launch: fn does not destroy it. Call it before starting threads, CUDA or MPI.
+/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its ddp_last_error. Inside
+   torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing. The world belongs to the launch: fn does not
+   destroy it. Call it before starting threads, CUDA or MPI.
    Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and
-   OPENBLAS_NUM_THREADS unless set); a rank flushes and leaves by _exit. SIGINT and SIGTERM sent to the caller reach all ranks and
-   ranks die with their parent. After a failure the others get timeout_ms to return, then they are killed. No child, zombie or file
-   stays.
-   Threads: one per rank in this process; a rank that returns early while others still need it counts as lost.
-   One rank: fn runs on the caller, nothing is started.
-   Errors: whatever fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID;
-   DDP_ERR_SYSTEM. */
+   OPENBLAS_NUM_THREADS unless set) and leaves by _exit, after a flush. SIGINT and SIGTERM sent to the caller reach all ranks, which
+   die with it. After a failure the others get timeout_ms to return, then are killed. No child, zombie or file stays.
+   Threads: one per rank; a rank that returns while others still need it counts as lost. One rank: fn runs on the caller.
+   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID; DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
    there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT say (DDP_MASTER_PORT, if set, is another
-   port), on the first node of a SLURM step, or where init_method says. Those that turn out to be on one machine go on as above;
-   otherwise the group is for bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no
-   messages; group memory is each rank's own; a split whose ranks are on one machine uses shared memory. Whoever knows the address
-   and the job can join: for private networks.
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT (or DDP_MASTER_PORT, if set) say, on the
+   first node of a SLURM step, or where init_method says. Those that turn out to share one machine go on as above; otherwise the
+   group is for bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group
+   memory is each rank's own; a split whose ranks are on one machine uses shared memory. For private networks: who knows the address
+   and job can join.
    With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one
    have; those of one machine use shared memory. MPI is initialised unless the program has done so, and then finalised at exit, not
    while a group is open or has failed. In tree order the bits are those of one machine; DDP_ORDER_ANY leaves all_reduce and reduce
    to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address
-   where nobody answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0),
-   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (world spans machines and nothing
-   says where rank 0 is), DDP_ERR_ENGINE (MPI's words). */
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where
+   nobody answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0),
+   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is),
+   DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -322,12 +318,12 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
    *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
-/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there
-   alone, in that order. Collective, the same desc on every rank. Errors: DDP_ERR_INVALID (a shape that does not make world_size,
-   names); DDP_ERR_MISMATCH on every rank. */
+/* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone,
+   in that order. Collective, the same desc. Errors: DDP_ERR_INVALID (names, or not world_size ranks); DDP_ERR_MISMATCH everywhere.
+   */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
-/* The mesh's own, until it is destroyed: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
+/* The mesh's own: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
 DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name);
 DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh); /* and its groups; not collective; NULL is ignored */
 /* DDP_OK while the group works; otherwise the code of its first failure, with the cause in ddp_last_error. Not collective, never blocks. */
@@ -345,12 +341,10 @@ DDPDEF int ddp_local_rank(const ddp_group *group);       /* among the ranks of t
 DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of this machine */
 
 /* --- collectives ---
-   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need
-   the alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in
-   place) or do not overlap.
-   Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every
-   rank.
-   W is the world size. */
+   All: collective over the group; work == NULL blocks, otherwise ddp_wait ends it. count is elements and may be 0. Buffers need the
+   alignment of their dtype only. They are read and written until the call, or its wait, returns. send and recv are equal (in place) or
+   do not overlap. W is the world size. Errors: DDP_ERR_INVALID before anything is sent; DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT,
+   DDP_ERR_PEER_LOST, DDP_ERR_POISONED on every rank. */
 
 /* recv[i] on every rank = op over ranks of send[i]; count elements each. In place: send == recv. */
 DDPDEF ddp_result ddp_all_reduce(ddp_group *group, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work);
@@ -549,16 +543,14 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding);
    makes one pass over the draws up to there, unless the position lies in the present window. */
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position);
 
-/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same state; keep
-   any one. DDP_ERR_INVALID when the epoch was loaded inside a global batch onto another W or global_batch, and the rest of that is
-   not finished. */
+/* Writes where this rank stands. Ranks that save after the same number of samples, or after their -1, write the same state; keep any
+   one. DDP_ERR_INVALID: the epoch was loaded inside a global batch onto another W or global_batch, and that is not done. */
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state);
 
-/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by the
-   rules above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the save, each
-   rank gets exactly what it would have got. No sample comes twice or is lost; drop_last leaves out the tail of the present W.
-   Nothing changes on an error: DDP_ERR_INVALID names dataset_size, seed, shuffle or no_shuffle that differs from the sampler's;
-   DDP_ERR_CORRUPT: no saved state. */
+/* Continues at a saved place, on any W and rank: the entries of the order that were not used up are dealt to the ranks by the rules
+   above, as an order of their own (padding still repeats the epoch's start). With the W and global_batch of the save, each rank gets
+   exactly what it would have got. No sample comes twice or is lost; drop_last leaves out the tail of the present W. Errors change
+   nothing: DDP_ERR_INVALID names a dataset_size, seed, shuffle or no_shuffle that is not the sampler's; DDP_ERR_CORRUPT. */
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state);
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* and empties it; NULL is ignored */
@@ -6431,8 +6423,7 @@ static ddp_result ddp__reducer_broadcast(ddp_reducer *reducer, int count, int ro
     return DDP_OK;
 }
 
-/* What follows once every rank has been given the same. The gradients that were NULL are placed side by side, each dtype in reverse
-   definition order: the order of the buckets. */
+/* Once every rank has been given the same. Gradients that were NULL are placed side by side, each dtype in the order of the buckets. */
 static ddp_result ddp__reducer_build(ddp_reducer *reducer) {
     int n = reducer->desc.param_count;
     size_t at = 0;
@@ -6922,7 +6913,7 @@ typedef struct ddp__tokens {
     uint64_t *filter;                 /* bit location >> filter_shift is set if a token lies there, or did */
     uint32_t *head;                   /* by chain: the first slot */
     uint64_t chains, none;            /* none: the slot that ends a chain, slot_bits ones */
-    int slot_bits, filter_shift;
+    int slot_bits, filter_shift, inside_out;
     int64_t first, slot;              /* the window starts with this sample of the dealing, and this one of its slots is met next */
 } ddp__tokens;
 
@@ -7047,14 +7038,10 @@ static void ddp__sampler_undo_inside_out(ddp__tokens *t, const uint64_t *target,
     }
 }
 
-static int ddp__sampler_is_inside_out(const ddp_sampler *s) {
-    return s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
-}
-
 /* Takes the samples of slots 0 to t->slot back through the draws, block by block; base is a block's first draw, top its last one. The inside-out rule
    takes all N draws, of 64 bits: two words each, high half first. */
 static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
-    int inside_out = ddp__sampler_is_inside_out(s), draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
+    int inside_out = t->inside_out, draws = inside_out ? DDP__MT_WORDS / 2 : DDP__MT_WORDS;
     int64_t n = s->desc.dataset_size, last = inside_out ? n - 1 : (int64_t)ddp__sampler_position(s, t->first + t->slot);
     int top = (int)(last % draws);
     uint32_t x[DDP__MT_WORDS];
@@ -7090,7 +7077,8 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     ddp__tokens t;
     if (entry >= s->left) end = s->left + ((entry - s->left) / n + 1) * n;
     if (end > s->total) end = s->total;
-    if (count > want && !ddp__sampler_is_inside_out(s)) count = want > 0 ? want : 1;
+    t.inside_out = s->desc.shuffle == DDP_SHUFFLE_TORCH && s->desc.dataset_size >= DDP__RANDPERM_INSIDE_OUT_FROM;
+    if (count > want && !t.inside_out) count = want > 0 ? want : 1;
     if (count > ddp__sampler_share(s, end) - first) count = ddp__sampler_share(s, end) - first;
     filter_words = ddp__tokens_filter_words(count);
 
