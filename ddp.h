@@ -81,12 +81,6 @@ NOT DONE HERE
 #error "ddp.h promises the same bits everywhere, which -ffast-math breaks: compile without it, or define DDP_ALLOW_FAST_MATH"
 #endif
 
-#if defined(__cplusplus)
-#define DDP_ZERO {}
-#else
-#define DDP_ZERO {0}
-#endif
-
 #if !defined(DDP_STATIC)
 #define DDPDEF extern
 #else
@@ -94,7 +88,10 @@ NOT DONE HERE
 #endif
 
 #ifdef __cplusplus
+#define DDP_ZERO {}
 extern "C" {
+#else
+#define DDP_ZERO {0}
 #endif
 
 //== types ================================================================================================ >>types
@@ -587,7 +584,7 @@ struct ddp_backend {
     const char *name;
     ddp_result (*open)(ddp_group *group, void **state); /* collective over the world; rank and size are known to the group */
     ddp_result (*run)(ddp_group *group, void *state, const ddp_call *call); /* carries one collective to its end on the calling thread */
-    /* Starts a send or receive, then is polled until done; never blocks. *request is the backend's; done == 1 or an error ends it. */
+    /* A send or receive is started, then polled until done; never blocks. *request is the backend's; done == 1 or an error ends it. */
     ddp_result (*p2p_start)(ddp_group *group, void *state, const ddp_call *call, void **request);
     ddp_result (*p2p_poll)(ddp_group *group, void *state, void *request, int *done);
     /* Sleeps until something may have changed for p2p_poll, at most so long; 0 = a moment of a wait that should be short. NULL = the caller yields. */
@@ -6995,9 +6992,8 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, 
     if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(s);
 }
 
-/* -- TORCH: windows of randperm -- */
-
-/* Draw j of randperm swaps entry j with its target, j + z. Undone from the last position of the window down, a window's sample is first met at draw
+/* -- TORCH: windows of randperm --
+   Draw j of randperm swaps entry j with its target, j + z. Undone from the last position of the window down, a window's sample is first met at draw
    j = its position, lying at j + z; from then on it is at j whenever a draw's target is where it lies. Draws above the window do not matter, so an
    epoch's first window takes few of them. A block of draws is first sifted, so that the loads of filter and table overlap: a draw stays if it is
    one of the window's, or its target is in the filter or inside the block. */
@@ -7099,8 +7095,6 @@ static void ddp__sampler_fill(ddp_sampler *s, int64_t first) {
     s->window_first = first;
     s->window_count = count;
 }
-
-/* -- Public -- */
 
 #define DDP__SAMPLER_NEED(who, condition, ...) DDP__CHECK("ddp_sampler_" who, NULL, condition, __VA_ARGS__)
 
