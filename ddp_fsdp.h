@@ -409,6 +409,18 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char
     return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", ddp_rank(group), ddp_world_size(group), who, ddp_group_name(group), text);
 }
 
+/* A result with its error line, kept while something else happens, or sent to other ranks. */
+typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
+
+static ddp__told ddp__told_now(ddp_result result) {
+    ddp__told told = DDP_ZERO;
+    told.result = result;
+    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%s", ddp_last_error());
+    return told;
+}
+
+static ddp_result ddp__told_again(const ddp__told *told) { return told->result == DDP_OK ? DDP_OK : ddp_fail((ddp_result)told->result, "%s", told->text); }
+
 /* Leave the public function unless the condition holds; what follows it is what to tell. */
 #define DDP__FSDP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad(__func__, NULL, __VA_ARGS__); } while (0)
 
@@ -451,11 +463,17 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #define DDP__UPDATE_BYTES 32 /* of a vector; wider ones gain nothing */
+#define DDP__ROOT_f32(x) x = (ddp__vector_f32)_mm256_sqrt_ps((__m256)x)
+#define DDP__ROOT_f64(x) x = (ddp__vector_f64)_mm256_sqrt_pd((__m256d)x)
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#define DDP__UPDATE_BYTES 16
+#define DDP__ROOT_f32(x) x = (ddp__vector_f32)_mm_sqrt_ps((__m128)x)
+#define DDP__ROOT_f64(x) x = (ddp__vector_f64)_mm_sqrt_pd((__m128d)x)
 #else
 #define DDP__UPDATE_BYTES 16
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#define DDP__ROOT_f32(x) for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i])
+#define DDP__ROOT_f64(x) for (int i = 0; i < 2; i++) x[i] = sqrt(x[i])
 #endif
 
 /* The bits of an update depend on nothing but its inputs: not on where an element lies, on the compiler, or on its options. Each operation is rounded on its
@@ -470,81 +488,55 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
 #endif
 #define DDP__UPDATE_INLINE static inline __attribute__((always_inline))
 
-/* Loads and stores take any alignment; `left` elements are there. */
-#define DDP__UPDATE_VECTOR(real, suffix)                                                                                           \
-    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                                            \
+/* struct ddp_update has the formulas. Loads and stores take any alignment; from `at` on `left` elements are there. */
+#define DDP__UPDATE_FNS(real, suffix)                                                                                              \
+    typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                             \
     typedef struct ddp__factors_##suffix {                                                                                         \
-        real *w, *g, *m, *v;                                                                                                       \
-        real rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;                                                      \
+        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;                                      \
         int first, nesterov, lamb;                                                                                                 \
     } ddp__factors_##suffix;                                                                                                       \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *at, size_t left) {                                       \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *memory, size_t at, size_t left) {                        \
         ddp__vector_##suffix x = {0};                                                                                              \
-        memcpy(&x, at, left * sizeof(real));                                                                                       \
+        memcpy(&x, memory + at, left * sizeof(real));                                                                              \
         return x;                                                                                                                  \
     }                                                                                                                              \
-    DDP__UPDATE_INLINE void ddp__put_##suffix(real *at, ddp__vector_##suffix x, size_t left) { memcpy(at, &x, left * sizeof(real)); } \
-    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__square_##suffix(ddp__vector_##suffix x) { x = x * x; DDP__ROUNDED(x); return x; } \
+    DDP__UPDATE_INLINE void ddp__put_##suffix(real *memory, size_t at, ddp__vector_##suffix x, size_t left) {                      \
+        memcpy(memory + at, &x, left * sizeof(real));                                                                              \
+    }                                                                                                                              \
     DDP__UPDATE_INLINE ddp__vector_##suffix ddp__times_##suffix(real factor, ddp__vector_##suffix x) {                             \
         x = factor * x;                                                                                                            \
         DDP__ROUNDED(x);                                                                                                           \
         return x;                                                                                                                  \
-    }
-DDP__UPDATE_VECTOR(float, f32)
-DDP__UPDATE_VECTOR(double, f64)
-#undef DDP__UPDATE_VECTOR
-
-DDP__UPDATE_INLINE ddp__vector_f32 ddp__root_f32(ddp__vector_f32 x) {
-#if DDP__UPDATE_BYTES == 32
-    return (ddp__vector_f32)_mm256_sqrt_ps((__m256)x);
-#elif defined(__SSE2__)
-    return (ddp__vector_f32)_mm_sqrt_ps((__m128)x);
-#else
-    for (int i = 0; i < 4; i++) x[i] = sqrtf(x[i]);
-    return x;
-#endif
-}
-
-DDP__UPDATE_INLINE ddp__vector_f64 ddp__root_f64(ddp__vector_f64 x) {
-#if DDP__UPDATE_BYTES == 32
-    return (ddp__vector_f64)_mm256_sqrt_pd((__m256d)x);
-#elif defined(__SSE2__)
-    return (ddp__vector_f64)_mm_sqrt_pd((__m128d)x);
-#else
-    for (int i = 0; i < 2; i++) x[i] = sqrt(x[i]);
-    return x;
-#endif
-}
-
-/* struct ddp_update has the formulas. A function for ADAMW and LAMB, one for SGD, and the loop over both. */
-#define DDP__UPDATE_FNS(real, suffix)                                                                                              \
+    }                                                                                                                              \
     DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                    \
-        ddp__vector_##suffix g = ddp__get_##suffix(f->g + at, left), w = ddp__get_##suffix(f->w + at, left), d;                    \
-        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m + at, left)) + ddp__times_##suffix(f->rest1, g); \
-        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v + at, left)) +                               \
-                                 ddp__times_##suffix(f->rest2, ddp__square_##suffix(g));                                           \
-        d = ddp__times_##suffix(f->rate, m) / (ddp__times_##suffix(f->root, ddp__root_##suffix(v)) + f->eps);                      \
-        if (!f->lamb) ddp__put_##suffix(f->w + at, ddp__times_##suffix(f->keep, w) - d, left);                                     \
-        else ddp__put_##suffix(f->g + at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);                         \
-        ddp__put_##suffix(f->m + at, m, left);                                                                                     \
-        ddp__put_##suffix(f->v + at, v, left);                                                                                     \
+        ddp__vector_##suffix g = ddp__get_##suffix(f->g, at, left), w = ddp__get_##suffix(f->w, at, left), square = g * g;         \
+        DDP__ROUNDED(square);                                                                                                      \
+        ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left)) + ddp__times_##suffix(f->rest1, g); \
+        ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v, at, left)) + ddp__times_##suffix(f->rest2, square); \
+        ddp__vector_##suffix root = v;                                                                                             \
+        DDP__ROOT_##suffix(root);                                                                                                  \
+        ddp__vector_##suffix d = ddp__times_##suffix(f->rate, m) / (ddp__times_##suffix(f->root, root) + f->eps);                  \
+        if (!f->lamb) ddp__put_##suffix(f->w, at, ddp__times_##suffix(f->keep, w) - d, left);                                      \
+        else ddp__put_##suffix(f->g, at, f->decay != 0 ? d + ddp__times_##suffix(f->decay, w) : d, left);                          \
+        ddp__put_##suffix(f->m, at, m, left);                                                                                      \
+        ddp__put_##suffix(f->v, at, v, left);                                                                                      \
     }                                                                                                                              \
     DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                     \
-        ddp__vector_##suffix w = ddp__get_##suffix(f->w + at, left), d = ddp__get_##suffix(f->g + at, left), m;                    \
+        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_##suffix(f->g, at, left), m;                      \
         if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                                               \
         d = ddp__times_##suffix(f->scale, d);                                                                                      \
         if (f->m) {                                                                                                                \
-            m = f->first ? d : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m + at, left)) + ddp__times_##suffix(f->rest1, d); \
+            m = f->first ? d : ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left)) + ddp__times_##suffix(f->rest1, d); \
             d = f->nesterov ? d + ddp__times_##suffix(f->beta1, m) : m;                                                            \
-            ddp__put_##suffix(f->m + at, m, left);                                                                                 \
+            ddp__put_##suffix(f->m, at, m, left);                                                                                  \
         }                                                                                                                          \
-        ddp__put_##suffix(f->w + at, w - ddp__times_##suffix(f->rate, d), left);                                                   \
+        ddp__put_##suffix(f->w, at, w - ddp__times_##suffix(f->rate, d), left);                                                    \
     }                                                                                                                              \
     static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
-        ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,         \
-                                   (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps,    \
-                                   (real)u->keep, (real)u->decay, (real)u->scale, u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
-        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                               \
+        const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
+                                         (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps, \
+                                         (real)u->keep, (real)u->decay, (real)u->scale, u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
+        size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
         if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
             for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                                      \
             if (rest) ddp__update_sgd_##suffix(&f, whole, rest);                                                                   \
@@ -1129,11 +1121,11 @@ static uint32_t ddp__crc32c(const void *data, size_t size) { return ~ddp__crc_fe
 /* A string of a text: zero-terminated, where it has no zeros of its own. */
 typedef struct ddp__words { const char *at; size_t length; } ddp__words;
 
-/* Reads the text [at, end) front to back, without recursion, and never beyond. Strings are decoded where they lie. Every function gives 0 once something was
-   wrong, and error and at then tell what and where. */
-typedef struct ddp__json { char *begin, *at, *end; const char *error; } ddp__json;
+/* Reads the text [at, end) front to back, and never beyond. Strings are decoded where they lie. Every function gives 0 once something was wrong, and error and
+   at then tell what and where. */
+typedef struct ddp__json { char *begin, *at, *end; const char *error; int depth; } ddp__json;
 
-static ddp__json ddp__json_of(char *text, size_t length) { ddp__json json = {text, text, text + length, NULL}; return json; }
+static ddp__json ddp__json_of(char *text, size_t length) { ddp__json json = {text, text, text + length, NULL, 0}; return json; }
 
 static int ddp__json_fail(ddp__json *j, const char *what) {
     if (!j->error) j->error = what;
@@ -1253,49 +1245,37 @@ static int ddp__json_number(ddp__json *j, char kind, uint64_t *value) {
     return ddp__json_digits(j);
 }
 
-/* After the opening bracket, and after each entry: is there another one before `close`? *count counts them, from 0. */
-static int ddp__json_more(ddp__json *j, char close, int *count) {
-    if (j->error || ddp__json_take(j, close)) return 0;
-    if (*count > 0 && !ddp__json_need(j, ',', "a comma or a closing bracket is missing")) return 0;
-    (*count)++;
-    return 1;
+/* Is there another entry before the bracket closes? It is opened where *count, which counts them, is 0. */
+static int ddp__json_more(ddp__json *j, const char *brackets, int *count) {
+    if (*count == 0 && !ddp__json_need(j, brackets[0], *brackets == '{' ? "an object is missing" : "a list is missing")) return 0;
+    if (j->error || ddp__json_take(j, brackets[1])) return 0;
+    return (*count)++ == 0 || ddp__json_need(j, ',', "a comma or a closing bracket is missing");
 }
 
-static int ddp__json_name(ddp__json *j, ddp__words *name) { return ddp__json_string(j, name) && ddp__json_need(j, ':', "a colon is missing"); }
+static int ddp__json_item(ddp__json *j, int *count) { return ddp__json_more(j, "[]", count); }
 
-static int ddp__json_scalar(ddp__json *j) {
-    static const char *const words[] = {"true", "false", "null"};
-    ddp__words string;
-    uint64_t value;
-    char c = ddp__json_peek(j);
-    if (c == '"') return ddp__json_string(j, &string);
-    for (size_t i = 0, n; i < 3; i++)
-        if (n = strlen(words[i]), (size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) { j->at += n; return 1; }
-    return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value) : ddp__json_fail(j, "a value is missing");
+/* An entry of an object; its value is next. */
+static int ddp__json_entry(ddp__json *j, int *count, ddp__words *name) {
+    return ddp__json_more(j, "{}", count) && ddp__json_string(j, name) && ddp__json_need(j, ':', "a colon is missing");
 }
 
 /* Passes over one value of any kind. */
 static int ddp__json_skip(ddp__json *j) {
-    uint64_t objects = 0; /* a bit for each open bracket, the innermost lowest: 1 = an object */
-    ddp__words name;
-    int depth = 0;
-    for (;;) {
-        char c = ddp__json_peek(j);
-        int opened = c == '{' || c == '[';
-        if (!opened && !ddp__json_scalar(j)) return 0;
-        if (opened) {
-            if (depth++ == 64) return ddp__json_fail(j, "brackets are nested too deeply");
-            j->at++;
-            objects = objects << 1 | (c == '{');
-        }
-        for (; depth > 0; depth--, objects >>= 1, opened = 0) {
-            int count = !opened; /* no comma before the first entry of what has just been opened */
-            if (ddp__json_more(j, objects & 1 ? '}' : ']', &count)) break;
-            if (j->error) return 0;
-        }
-        if (depth == 0) return 1;
-        if ((objects & 1) && !ddp__json_name(j, &name)) return 0;
+    static const char *const words[] = {"true", "false", "null"};
+    ddp__words string;
+    uint64_t value;
+    int count = 0;
+    char c = ddp__json_peek(j);
+    if (c == '{' || c == '[') {
+        if (j->depth++ == 64) return ddp__json_fail(j, "brackets are nested too deeply");
+        while (c == '{' ? ddp__json_entry(j, &count, &string) : ddp__json_item(j, &count)) (void)ddp__json_skip(j);
+        j->depth--;
+        return j->error == NULL;
     }
+    if (c == '"') return ddp__json_string(j, &string);
+    for (size_t i = 0, n; i < 3; i++)
+        if (n = strlen(words[i]), (size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) { j->at += n; return 1; }
+    return c == '-' || (c >= '0' && c <= '9') ? ddp__json_number(j, 'n', &value) : ddp__json_fail(j, "a value is missing");
 }
 
 static int ddp__json_end(ddp__json *j) { return !j->error && (!ddp__json_peek(j) && j->at == j->end ? 1 : ddp__json_fail(j, "something follows the end")); }
@@ -1412,44 +1392,39 @@ static ddp_result ddp__stored_fail(ddp_result result, const char *path, uint64_t
 
 /* {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order. */
 static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
+    static const char *const names[] = {"dtype", "shape", "data_offsets"};
     static const char wrong[] = "a tensor has dtype, shape and data_offsets, each once";
-    ddp__words key;
+    const uint64_t most = (uint64_t)INT64_MAX / 16;
+    ddp__words word;
     uint64_t value;
     int keys = 0, seen = 0;
     r->count = 1;
-    if (!ddp__json_need(j, '{', "a tensor is described by an object")) return 0;
-    while (ddp__json_more(j, '}', &keys)) {
-        int which, count = 0;
-        if (!ddp__json_name(j, &key)) return 0;
-        which = ddp__words_are(key, "dtype") ? 1 : ddp__words_are(key, "shape") ? 2 : ddp__words_are(key, "data_offsets") ? 4 : 0;
-        if (which == 0 || (seen & which)) return ddp__json_fail(j, wrong);
-        seen |= which;
-        if (which == 1) {
-            if (!ddp__json_string(j, &key)) return 0;
-            for (int i = 0; i < DDP__FILE_DTYPES; i++) if (ddp__words_are(key, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
+    while (ddp__json_entry(j, &keys, &word)) {
+        int which = 0, count = 0;
+        while (which < 3 && !ddp__words_are(word, names[which])) which++;
+        if (which == 3 || (seen >> which & 1)) return ddp__json_fail(j, wrong);
+        seen |= 1 << which;
+        if (which == 0) {
+            if (!ddp__json_string(j, &word)) return 0;
+            for (int i = 0; i < DDP__FILE_DTYPES; i++) if (ddp__words_are(word, ddp__file_dtypes[i].name)) r->dtype = &ddp__file_dtypes[i];
             if (!r->dtype) return ddp__json_fail(j, "a dtype that is not known");
             continue;
         }
-        if (!ddp__json_need(j, '[', "a list of numbers is missing")) return 0;
-        while (ddp__json_more(j, ']', &count)) {
+        while (ddp__json_item(j, &count)) {
             if (!ddp__json_number(j, 'u', &value)) return 0;
-            if (which == 4) *(count == 1 ? &r->begin : &r->end) = value;
-            else if (value > (uint64_t)INT64_MAX / 16 || (value && r->count > (uint64_t)INT64_MAX / 16 / value)) return ddp__json_fail(j, "a shape is too large");
-            else {
-                r->count *= value;
-                if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
-            }
+            if (which == 2) { *(count == 1 ? &r->begin : &r->end) = value; continue; }
+            if (value > most || (value && r->count > most / value)) return ddp__json_fail(j, "a shape is too large");
+            r->count *= value;
+            if (r->ndim++ < DDP_MAX_NDIM) r->shape[r->ndim - 1] = (int64_t)value;
         }
-        if (which == 4 && count != 2) return ddp__json_fail(j, "data_offsets are two numbers");
+        if (which == 2 && count != 2) return ddp__json_fail(j, "data_offsets are two numbers");
     }
     return seen == 7 ? 1 : ddp__json_fail(j, wrong);
 }
 
 static int ddp__metadata_read(ddp__json *j, ddp__pair *pairs, int *pair_count) {
-    int count = 0;
-    if (!ddp__json_need(j, '{', "metadata is an object")) return 0;
-    for (; ddp__json_more(j, '}', &count); (*pair_count)++)
-        if (!ddp__json_name(j, &pairs[*pair_count].key) || !ddp__json_string(j, &pairs[*pair_count].value)) return 0;
+    for (int count = 0; ddp__json_entry(j, &count, &pairs[*pair_count].key); (*pair_count)++)
+        if (!ddp__json_string(j, &pairs[*pair_count].value)) return 0;
     qsort(pairs, (size_t)*pair_count, sizeof *pairs, ddp__pair_compare);
     for (int i = 1; i < *pair_count; i++)
         if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) return ddp__json_fail(j, "metadata has a key twice");
@@ -1505,15 +1480,16 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
     header->records = (ddp__stored *)ddp_group_malloc(group, (colons / 4 + 1) * sizeof *header->records);
     pairs = header->records ? (ddp__pair *)ddp_group_malloc(group, colons * sizeof *pairs) : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
-    if (length == 0 || *j.at++ != '{') (void)ddp__json_fail(&j, "a header starts with {");
-    while (ddp__json_more(&j, '}', &count)) {
+    if (length == 0 || *text != '{') (void)ddp__json_fail(&j, "a header starts with {");
+    for (ddp__words name; ddp__json_entry(&j, &count, &name);) {
         ddp__stored *record = &header->records[header->count];
         memset(record, 0, sizeof *record);
-        if (!ddp__json_name(&j, &record->name)) break;
-        if (!ddp__words_are(record->name, "__metadata__")) header->count += ddp__stored_read(&j, record);
+        record->name = name;
+        if (!ddp__words_are(name, "__metadata__")) header->count += ddp__stored_read(&j, record);
         else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
         else (void)ddp__metadata_read(&j, pairs, &pair_count);
     }
+
     if (ddp__json_end(&j)) result = ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count);
     else result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
     ddp_group_mfree(group, pairs);
@@ -1547,20 +1523,14 @@ static const char *const ddp__kind_names[2] = {"model", "optimizer"};
 
 /* --- agreeing --- */
 
-typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
-
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
 static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    int rank = ddp_rank(group);
-    int32_t first = own == DDP_OK ? INT32_MAX : rank;
-    ddp__told cause = DDP_ZERO;
-    cause.result = own;
-    if (own != DDP_OK)
-        snprintf(cause.text, sizeof cause.text, "rank %d/%d %s group=%s: %.400s", rank, ddp_world_size(group), who, ddp_group_name(group), ddp_last_error());
+    int32_t first = own == DDP_OK ? INT32_MAX : ddp_rank(group);
+    ddp__told cause = ddp__told_now(own);
     DDP__FSDP_TRY(ddp__host_reduce(group, &first, 1, DDP_I32, DDP_OP_MIN));
     if (first == INT32_MAX) return DDP_OK;
     DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &cause, sizeof cause, DDP_U8, DDP_OP_SUM, first));
-    return ddp_fail((ddp_result)cause.result, "%s", cause.text);
+    return ddp_fail((ddp_result)cause.result, "rank %d/%d %s group=%s: %.400s", first, ddp_world_size(group), who, ddp_group_name(group), cause.text);
 }
 
 /* Collective: the place of the first number that is another one than rank 0's, or count. */
@@ -1626,13 +1596,13 @@ static ddp_result ddp__transfer(int fd, char *data, uint64_t size, uint64_t at, 
 static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)(uintptr_t)data, size, at, path, 1); }
 static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)data, size, at, path, 0); }
 
-/* A new file that holds data, or has room for size bytes on the disk. */
+/* Writes data to the start of a file, or makes room for size bytes on the disk. */
 static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
     char path[DDP__PATH_MAX];
     struct rlimit limit;
     ddp_result result = DDP_OK;
     int fd;
-    DDP__FSDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY | O_TRUNC, path, &fd));
+    DDP__FSDP_TRY(ddp__file_open(dir, name, O_CREAT | O_WRONLY, path, &fd));
     errno = 0;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) errno = EFBIG; /* writing would raise a signal */
     else if (!data && size && syscall(SYS_fallocate, fd, 0, (off_t)0, (off_t)size) == 0) errno = 0;
@@ -1664,39 +1634,33 @@ static int ddp__is_our_file(const char *name) {
 
 enum { DDP__FOLDER_MISSING, DDP__FOLDER_EMPTY, DDP__FOLDER_OURS };
 
-/* What is at path; anything but a checkpoint of ours, whole or begun, is DDP_ERR_INVALID: it is not to be replaced. clear: deletes it, last what tells that it is ours. */
+static int ddp__is_entry(const struct dirent *entry) { return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0; }
+
+/* What is at path; anything but a checkpoint of ours, whole or begun, is DDP_ERR_INVALID: it is not to be replaced. clear: deletes it; last, by its name, the
+   state, which tells that it is ours. */
 static ddp_result ddp__folder_look(const char *path, int clear, int *kind) {
-    char file[DDP__PATH_MAX], stranger[100] = "", start[sizeof DDP__STATE_START] = "";
-    struct dirent *entry;
-    DIR *folder = opendir(path);
-    int files = 0, fd, ours = 0;
-    *kind = DDP__FOLDER_MISSING;
-    if (!folder) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
-    while ((entry = readdir(folder)) != NULL) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        files++;
-        if (!ddp__is_our_file(entry->d_name)) snprintf(stranger, sizeof stranger, "%.90s", entry->d_name);
-    }
-    *kind = files ? DDP__FOLDER_OURS : DDP__FOLDER_EMPTY;
-    snprintf(file, sizeof file, "%.*s/" DDP__STATE_FILE, DDP__DIR_MAX + 20, path);
-    if (files && !stranger[0] && (fd = open(file, O_RDONLY | O_CLOEXEC)) >= 0) {
+    char file[DDP__PATH_MAX], stranger[100] = "files without " DDP__STATE_FILE, start[sizeof DDP__STATE_START] = "";
+    struct dirent **entry;
+    ddp_result result = DDP_OK;
+    int fd, ours = 0, count = scandir(path, &entry, ddp__is_entry, alphasort);
+    *kind = count < 0 ? DDP__FOLDER_MISSING : count == 0 ? DDP__FOLDER_EMPTY : DDP__FOLDER_OURS;
+    if (count < 0) return errno == ENOENT ? DDP_OK : ddp__file_fail("opening", path);
+    if (count && ddp__file_open(path, DDP__STATE_FILE, O_RDONLY, file, &fd) == DDP_OK) {
         ssize_t got = pread(fd, start, sizeof start - 1, 0);
         ours = got >= 0 && strncmp(start, DDP__STATE_START, (size_t)got) == 0;
         close(fd);
     }
-    rewinddir(folder);
-    while (clear && ours && (entry = readdir(folder)) != NULL) {
-        if (!ddp__is_our_file(entry->d_name) || strcmp(entry->d_name, DDP__STATE_FILE) == 0) continue;
-        snprintf(file, sizeof file, "%.*s/%s", DDP__DIR_MAX + 20, path, entry->d_name);
-        if (unlink(file) != 0 && errno != ENOENT) { closedir(folder); return ddp__file_fail("deleting", file); }
+    for (int i = 0; i < count; i++)
+        if (!ddp__is_our_file(entry[i]->d_name)) ours = 0, snprintf(stranger, sizeof stranger, "%.90s", entry[i]->d_name);
+    for (int i = 0; i < count; free(entry[i++])) {
+        snprintf(file, sizeof file, "%.*s/%s", DDP__DIR_MAX + 20, path, entry[i]->d_name);
+        if (clear && ours && result == DDP_OK && unlink(file) != 0 && errno != ENOENT) result = ddp__file_fail("deleting", file);
     }
-    closedir(folder);
-    if (files && !ours)
+    free(entry);
+    if (count && !ours)
         return ddp_fail(DDP_ERR_INVALID, "%s holds '%s', which is not part of a checkpoint of ours: saving replaces the whole folder, so choose another or move it away",
-                        path, stranger[0] ? stranger : "files without " DDP__STATE_FILE);
-    snprintf(file, sizeof file, "%.*s/" DDP__STATE_FILE, DDP__DIR_MAX + 20, path);
-    if (clear && files && unlink(file) != 0 && errno != ENOENT) return ddp__file_fail("deleting", file);
-    return !clear || rmdir(path) == 0 ? DDP_OK : ddp__file_fail("deleting", path);
+                        path, stranger);
+    return result != DDP_OK || !clear || rmdir(path) == 0 ? result : ddp__file_fail("deleting", path);
 }
 
 static ddp_result ddp__folder_delete(const char *path) { int kind; return ddp__folder_look(path, 1, &kind); }
@@ -1716,6 +1680,12 @@ static ddp_result ddp__folder_name(const char *dir, char out[DDP__PATH_MAX]) {
 static void ddp__parent_name(const char *path, char out[DDP__PATH_MAX]) {
     const char *last = strrchr(path, '/');
     snprintf(out, DDP__PATH_MAX, "%.*s", !last || last == path ? 1 : (int)(last - path), last ? path : ".");
+}
+
+enum { DDP__NEW = -1, DDP__OLD }; /* or the number of an older checkpoint */
+static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]) {
+    if (which > 0) snprintf(out, DDP__PATH_MAX, "%.*s.%d", DDP__DIR_MAX, dir, which);
+    else snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
 }
 
 /* --- boxes --- */
@@ -1837,36 +1807,35 @@ static ddp__task ddp__task_of(ddp_group *group, const char *who, const ddp__slic
     return task;
 }
 
+/* The first tensor that the boxes of all ranks do not tile, or the count. */
+static size_t ddp__first_not_tiled(const ddp__task *t) {
+    int i = 0;
+    while (i < 2 * t->count && (uint64_t)t->numbers[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
+    return (size_t)i / 2;
+}
+
 /* Collective, for boxes that do not tile: of ranks with the same box of a tensor the lowest keeps it. numbers become the sums of what is kept. */
 static ddp_result ddp__repeats_leave(ddp__task *t) {
     enum { MOST = DDP__CALL_BYTES / 16 };
     int64_t mine[2 * MOST], theirs[2 * MOST];
-    int rank = ddp_rank(t->group), world_size = ddp_world_size(t->group);
+    int rank = ddp_rank(t->group);
     for (int first = 0, n; first < t->count; first += n) {
         n = t->count - first < MOST ? t->count - first : MOST;
         for (int i = 0; i < 2 * n; i++) mine[i] = (int64_t)ddp__box_number(&t->slices[first + i / 2], 0, i % 2);
-        for (int r = 0; r < world_size - 1; r++) {
+        for (int r = 0; r < ddp_world_size(t->group) - 1; r++) {
             memcpy(theirs, mine, 2 * (size_t)n * sizeof *theirs);
             DDP__FSDP_TRY(ddp__host_call(t->group, DDP_CALL_BROADCAST, theirs, 2 * (size_t)n, DDP_I64, DDP_OP_SUM, r));
             for (int i = 0; i < n && rank > r; i++)
-                if (t->slices[first + i].may_repeat && mine[2 * i] && mine[2 * i] == theirs[2 * i] && mine[2 * i + 1] == theirs[2 * i + 1]) t->left[first + i] = 1;
+                t->left[first + i] |= t->slices[first + i].may_repeat && mine[2 * i] && memcmp(&mine[2 * i], &theirs[2 * i], 2 * sizeof *mine) == 0;
         }
         for (int i = 0; i < 2 * n; i++) t->numbers[2 * first + i] = t->left[first + i / 2] ? 0 : mine[i];
     }
     return ddp__host_reduce(t->group, t->numbers, 2 * (size_t)t->count, DDP_I64, DDP_OP_SUM);
 }
 
-/* The first tensor that the boxes of all ranks do not tile, or the count. */
-static int ddp__first_not_tiled(const ddp__task *t) {
-    int i = 0;
-    while (i < 2 * t->count && (uint64_t)t->numbers[i] % DDP__PRIME == ddp__box_number(&t->slices[i / 2], 1, i % 2)) i++;
-    return i / 2;
-}
-
 /* Collective: every rank has the same tensors and options and, to save (tile), its boxes tile them with the others'. own: how this rank fares so far. */
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t option[2], int tile, ddp_result own) {
     size_t n = (size_t)t->count, other;
-    uint32_t same[3];
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
     t->keys = (ddp__key *)ddp_group_malloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc + 1));
     if (!t->keys) own = DDP_ERR_NO_MEMORY;
@@ -1874,28 +1843,29 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     t->numbers = (int64_t *)(t->keys + n + 1);
     t->crc = (uint32_t *)(t->numbers + 2 * (n + 1));
     t->left = (unsigned char *)(t->crc + n + 1);
-    same[0] = (uint32_t)n, same[1] = ddp__crc32c(option, 2 * sizeof *option), same[2] = own == DDP_OK ? ddp__crc32c(t->dir, strlen(t->dir)) : 0;
+    const uint32_t same[3] = {(uint32_t)n, ddp__crc32c(option, 2 * sizeof *option), own == DDP_OK ? ddp__crc32c(t->dir, strlen(t->dir)) : 0};
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, same, 3, &other));
     if (own == DDP_OK && other < 3)
         own = ddp_fail(DDP_ERR_MISMATCH, "%s is not that of rank 0; give the same on every rank",
                        other == 0 ? "the number of tensors" : other == 1 ? "max_file_bytes or keep_checkpoints" : "dir");
     DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, own));
-    for (int i = 0; i < t->count; i++) {
+    for (size_t i = 0; i < n; i++) {
         const ddp__slice *s = &t->slices[i];
-        int32_t about[3];
-        about[0] = (int32_t)s->dtype, about[1] = s->ndim, about[2] = s->file_kind != 0;
+        const int32_t about[3] = {(int32_t)s->dtype, s->ndim, s->file_kind != 0};
         t->crc[i] = ddp__crc_feed(ddp__crc_feed(ddp__crc32c(s->name, strlen(s->name)), about, sizeof about), s->shape, sizeof s->shape[0] * (size_t)s->ndim);
-        for (int point = 0; point < 2; point++) t->numbers[2 * i + point] = (int64_t)ddp__box_number(s, 0, point);
+        for (size_t point = 0; point < 2; point++) t->numbers[2 * i + point] = (int64_t)ddp__box_number(s, 0, (int)point);
     }
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
-    DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
-    memset(t->left, 0, n);
-    if (tile && ddp__first_not_tiled(t) < t->count) DDP__FSDP_TRY(ddp__repeats_leave(t));
     if (other < n)
         own = ddp_fail(DDP_ERR_MISMATCH, "tensor %zu, here '%.100s' %s, is another one on rank 0", other, t->slices[other].name, ddp_dtype_name(t->slices[other].dtype));
-    other = tile && own == DDP_OK ? (size_t)ddp__first_not_tiled(t) : n;
-    if (other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
     memset(t->crc, 0, n * sizeof *t->crc);
+    memset(t->left, 0, n);
+    if (tile) {
+        DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
+        if (ddp__first_not_tiled(t) < n) DDP__FSDP_TRY(ddp__repeats_leave(t));
+        other = ddp__first_not_tiled(t);
+        if (own == DDP_OK && other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
+    }
     return ddp__save_agree(t->group, t->who, own);
 }
 
@@ -1923,8 +1893,8 @@ typedef struct ddp__saving {
     size_t max_file_bytes;
     int *order;                        /* the tensors as they lie in the files: by kind, as given */
     uint64_t *begin;                   /* per tensor: where its bytes lie in its file's data */
-    ddp__out_file *files;
-    int file_count, kind_count[2];
+    ddp__out_file *files;              /* behind them, once they are written, the indexes */
+    int file_count, kind_count[2], index_count;
     ddp__draft draft;
 } ddp__saving;
 
@@ -1996,11 +1966,9 @@ static ddp_result ddp__save_begin(ddp__saving *s) {
     struct stat info;
     int kind;
     DDP__FSDP_TRY(ddp__folder_look(s->task.dir, 0, &kind));
-    for (int i = 0; i < s->keep; i++) {
-        if (i) snprintf(path, sizeof path, "%.*s.%d", DDP__DIR_MAX, s->task.dir, i);
-        else snprintf(path, sizeof path, "%.*s.old", DDP__DIR_MAX, s->task.dir);
+    for (int i = 0; i < s->keep && (i < 2 || kind != DDP__FOLDER_MISSING); i++) {
+        ddp__beside_name(s->task.dir, i, path);
         DDP__FSDP_TRY(ddp__folder_look(path, 0, &kind));
-        if (i && kind == DDP__FOLDER_MISSING) break;
     }
     ddp__parent_name(s->task.dir, path);
     if (stat(path, &info) != 0) return ddp__file_fail("the folder that dir is to be in,", path);
@@ -2049,7 +2017,7 @@ static ddp_result ddp__save_slices(ddp__saving *s) {
     return DDP_OK;
 }
 
-static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state, const uint32_t index_crc[2]) {
+static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state) {
     ddp__draft *d = &s->draft;
     d->length = 0;
     ddp__draft_add(d, DDP__STATE_START ", \"version\": 1,\n \"world_size\": %d", ddp_world_size(s->task.group));
@@ -2066,9 +2034,7 @@ static void ddp__draft_state(ddp__saving *s, const ddp_fsdp_state *state, const 
         ddp__draft_add(d, "%s", kind[1] ? "]" : "");
     }
     ddp__draft_add(d, ",\n \"files\": {");
-    for (int f = 0; f < s->file_count; f++) ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
-    for (int kind = 0; kind < 2; kind++)
-        if (s->kind_count[kind]) ddp__draft_add(d, ",\n  \"%s.safetensors.index.json\": \"%08x\"", ddp__kind_names[kind], index_crc[kind]);
+    for (int f = 0; f < s->file_count + s->index_count; f++) ddp__draft_add(d, "%s\n  \"%s\": \"%08x\"", f ? "," : "", s->files[f].name, s->files[f].crc);
     ddp__draft_add(d, "},\n \"crc32c\": \"");
     if (!d->failed) ddp__draft_add(d, "%08x\"}\n", ddp__crc32c(d->at, d->length));
 }
@@ -2089,29 +2055,31 @@ static void ddp__draft_index(ddp__saving *s, int kind) {
     ddp__draft_add(d, "}}\n");
 }
 
+/* The draft becomes a file, or its header. */
+static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *crc) {
+    if (s->draft.failed) return DDP_ERR_NO_MEMORY;
+    *crc = ddp__crc32c(s->draft.at, s->draft.length);
+    return ddp__file_make(s->tmp, name, s->draft.at, s->draft.length);
+}
+
 /* On rank 0, once the data of all ranks is on disk: headers, lists of tensors, and last the state, which vouches for them. */
 static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
-    char path[DDP__PATH_MAX], name[64];
-    uint32_t index_crc[2] = {0, 0};
-    for (ddp__out_file *file = s->files; file < s->files + s->file_count; file++) {
-        int fd;
-        ddp__draft_header(s, file);
-        if (s->draft.failed) return DDP_ERR_NO_MEMORY;
-        file->crc = ddp__crc32c(s->draft.at, s->draft.length);
-        DDP__FSDP_TRY(ddp__file_open(s->tmp, file->name, O_WRONLY, path, &fd));
-        DDP__FSDP_TRY(ddp__file_end(fd, path, ddp__write_all(fd, s->draft.at, s->draft.length, 0, path)));
+    uint32_t crc;
+    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i]));
+    for (int f = 0; f < s->file_count; f++) {
+        ddp__draft_header(s, &s->files[f]);
+        DDP__FSDP_TRY(ddp__save_draft(s, s->files[f].name, &s->files[f].crc));
     }
     for (int kind = 0; kind < 2; kind++) {
+        ddp__out_file *index = &s->files[s->file_count + s->index_count];
         if (s->kind_count[kind] == 0) continue;
+        s->index_count++;
+        snprintf(index->name, sizeof index->name, "%s.safetensors.index.json", ddp__kind_names[kind]);
         ddp__draft_index(s, kind);
-        if (s->draft.failed) return DDP_ERR_NO_MEMORY;
-        index_crc[kind] = ddp__crc32c(s->draft.at, s->draft.length);
-        snprintf(name, sizeof name, "%s.safetensors.index.json", ddp__kind_names[kind]);
-        DDP__FSDP_TRY(ddp__file_make(s->tmp, name, s->draft.at, s->draft.length));
+        DDP__FSDP_TRY(ddp__save_draft(s, index->name, &index->crc));
     }
-    ddp__draft_state(s, state, index_crc);
-    if (s->draft.failed) return DDP_ERR_NO_MEMORY;
-    DDP__FSDP_TRY(ddp__file_make(s->tmp, DDP__STATE_FILE, s->draft.at, s->draft.length));
+    ddp__draft_state(s, state);
+    DDP__FSDP_TRY(ddp__save_draft(s, DDP__STATE_FILE, &crc));
     return ddp__folder_sync(s->tmp);
 }
 
@@ -2119,23 +2087,25 @@ static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
 static ddp_result ddp__save_rotate(const ddp__saving *s, const char *previous) {
     char from[DDP__PATH_MAX], to[DDP__PATH_MAX];
     int number = s->keep - 1, kind;
-    do snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, ++number);
+    do ddp__beside_name(s->task.dir, ++number, to);
     while (ddp__folder_look(to, 0, &kind) == DDP_OK && kind == DDP__FOLDER_OURS);
     while (--number >= s->keep) {
-        snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number);
+        ddp__beside_name(s->task.dir, number, to);
         DDP__FSDP_TRY(ddp__folder_delete(to));
     }
     DDP__FSDP_TRY(ddp__folder_look(previous, 0, &kind));
     if (s->keep == 1 || kind != DDP__FOLDER_OURS) return ddp__folder_delete(previous);
-    for (number = 1;; number++) {
-        snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number);
-        DDP__FSDP_TRY(ddp__folder_look(to, number == s->keep - 1, &kind));
-        if (kind == DDP__FOLDER_MISSING || number == s->keep - 1) break;
+    for (number = 1; number < s->keep - 1; number++) {
+        ddp__beside_name(s->task.dir, number, to);
+        DDP__FSDP_TRY(ddp__folder_look(to, 0, &kind));
+        if (kind == DDP__FOLDER_MISSING) break;
     }
-    for (; number > 0; number--) {
-        if (number > 1) snprintf(from, sizeof from, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number - 1);
-        snprintf(to, sizeof to, "%.*s.%d", DDP__DIR_MAX, s->task.dir, number);
-        if (rename(number > 1 ? from : previous, to) != 0) return ddp__file_fail("renaming to", to);
+    ddp__beside_name(s->task.dir, number, to);
+    DDP__FSDP_TRY(ddp__folder_delete(to));
+    for (; number > 0; number--, memcpy(to, from, sizeof to)) {
+        if (number > 1) ddp__beside_name(s->task.dir, number - 1, from);
+        else memcpy(from, previous, sizeof from);
+        if (rename(from, to) != 0) return ddp__file_fail("renaming to", to);
     }
     return DDP_OK;
 }
@@ -2152,7 +2122,7 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     swapped = there && syscall(SYS_renameat2, AT_FDCWD, s->tmp, AT_FDCWD, s->task.dir, 2 /* RENAME_EXCHANGE */) == 0;
 #endif
     if (!swapped) {
-        snprintf(previous, sizeof previous, "%.*s.old", DDP__DIR_MAX, s->task.dir);
+        ddp__beside_name(s->task.dir, DDP__OLD, previous);
         if (there) DDP__FSDP_TRY(ddp__folder_delete(previous)); /* of a save that was killed after its second rename */
         if (there && rename(s->task.dir, previous) != 0) return ddp__file_fail("renaming", s->task.dir);
         if (rename(s->tmp, s->task.dir) != 0) {
@@ -2161,10 +2131,8 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
         }
     }
     s->tmp[0] = '\0'; /* what is there now is not to be deleted, should saving fail */
-    if (ddp__folder_sync(parent) != DDP_OK) {
-        snprintf(text, sizeof text, "%.400s", ddp_last_error());
-        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %s", text);
-    }
+    if (ddp__folder_sync(parent) != DDP_OK)
+        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s", ddp_last_error());
     if (ddp__save_rotate(s, previous) != DDP_OK) {
         snprintf(text, sizeof text, "the checkpoint is saved, but the one before it could not be put away: %.350s", ddp_last_error());
         ddp_group_log(s->task.group, text);
@@ -2174,33 +2142,30 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
 
 static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_state *state) {
     ddp__task *t = &s->task;
-    size_t n = (size_t)t->count + 1;
+    size_t n = (size_t)t->count + 2;
     int rank = ddp_rank(t->group);
-    int64_t option[2];
+    const int64_t option[2] = {(int64_t)s->max_file_bytes, s->keep};
     ddp_result result = s->keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep) : DDP_OK;
-    option[0] = (int64_t)s->max_file_bytes, option[1] = s->keep;
     s->files = (ddp__out_file *)ddp_group_malloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
     if (!s->files) result = DDP_ERR_NO_MEMORY;
     s->begin = (uint64_t *)(s->files + n);
     s->order = (int *)(s->begin + n);
     DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 1, result));
-    snprintf(s->tmp, sizeof s->tmp, "%.*s.tmp", DDP__DIR_MAX, t->dir);
+    ddp__beside_name(t->dir, DDP__NEW, s->tmp);
     result = ddp__save_plan(s);
     if (result == DDP_OK && rank == 0) result = ddp__save_begin(s);
     result = ddp__save_agree(t->group, t->who, result);
     if (result == DDP_OK) result = ddp__save_agree(t->group, t->who, ddp__save_slices(s));
     if (result == DDP_OK) result = ddp__crc_combine(t->group, t->crc, t->count);
     if (result == DDP_OK) {
-        for (int i = 0; i < t->count; i++) t->crc[i] = ddp__crc_finish(t->crc[i], ddp__slice_bytes(&t->slices[i]));
         if (rank == 0) result = ddp__save_end(s, state);
         if (rank == 0 && result == DDP_OK) result = ddp__save_commit(s);
         result = ddp__save_agree(t->group, t->who, result);
     }
-    if (result != DDP_OK && rank == 0) {
-        char text[512];
-        snprintf(text, sizeof text, "%s", ddp_last_error());
-        if (s->tmp[0]) (void)ddp__folder_delete(s->tmp);
-        return ddp_fail(result, "%s", text);
+    if (result != DDP_OK && rank == 0 && s->tmp[0]) {
+        ddp__told told = ddp__told_now(result);
+        (void)ddp__folder_delete(s->tmp);
+        return ddp__told_again(&told);
     }
     return result;
 }
@@ -2293,8 +2258,7 @@ static ddp_result ddp__json_result(const ddp__loading *l, const char *name, cons
 /* The numbers of a field, one behind the other from `at` on. */
 static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     int n = 0, list = kinds[1] != 0, count = 0;
-    if (list && !ddp__json_need(j, '[', "a list is missing")) return 0;
-    for (; kinds[n] && (!list || ddp__json_more(j, ']', &count)); at += kinds[n++] == '4' ? 4 : 8) {
+    for (; kinds[n] && (!list || ddp__json_item(j, &count)); at += kinds[n++] == '4' ? 4 : 8) {
         uint64_t bits;
         if (!ddp__json_number(j, kinds[n] == 'u' ? 'u' : 'i', &bits)) return 0;
         int32_t narrow = (int32_t)(int64_t)bits;
@@ -2304,27 +2268,28 @@ static int ddp__state_numbers(ddp__json *j, const char *kinds, char *at) {
     return !kinds[n] && (!list || ddp__json_take(j, ']')) ? 1 : ddp__json_fail(j, "a list has another length");
 }
 
+/* The files of an object: its names, and their checksums; or, in the index of a model from elsewhere, its values. */
+static int ddp__files_read(ddp__loading *l, ddp__json *j, int sums) {
+    ddp__words name, value;
+    uint32_t crc = 0;
+    for (int count = 0; ddp__json_entry(j, &count, &name);) {
+        if (!ddp__json_string(j, &value)) return 0;
+        if ((sums && !ddp__hex_read(value, &crc)) || !ddp__in_file_add(l, sums ? name : value, crc))
+            return ddp__json_fail(j, sums ? "not a file and its checksum" : "not the name of a file in the folder");
+    }
+    return j->error == NULL;
+}
+
 static int ddp__state_read(ddp__loading *l, ddp__json *j) {
-    int count = 0, entries = 0, seen = 0;
+    int count = 0, seen = 0;
     uint64_t version = 0;
-    uint32_t crc;
-    ddp__words key, value;
-    if (!ddp__json_need(j, '{', "an object is missing")) return 0;
-    while (ddp__json_more(j, '}', &count)) {
-        int f = 0, fine = 1;
-        if (!ddp__json_name(j, &key)) return 0;
+    for (ddp__words key; ddp__json_entry(j, &count, &key);) {
+        int f = 0;
         while (f < DDP__STATE_FIELDS && !ddp__words_are(key, ddp__state_fields[f].name)) f++;
-        seen++;
-        if (f < DDP__STATE_FIELDS) fine = ddp__state_numbers(j, ddp__state_fields[f].kinds, (char *)&l->state + ddp__state_fields[f].at);
-        else if (ddp__words_are(key, "version")) fine = ddp__json_number(j, 'u', &version);
-        else if (ddp__words_are(key, "files")) {
-            if (!ddp__json_need(j, '{', "an object is missing")) return 0;
-            while (ddp__json_more(j, '}', &entries)) {
-                if (!ddp__json_name(j, &key) || !ddp__json_string(j, &value)) return 0;
-                if (!ddp__hex_read(value, &crc) || !ddp__in_file_add(l, key, crc)) return ddp__json_fail(j, "not a file and its checksum");
-            }
-        } else seen--, fine = ddp__json_skip(j);
-        if (!fine) return 0;
+        if (f < DDP__STATE_FIELDS) seen += ddp__state_numbers(j, ddp__state_fields[f].kinds, (char *)&l->state + ddp__state_fields[f].at);
+        else if (ddp__words_are(key, "version")) seen += ddp__json_number(j, 'u', &version);
+        else if (ddp__words_are(key, "files")) seen += ddp__files_read(l, j, 1);
+        else (void)ddp__json_skip(j);
         if (seen && version != 1) return ddp__json_fail(j, "of a version that this one cannot read");
     }
     return ddp__json_end(j) && (seen == DDP__STATE_FIELDS + 2 ? 1 : ddp__json_fail(j, "something is missing"));
@@ -2362,18 +2327,11 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
 
 /* The index of a model from elsewhere tells the files; what is in them they tell themselves. */
 static int ddp__index_read(ddp__loading *l, ddp__json *j) {
-    ddp__words key, file;
-    int count = 0, entries = 0, found = 0;
-    if (!ddp__json_need(j, '{', "an object is missing")) return 0;
-    while (ddp__json_more(j, '}', &count)) {
-        if (!ddp__json_name(j, &key)) return 0;
-        if (!ddp__words_are(key, "weight_map")) { if (!ddp__json_skip(j)) return 0; continue; }
-        if (found++) return ddp__json_fail(j, "weight_map is there twice");
-        if (!ddp__json_need(j, '{', "an object is missing")) return 0;
-        while (ddp__json_more(j, '}', &entries)) {
-            if (!ddp__json_name(j, &key) || !ddp__json_string(j, &file)) return 0;
-            if (!ddp__in_file_add(l, file, 0)) return ddp__json_fail(j, "not the name of a file in the folder");
-        }
+    int count = 0, found = 0;
+    for (ddp__words key; ddp__json_entry(j, &count, &key);) {
+        if (!ddp__words_are(key, "weight_map")) (void)ddp__json_skip(j);
+        else if (found++) (void)ddp__json_fail(j, "weight_map is there twice");
+        else (void)ddp__files_read(l, j, 0);
     }
     return ddp__json_end(j) && (found ? 1 : ddp__json_fail(j, "weight_map is missing"));
 }
@@ -2635,7 +2593,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
    A rank reads its peers' rows where they lie, if ddp_group_peer finds them (direct); otherwise they travel in wire blocks, one per rank. */
 
-enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
+enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES }; /* fields of ddp_fsdp_bytes, whose last is the total */
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE };
 enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
 enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
@@ -2725,11 +2683,11 @@ struct ddp_fsdp {
     ddp_fsdp_state state;
     int64_t step;
     ddp__holding *holdings;
-    size_t now[DDP__PURPOSES], peak[DDP__PURPOSES], total_now, total_peak, group_bytes, file_bytes;
+    ddp_fsdp_bytes now, peak;
+    size_t group_bytes, file_bytes;
     int file;
     off_t file_size;
-    ddp_result state_result;       /* why there was no memory for moments */
-    char state_text[256];
+    ddp__told state_told;          /* why there was no memory for moments */
     void *own_raw;
     size_t own_counted;
 };
@@ -2738,29 +2696,28 @@ static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 /* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
-    char text[512];
+    ddp__told told = ddp__told_now(result);
     if (result == DDP_OK || !f->desc.replicas) return result;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
     for (int i = 0; i < 2; i++) {
         ddp_result cause = ddp_group_cause(i ? f->desc.replicas : f->group);
         if (cause != DDP_OK) ddp_group_poison(i ? f->group : f->desc.replicas, cause, ddp_last_error());
     }
-    return ddp_fail(result, "%s", text);
+    return ddp__told_again(&told);
 }
 
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
-    char text[512];
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    ddp_group_poison(f->group, result, text); /* the others will wait for this rank */
-    ddp_fail(result, "%s unit=%s: %s", who, unit->name, text);
+    ddp__told told = ddp__told_now(result);
+    ddp_group_poison(f->group, result, told.text); /* the others will wait for this rank */
+    ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
     return ddp__fsdp_failed(f, result);
 }
 
 static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
-    f->now[purpose] += add ? size : 0 - size;
-    f->total_now += add ? size : 0 - size;
-    if (f->now[purpose] > f->peak[purpose]) f->peak[purpose] = f->now[purpose];
-    if (f->total_now > f->total_peak) f->total_peak = f->total_now;
+    size_t *now = (size_t *)(void *)&f->now, *peak = (size_t *)(void *)&f->peak;
+    for (int i = purpose, left = 2; left-- > 0; i = DDP__PURPOSES) { /* the purpose, then the total */
+        now[i] += add ? size : 0 - size;
+        ddp__size_at_least(&peak[i], now[i]);
+    }
 }
 
 /* Host memory by the desc's allocator or the group's. */
@@ -2858,8 +2815,7 @@ static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
     static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
-    f->state_result = ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory);
-    if (f->state_result != DDP_OK) snprintf(f->state_text, sizeof f->state_text, "%.250s", ddp_last_error());
+    f->state_told = ddp__told_now(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory));
     return memory;
 }
 
@@ -2876,59 +2832,47 @@ static size_t ddp__rows_of(const ddp__weight *w, int rank) { return ddp__rows_fi
 static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->source != w && (w->source->unit == w->unit || f->keeps_whole); }
 static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
 
-static ddp_result ddp__weight_bad(const ddp_fsdp *f, const ddp__weight *w, const char *text) {
-    return ddp__fsdp_bad("ddp_fsdp_create", f->group, "unit %s, parameter %.200s: %s", w->unit->name, w->name, text);
-}
+#define DDP__WEIGHT_BAD(f, w, text, ...) ddp__fsdp_bad("ddp_fsdp_create", (f)->group, "unit %s, parameter %.200s: " text, (w)->unit->name, (w)->name, __VA_ARGS__)
 
 /* Which earlier use holds this one's shard. */
 static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
-    char text[256];
+    const char *tied_to = w->entry->tied_to;
     w->source = w;
     for (const ddp__weight *other = f->weights; other < w; other++)
-        if (!strcmp(other->name, w->name)) {
-            snprintf(text, sizeof text, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
-            return ddp__weight_bad(f, w, text);
-        }
-    for (ddp__weight *other = f->weights; other < w; other++) {
+        if (!strcmp(other->name, w->name)) return DDP__WEIGHT_BAD(f, w, "unit %.64s has a parameter of this name too; give each its own", other->unit->name);
+    for (const ddp__weight *other = f->weights; other < w; other++) {
         int same_data = value->data && other->entry->param.value.data == value->data;
-        if (!same_data && !(w->entry->tied_to && !strcmp(other->name, w->entry->tied_to))) continue;
-        if (same_data && other->unit != w->unit && !w->entry->tied_to) {
-            snprintf(text, sizeof text, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
-            return ddp__weight_bad(f, w, text);
-        }
+        if (!same_data && !(tied_to && !strcmp(other->name, tied_to))) continue;
+        if (same_data && other->unit != w->unit && !tied_to)
+            return DDP__WEIGHT_BAD(f, w, "shares its memory with %.80s of unit %.64s; put both into one unit, or set tied_to", other->name, other->unit->name);
         if (other->rows != w->rows || other->row_count != w->row_count || other->master_dtype != w->master_dtype || other->dtype != w->dtype)
-            return ddp__weight_bad(f, w, "is tied to a parameter of another shape or dtype");
-        if (!other->entry->frozen != !w->entry->frozen) {
-            snprintf(text, sizeof text, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
-            return ddp__weight_bad(f, w, text);
-        }
+            return DDP__WEIGHT_BAD(f, w, "is tied to %.80s, a parameter of another shape or dtype", other->name);
+        if (!other->entry->frozen != !w->entry->frozen)
+            return DDP__WEIGHT_BAD(f, w, "is tied to %.80s of unit %.64s, and one of them is frozen; freeze both, or neither", other->name, other->unit->name);
         w->source = other->source;
         return DDP_OK;
     }
-    if (w->entry->tied_to) {
-        snprintf(text, sizeof text, "tied_to=%.80s: no earlier parameter has that name", w->entry->tied_to);
-        return ddp__weight_bad(f, w, text);
-    }
-    if (!value->data && !f->desc.init_fn) return ddp__weight_bad(f, w, "has no values; set value.data, or init_fn of the desc");
-    return DDP_OK;
+    if (tied_to) return DDP__WEIGHT_BAD(f, w, "tied_to=%.80s: no earlier parameter has that name", tied_to);
+    return value->data || f->desc.init_fn ? DDP_OK : DDP__WEIGHT_BAD(f, w, "has no values; set value.data, or init_fn of the %s", "desc");
 }
 
 static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
+    const int64_t *shape = w->entry->global_shape, *offset = w->entry->global_offset;
     ddp_dtype grad = w->entry->param.grad.dtype;
-    int64_t count = ddp_tensor_count(value), global = 0;
-    if (!w->entry->param.name || !w->entry->param.name[0]) return ddp__weight_bad(f, w, "has no name; checkpoints need one");
-    if (!ddp__is_tensor_name(w->name, 9900))
-        return ddp__weight_bad(f, w, "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is");
-    if (count < 0) return ddp__weight_bad(f, w, "its shape is not one: ndim or an entry is negative, or the product overflows");
-    if (!ddp__is_float(value->dtype)) return ddp__weight_bad(f, w, "its dtype is not a float; keep it outside the units");
-    if (grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad)) return ddp__weight_bad(f, w, "the dtype of its gradient is not a float");
-    for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
-    for (int i = 0; i < value->ndim && global; i++)
-        if (w->entry->global_offset[i] < 0 || w->entry->global_shape[i] < value->shape[i] ||
-            w->entry->global_offset[i] > w->entry->global_shape[i] - value->shape[i])
-            return ddp__weight_bad(f, w, "global_offset and its shape reach beyond global_shape");
+    int64_t count = ddp_tensor_count(value), global = 0, inside = 1;
+    for (int i = 0; i < value->ndim && count >= 0; i++) {
+        global |= shape[i];
+        inside &= offset[i] >= 0 && shape[i] >= value->shape[i] && offset[i] <= shape[i] - value->shape[i];
+    }
+    const char *wrong = !w->entry->param.name || !w->entry->param.name[0] ? "has no name; checkpoints need one"
+                      : !ddp__is_tensor_name(w->name, 9900) ? "its name is not valid UTF-8 of at most 9900 bytes, or __metadata__; checkpoints need one that is"
+                      : count < 0 ? "its shape is not one: ndim or an entry is negative, or the product overflows"
+                      : !ddp__is_float(value->dtype) ? "its dtype is not a float; keep it outside the units"
+                      : grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad) ? "the dtype of its gradient is not a float"
+                      : global && !inside ? "global_offset and its shape reach beyond global_shape" : NULL;
+    if (wrong) return DDP__WEIGHT_BAD(f, w, "%s", wrong);
     w->rows = value->ndim ? (size_t)value->shape[0] : 1;
     w->row_count = w->rows ? (size_t)count / w->rows : 0;
     w->chunk = (w->rows + (size_t)f->world - 1) / (size_t)f->world;
@@ -3729,8 +3673,7 @@ typedef struct ddp__saver {
     char dir[DDP__PATH_MAX];   /* cut off where it is too long to be saved to */
     pthread_t thread;
     int running;
-    ddp_result result;
-    char text[512];
+    ddp__told told;            /* what came of it */
     ddp_fsdp *fsdp;
 } ddp__saver;
 
@@ -3835,8 +3778,7 @@ static ddp_result ddp__saver_write(ddp__saver *s, ddp_group *group) {
 
 static void *ddp__saver_main(void *argument) {
     ddp__saver *s = (ddp__saver *)argument;
-    s->result = ddp__saver_write(s, s->group);
-    if (s->result != DDP_OK) snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
+    s->told = ddp__told_now(ddp__saver_write(s, s->group));
     return NULL;
 }
 
@@ -3859,7 +3801,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     if (!s->running) return DDP_OK;
     if (s->running == 2) pthread_join(s->thread, NULL);
     s->running = 0;
-    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", s->result == DDP_OK ? DDP_OK : ddp_fail(s->result, "%s", s->text));
+    return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", ddp__told_again(&s->told));
 }
 
 static void ddp__saver_destroy(ddp_fsdp *f) {
@@ -3881,7 +3823,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     s->state.step = fsdp->step;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);
     if (!fsdp->desc.save_in_background) return ddp__fsdp_share_result(fsdp, __func__, writes ? ddp__saver_write(s, ddp__fsdp_file_group(fsdp)) : DDP_OK);
-    s->result = DDP_OK;
+    s->told.result = DDP_OK;
     s->running = 1;
     if (writes && pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
     else if (writes) ddp__saver_main(s); /* no thread to be had: it is written now */
@@ -4239,7 +4181,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     d.state_user = f;
     ddp_result result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
     if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer), 1);
-    return result == DDP_OK || f->state_result == DDP_OK ? result : ddp_fail(f->state_result, "%s", f->state_text);
+    return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp__told_again(&f->state_told);
 }
 
 static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
@@ -4281,36 +4223,34 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
 }
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
-    ddp_fsdp first, *f = NULL;
-    char text[512];
+    ddp_fsdp first = DDP_ZERO, *f = NULL;
+    ddp__told told;
     if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
-    memset(&first, 0, sizeof first);
     ddp_result result = ddp__fsdp_desc_resolve(&first, group, desc);
-    if (result == DDP_OK) f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
+    if (result == DDP_OK) {
+        f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
+        result = f ? DDP_OK : DDP_ERR_NO_MEMORY;
+    }
     if (f) {
         *f = first;
         ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
         result = ddp__fsdp_describe(f);
-    } else if (result == DDP_OK) {
-        result = DDP_ERR_NO_MEMORY;
     }
     result = ddp__fsdp_compare(f ? f : &first, result);
     if (desc->checkpoint_group) result = ddp__save_agree(desc->checkpoint_group, __func__, result);
     if (result == DDP_OK) {
-        result = ddp__fsdp_build(f);
-        if (result == DDP_OK) *out = f;
-        snprintf(text, sizeof text, "%s", ddp_last_error());
-        if (result != DDP_OK) ddp_group_poison(group, result, text); /* the others wait for this rank, or have failed too */
-        if (result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, result, text);
-        if (result != DDP_OK) ddp_fail(result, "%s", text);
-        ddp__fsdp_failed(f, result);
+        told = ddp__told_now(ddp__fsdp_build(f));
+        if (told.result != DDP_OK) ddp_group_poison(group, (ddp_result)told.result, told.text); /* the others wait for this rank, or have failed too */
+        if (told.result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, (ddp_result)told.result, told.text);
+        result = ddp__fsdp_failed(f, ddp__told_again(&told));
     }
+    if (result == DDP_OK) *out = f;
     if (result == DDP_OK || !f) return result;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
+    told = ddp__told_now(result);
     for (int i = 0; i < f->weight_count && f->weights; i++) f->weights[i].entry = NULL; /* the caller's values stay */
     ddp__fsdp_free(f);
-    return ddp_fail(result, "%s", text);
+    return ddp__told_again(&told);
 }
 
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
@@ -4318,18 +4258,9 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 }
 //== sharding: memory and wrapping ======================================================================= >>impl-wrap
 
-static void ddp__bytes_of(ddp_fsdp_bytes *out, const size_t *purpose, size_t total) {
-    out->shards = purpose[DDP__OF_SHARDS];
-    out->gathered = purpose[DDP__OF_GATHERED];
-    out->gradients = purpose[DDP__OF_GRADIENTS];
-    out->optimizer = purpose[DDP__OF_OPTIMIZER];
-    out->communication = purpose[DDP__OF_COMMUNICATION];
-    out->bookkeeping = purpose[DDP__OF_BOOKKEEPING];
-    out->total = total;
-}
-
 /* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
-static void ddp__fsdp_predict(const ddp_fsdp *f, size_t *purpose) {
+static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
+    ddp_fsdp_bytes out = DDP_ZERO;
     const ddp_optimizer_desc *o = &f->desc.optimizer;
     double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
     double states = o->kind == DDP_OPTIMIZER_ADAMW || o->kind == DDP_OPTIMIZER_LAMB ? 2 : o->kind == DDP_OPTIMIZER_LARS ? o->momentum >= 0 : o->momentum > 0;
@@ -4353,17 +4284,15 @@ static void ddp__fsdp_predict(const ddp_fsdp *f, size_t *purpose) {
     else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
     bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes);
-    for (int i = 0; i < DDP__PURPOSES; i++) purpose[i] = (size_t)(bytes[i] + 0.5);
+    for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
+    return out;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
-    size_t predicted[DDP__PURPOSES], total = 0;
     DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
-    ddp__fsdp_predict(fsdp, predicted);
-    for (int i = 0; i < DDP__PURPOSES; i++) total += predicted[i];
-    ddp__bytes_of(&memory->now, fsdp->now, fsdp->total_now);
-    ddp__bytes_of(&memory->peak, fsdp->peak, fsdp->total_peak);
-    ddp__bytes_of(&memory->predicted, predicted, total);
+    memory->now = fsdp->now;
+    memory->peak = fsdp->peak;
+    memory->predicted = ddp__fsdp_predict(fsdp);
     memory->group_bytes = fsdp->group_bytes;
     memory->file_bytes = fsdp->file_bytes;
     return DDP_OK;
@@ -4372,20 +4301,10 @@ DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *mem
 /* Bytes of the name that the prefix matches, up to the end of a part; 0 = it does not. "*" is one part. */
 static size_t ddp__prefix_match(const char *prefix, const char *name) {
     const char *at = name;
-    while (*prefix) {
-        if (*prefix == '*') {
-            size_t part = strcspn(at, ".");
-            if (!part) return 0;
-            at += part;
-            prefix++;
-        } else if (*prefix == *at) {
-            prefix++;
-            at++;
-        } else if (*prefix == '.' && !prefix[1] && !*at) {
-            break;
-        } else {
-            return 0;
-        }
+    for (; *prefix && (*prefix != '.' || prefix[1] || *at); prefix++) { /* a point at its end may lack in the name */
+        size_t part = *prefix == '*' ? strcspn(at, ".") : *prefix == *at;
+        if (!part) return 0;
+        at += part;
     }
     if (at > name && at[-1] == '.') at--;
     return *at == '.' || !*at ? (size_t)(at - name) : 0;
@@ -4425,31 +4344,26 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         for (int i = 0; i < param_count && !used; i++) used = ddp__prefix_match(desc->prefixes[p], params[i].name) > 0;
         DDP__FSDP_NEED(used, "no parameter's name begins with prefix %s", desc->prefixes[p]);
     }
-    for (int i = 0; i < param_count; i++) {
-        size_t bytes = 0;
-        int first = placed, last = i;
-        length = 0;
-        if (desc->prefix_count && ddp__wrap_first(params, i, desc, &length) != i) continue; /* came with an earlier one */
-        for (int k = i; k < param_count && (desc->prefix_count || bytes < full); k++) {
-            size_t unused;
-            if (desc->prefix_count && ddp__wrap_first(params, k, desc, &unused) != i) continue;
-            memset(&desc->storage[placed], 0, sizeof desc->storage[placed]);
-            desc->storage[placed].param = params[k];
-            desc->storage[placed++].index = last = k;
+    for (int i = 0, next = 1; i < param_count; i = next++) {
+        ddp_fsdp_param *first = desc->storage + placed;
+        size_t bytes = 0, unused;
+        int all = desc->prefix_count, count = 0;
+        if (all && ddp__wrap_first(params, i, desc, &length) != i) continue; /* came with an earlier one */
+        for (int k = i; k < param_count && (all || bytes < full); k++) {
+            if (all && ddp__wrap_first(params, k, desc, &unused) != i) continue;
+            memset(&first[count], 0, sizeof *first);
+            first[count].param = params[k];
+            first[count++].index = k;
             bytes += (size_t)(ddp_tensor_count(&params[k].value) > 0 ? ddp_tensor_count(&params[k].value) : 0) * ddp_dtype_size(params[k].value.dtype);
+            if (!all) next = k + 1;
         }
-        if (units < cap) {
-            memset(&out[units], 0, sizeof out[units]);
-            out[units].params = desc->storage + first;
-            out[units].param_count = placed - first;
-            if (desc->prefix_count) {
-                char *name = desc->storage[first].unit;
-                snprintf(name, sizeof desc->storage[first].unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
-                out[units].name = name;
-            }
-        }
-        units++;
-        if (!desc->prefix_count) i = last;
+        placed += count;
+        if (units++ >= cap) continue;
+        ddp_fsdp_unit_desc *unit = &out[units - 1];
+        unit->name = all ? first->unit : NULL;
+        unit->params = first;
+        unit->param_count = count;
+        if (all) snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
     }
     DDP__FSDP_NEED(units <= cap, "there are %d units, out has room for %d", units, cap);
     return units;
@@ -4571,24 +4485,18 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
 
 /*
     MIT License
-
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy
-    of this software and associated documentation files (the "Software"), to deal
-    in the Software without restriction, including without limitation the rights
-    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
-    copies of the Software, and to permit persons to whom the Software is
-    furnished to do so, subject to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
+    files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
+    modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
+    Software is furnished to do so, subject to the following conditions:
 
-    The above copyright notice and this permission notice shall be included in all
-    copies or substantial portions of the Software.
+    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+    Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
-    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
-    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
-    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
-    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
-    SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+    WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+    COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+    OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 */
