@@ -650,26 +650,22 @@ static size_t ddp__optimizer_place(ddp_optimizer *o, unsigned char *memory) {
     return used;
 }
 
-static ddp_result ddp__optimizer_alloc_state(ddp_optimizer *o) {
-    size_t bytes = ddp__optimizer_place(o, NULL);
-    if (!bytes) return DDP_OK;
-    if (!o->desc.state_alloc_fn) DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &o->state));
-    else o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
-    if (!o->state) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes", (unsigned long long)bytes);
-    ddp__optimizer_place(o, (unsigned char *)o->state);
-    return DDP_OK;
-}
-
 static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     void *memory;
+    DDP__FSDP_TRY(ddp__optimizer_resolve(o->group, &o->desc));
+    o->wire = o->desc.shard_group ? ddp_group_device(o->desc.shard_group) : o->device;
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_group_malloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
     memset(o->params, 0, (size_t)o->desc.param_count * sizeof *o->params);
     for (int i = 0; i < o->desc.param_count; i++) DDP__FSDP_TRY(ddp__optimizer_take(o, i));
-    DDP__FSDP_TRY(ddp__optimizer_alloc_state(o));
+    size_t bytes = ddp__optimizer_place(o, NULL);
+    if (bytes && !o->desc.state_alloc_fn) DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &o->state));
+    else if (bytes) o->state = o->desc.state_alloc_fn(bytes, o->desc.state_user);
+    if (bytes && !o->state) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_optimizer_create: state_alloc_fn gave no memory for %llu bytes", (unsigned long long)bytes);
+    ddp__optimizer_place(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
-    size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
+    bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->sums = (ddp_exact_sum *)ddp_group_malloc(o->group, bytes);
     if (!o->sums) return DDP_ERR_NO_MEMORY;
     DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &memory));
@@ -682,19 +678,15 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
 }
 
 DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, const ddp_optimizer_desc *desc) {
-    ddp_optimizer *o;
     DDP__FSDP_NEED(out, "out is NULL");
     *out = NULL;
     DDP__FSDP_NEED(group && desc, "group or desc is NULL");
-    ddp_optimizer_desc resolved = *desc;
-    DDP__FSDP_TRY(ddp__optimizer_resolve(group, &resolved));
-    o = (ddp_optimizer *)ddp_group_malloc(group, sizeof *o);
+    ddp_optimizer *o = (ddp_optimizer *)ddp_group_malloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
     memset(o, 0, sizeof *o);
-    o->desc = resolved;
+    o->desc = *desc;
     o->group = group;
     o->device = ddp_group_device(group);
-    o->wire = resolved.shard_group ? ddp_group_device(resolved.shard_group) : o->device;
     ddp_result result = ddp__optimizer_build(o);
     if (result == DDP_OK) *out = o;
     else ddp_optimizer_destroy(o);
@@ -772,8 +764,7 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
 static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
     int squares = o->params[i].squares;
     if (squares < 0) return 1;
-    double value = sqrt(ddp_exact_sum_value(o->sums + squares));
-    double grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
+    double value = sqrt(ddp_exact_sum_value(o->sums + squares)), grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
     if (value == 0 || grad == 0) return 1;
     double decayed = (double)ddp__optimizer_decay(o, i) * value;
     DDP__ROUNDED(decayed);
@@ -865,23 +856,19 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
 }
 
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
-    double share, power;
     if (ddp_lr_check(desc) != DDP_OK) return 0;
-    int64_t warm = desc->warmup_steps;
-    int64_t total = desc->total_steps;
+    int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(desc->peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)desc->peak;
     if (step > total) return (float)desc->floor;
     if (desc->kind == DDP_LR_COSINE) {
-        share = desc->floor / desc->peak;
+        double share = desc->floor / desc->peak;
         return (float)(desc->peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
     }
-    int64_t decay = total - warm;
     if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay)) decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
     if (step <= total - decay) return (float)desc->peak;
-    power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1;
-    double left = (double)(total - step) / (double)decay;
+    double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1, left = (double)(total - step) / (double)decay;
     left = (desc->peak - desc->floor) * (power == 1 ? left : pow(left, power));
     DDP__ROUNDED(left);
     return (float)(desc->floor + left);
@@ -1039,12 +1026,6 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
    they are linear: the remainder of a tensor is the xor of those of its runs, each times x^(8 * bytes behind the run), whoever computed them, in any order. */
 #define DDP__CRC_ONE 0x80000000u
 
-/* x^(2^k). The next one, x^(2^31), is x again. */
-static const uint32_t ddp__crc_squares[31] = {
-    0x40000000, 0x20000000, 0x08000000, 0x00800000, 0x00008000, 0x82f63b78, 0x6ea2d55c, 0x18b8ea18, 0x510ac59a, 0xb82be955, 0xb8fdb1e7,
-    0x88e56f72, 0x74c360a4, 0xe4172b16, 0x0d65762a, 0x35d73a62, 0x28461564, 0xbf455269, 0xe2ea32dc, 0xfe7740e6, 0xf946610b, 0x3c204f8f,
-    0x538586e3, 0x59726915, 0x734d5309, 0xbc1ac763, 0x7d0722cc, 0xd289cabe, 0xe94ca9bc, 0x05b74f3f, 0xa51e1f42};
-
 static uint32_t ddp__crc_step(uint32_t remainder) { return (remainder >> 1) ^ (0x82f63b78u & (0u - (remainder & 1u))); }
 
 static uint32_t ddp__crc_multiply(uint32_t a, uint32_t b) {
@@ -1055,9 +1036,9 @@ static uint32_t ddp__crc_multiply(uint32_t a, uint32_t b) {
 
 /* x^(8 * size_bytes): what a remainder is multiplied by when so many zero bytes follow. */
 static uint32_t ddp__crc_shift(uint64_t size_bytes) {
-    uint32_t power = DDP__CRC_ONE;
-    for (int k = 3; size_bytes; size_bytes >>= 1, k = k == 30 ? 0 : k + 1)
-        if (size_bytes & 1) power = ddp__crc_multiply(ddp__crc_squares[k], power);
+    uint32_t power = DDP__CRC_ONE, square = DDP__CRC_ONE >> 8;
+    for (; size_bytes; size_bytes >>= 1, square = ddp__crc_multiply(square, square))
+        if (size_bytes & 1) power = ddp__crc_multiply(square, power);
     return power;
 }
 
@@ -1088,7 +1069,7 @@ static uint32_t ddp__crc_lanes(uint32_t remainder, const unsigned char *data, si
     uint64_t last = remainder;
     for (int small = 0; small < 2; small++) {
         size_t lane = small ? 1024 : 16384;
-        uint32_t shift = ddp__crc_squares[small ? 13 : 17]; /* x^(8 * lane) */
+        uint32_t shift = small ? 0xe4172b16u : 0xbf455269u; /* x^(8 * lane) */
         for (; size >= 3 * lane; size -= 3 * lane, data += 3 * lane) {
             uint64_t first = last, second = 0, third = 0;
             for (size_t i = 0; i < lane; i += 8) {
@@ -2570,8 +2551,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     ddp__loading loading = DDP_ZERO;
     loading.task = ddp__task_of(group, "ddp_fsdp_load", slices, count);
     ddp_result result = ddp__load_run(&loading, replicas, dir, scaler, state);
-    for (int f = 0; f < loading.file_count; f++) {
-        ddp__in_file *file = &loading.files[f];
+    for (ddp__in_file *file = loading.files; file < loading.files + loading.file_count; file++) {
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
         ddp_group_mfree(group, file->header.records);
         ddp_group_mfree(group, file->text);
@@ -2620,7 +2600,7 @@ typedef struct ddp__weight { /* a parameter of a unit: one use */
     const char *name;
     ddp_dtype master_dtype, dtype, grad_dtype, wire_dtype; /* of master and sums; of what is gathered; of whole gradients; of what is added over ranks */
     size_t rows, row_count, chunk, first, mine;            /* rows of the whole, elements of one; rows of a shard; this rank's rows */
-    size_t whole_at, grad_at, cast_at, shard_at, quant_at, sum_at; /* bytes from the start of the unit's memory of that kind */
+    size_t whole_at, grad_at, cast_at, shard_at, quant_at, sum_at, master_at; /* bytes from the start of the unit's memory of that kind */
     size_t wire_at;              /* elements from the start of a wire block of wire_dtype */
     unsigned char *shard, *master; /* this rank's rows: as they are gathered, and as they are updated */
     int in_place;                /* the sum of its gradients lies in the whole gradients */
@@ -2831,6 +2811,9 @@ static size_t ddp__rows_of(const ddp__weight *w, int rank) { return ddp__rows_fi
 /* A use of a parameter that an earlier one in reach of it has brought: the same unit's, or, where values stay whole, any. */
 static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->source != w && (w->source->unit == w->unit || f->keeps_whole); }
 static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
+static int ddp__has_master(const ddp_fsdp *f, const ddp__weight *w) { /* beside what is gathered */
+    return w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
+}
 
 #define DDP__WEIGHT_BAD(f, w, text, ...) ddp__fsdp_bad("ddp_fsdp_create", (f)->group, "unit %s, parameter %.200s: " text, (w)->unit->name, (w)->name, __VA_ARGS__)
 
@@ -2893,12 +2876,12 @@ static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned pl
 
 /* Where the parts of a unit lie in its memory of each kind. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
-    for (int i = 0; i < unit->count; i++) {
-        ddp__weight *w = &unit->weights[i];
+    for (ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
         size_t shard_count = w->chunk * w->row_count;
         if (w->source == w) {
             w->shard_at = ddp__lay(&unit->shard_bytes, shard_count * ddp_dtype_size(w->dtype));
             w->quant_at = ddp__lay(&unit->quant_bytes, shard_count + (shard_count + 255) / 256 * sizeof(float));
+            if (ddp__has_master(f, w)) w->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(w->master_dtype));
         }
         if (!ddp__is_alias(f, w)) w->whole_at = ddp__lay(&unit->whole_bytes, ddp__weight_bytes(w, w->rows, w->dtype));
         else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
@@ -3702,10 +3685,8 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     size_t ranks = f->world == 1 && list == DDP__LIST_SHARE ? (size_t)ddp_world_size(f->group) : 1, share = (w->rows + ranks - 1) / ranks;
     size_t skip = ranks > 1 ? share * (size_t)ddp_rank(f->group) : 0, rows = w->mine;
     int64_t global = 0;
-    if (ranks > 1) {
-        if (skip > w->rows) skip = w->rows;
-        rows = w->rows - skip < share ? w->rows - skip : share;
-    }
+    if (skip > w->rows) skip = w->rows;
+    if (ranks > 1) rows = w->rows - skip < share ? w->rows - skip : share;
     memset(slice, 0, sizeof *slice);
     slice->name = s->names + (size_t)s->count * s->name_room;
     snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
@@ -3719,17 +3700,15 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
         slice->offset[i] = (global ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
-    slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
-    if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) return;
-    slice->data = NULL; /* nothing of it is held here */
+    if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) /* otherwise nothing of it is held here */
+        slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
 }
 
 /* Every tensor of the checkpoint, the same list on every rank. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
     int master = 0;
     f->saver->count = 0;
-    for (int i = 0; i < f->weight_count; i++) {
-        ddp__weight *w = &f->weights[i];
+    for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         ddp_tensor tensor = w->entry->param.value;
         if (w->source != w) continue;
         tensor.dtype = w->master_dtype;
@@ -3814,8 +3793,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
     ddp__saver *s = fsdp->saver;
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
-    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0;
-    int writes = !replica || fsdp->desc.checkpoint_group;
+    int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
     snprintf(s->dir, sizeof s->dir, "%s", dir);
     DDP__FSDP_TRY(ddp__saver_prepare(fsdp, __func__, replica ? DDP__LIST_NOTHING : DDP__LIST_SHARE,
                                       writes && (fsdp->desc.save_in_background || fsdp->device != ddp_device_cpu())));
@@ -3987,13 +3965,11 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
     if (!same)
         return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
                         "prefetch, optimizer or another option); give every rank the same", ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group));
-    for (int i = 0; i < f->weight_count; i++) {
+    for (int i = 0; i < f->weight_count && same; i++) {
         DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_hash(f, i), &same));
-        if (!same)
-            return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: unit %s, parameter %s: ranks describe parameter number %d differently (name, shape, dtype, unit, tie)",
-                            ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group), f->weights[i].unit->name, f->weights[i].name, i);
+        if (!same) (void)DDP__WEIGHT_BAD(f, &f->weights[i], "ranks describe parameter number %d differently (name, shape, dtype, unit, tie)", i);
     }
-    return DDP_OK;
+    return same ? DDP_OK : DDP_ERR_MISMATCH;
 }
 
 /* Levels of the binary counter: sums of shards, or of whole gradients besides the one that backward writes. */
@@ -4007,27 +3983,17 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
 static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
-    size_t master_at = 0;
     unsigned char *master = NULL;
     if (unit->whole_bytes && ddp__has_own_whole(f))
         DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
     if (f->desc.quantize_gather && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, shared, unit->quant_bytes, &unit->quant));
     else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
     if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
-    for (int i = 0; i < unit->count; i++) {
-        ddp__weight *w = &unit->weights[i];
-        int separate = w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
-        if (w->source == w && separate) unit->master_bytes += ddp__fsdp_pad(w->chunk * w->row_count * ddp_dtype_size(w->master_dtype));
-    }
-    if (unit->master_bytes)
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, kinds[f->desc.offload], unit->master_bytes, &master));
-    for (int i = 0; i < unit->count; i++) {
-        ddp__weight *w = &unit->weights[i];
+    if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, kinds[f->desc.offload], unit->master_bytes, &master));
+    for (ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
         if (w->source != w) continue;
         if (!f->desc.quantize_gather) w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
-        w->master = w->shard;
-        if (w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather)
-            w->master = master + ddp__lay(&master_at, w->chunk * w->row_count * ddp_dtype_size(w->master_dtype));
+        w->master = ddp__has_master(f, w) ? master + w->master_at : w->shard;
     }
     for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
         size_t bytes = f->reduces_each ? unit->sum_bytes : l < levels ? unit->cast_bytes : 0;
@@ -4043,8 +4009,7 @@ static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
     size_t sums = 0;
     alone.init_method = "self://";
     DDP__FSDP_TRY(ddp_group_create(&f->host, &alone));
-    for (int i = 0; i < f->weight_count; i++) {
-        const ddp__weight *w = &f->weights[i];
+    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         size_t bytes = ddp__mine(w) * ddp_dtype_size(w->master_dtype);
         ddp__size_at_least(&f->host_rows_bytes, bytes);
         if (w->source == w && ddp__is_trained(w)) sums += ddp__fsdp_pad(bytes);
@@ -4056,12 +4021,10 @@ static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
 /* What all units share: the largest of them says how much. */
 static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     int packs = f->world > 1 && !f->direct;
-    for (int u = 0; u < f->unit_count; u++) {
-        const ddp__unit *unit = &f->units[u];
+    for (const ddp__unit *unit = f->units; unit < f->units + f->unit_count; unit++) {
         ddp__size_at_least(&f->whole_slot_bytes, unit->whole_bytes);
         ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
-        for (int i = 0; i < unit->count; i++) {
-            const ddp__weight *w = &unit->weights[i];
+        for (const ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
             if (!ddp__is_trained(w)) continue;
             if (w->wire_dtype != w->grad_dtype) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
             if (w->wire_dtype != w->master_dtype && f->world > 1) ddp__size_at_least(&f->narrow_bytes, w->chunk * w->row_count * ddp_dtype_size(w->wire_dtype));
@@ -4109,8 +4072,7 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__fsdp_open_file(f));
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
-    for (int u = 0; u < f->unit_count; u++) {
-        const ddp__unit *unit = &f->units[u];
+    for (const ddp__unit *unit = f->units; unit < f->units + f->unit_count; unit++) {
         const unsigned char *shared = unit->quant ? unit->quant : unit->shard ? unit->shard : unit->whole;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
@@ -4158,8 +4120,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->masters, &f->masters));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->master_of, &f->master_of));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->weight_count * sizeof *f->sums, &f->sums));
-    for (int i = 0; i < f->weight_count; i++) {
-        ddp__weight *w = &f->weights[i];
+    for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         ddp_param *p = &f->masters[f->master_count];
         if (w->source != w || !ddp__is_trained(w)) continue;
         p->name = w->name;
@@ -4265,8 +4226,7 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
     double states = o->kind == DDP_OPTIMIZER_ADAMW || o->kind == DDP_OPTIMIZER_LAMB ? 2 : o->kind == DDP_OPTIMIZER_LARS ? o->momentum >= 0 : o->momentum > 0;
     int own_master = f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather, window = 1 + ddp__prefetch(f);
-    for (int i = 0; i < f->weight_count; i++) {
-        const ddp__weight *p = &f->weights[i];
+    for (const ddp__weight *p = f->weights; p < f->weights + f->weight_count; p++) {
         double count = (double)p->rows * (double)p->row_count, wide = (double)ddp_dtype_size(p->master_dtype);
         if (p->source == p) {
             bytes[DDP__OF_SHARDS] += f->keeps_whole ? count * (double)ddp_dtype_size(p->dtype) : f->desc.quantize_gather ? 0 : count * (double)ddp_dtype_size(p->dtype) / w;
@@ -4451,8 +4411,7 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     for (int u = 0; u < fsdp->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, &fsdp->units[u]));
-    for (int u = 0; u < fsdp->unit_count; u++) {
-        ddp__unit *unit = &fsdp->units[u];
+    for (ddp__unit *unit = fsdp->units; unit < fsdp->units + fsdp->unit_count; unit++) {
         ddp__grads_drop(fsdp, unit);
         ddp__unit_point(fsdp, unit, fsdp->keeps_whole || unit->in_use, !fsdp->reduces_each);
     }
