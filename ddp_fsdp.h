@@ -936,29 +936,26 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
     return bad;
 }
 
-/* On a device the sum of squares tells: it is finite if all elements are (f64: below 1e154). scratch: an exact sum in its memory. */
-static ddp_result ddp__unscale_device(ddp_group *group, const ddp_tensor *gradients, int gradient_count, float factor, void *scratch, int32_t *bad) {
-    const ddp_device *device = ddp_group_device(group);
-    ddp_exact_sum sum;
-    device->fill_zero(scratch, sizeof sum);
-    for (int i = 0; i < gradient_count; i++) {
-        size_t count = (size_t)ddp_tensor_count(&gradients[i]);
-        if (!count) continue;
-        if (factor != 1) device->scale(gradients[i].data, count, gradients[i].dtype, factor);
-        device->sum_squares((ddp_exact_sum *)scratch, gradients[i].data, 1, count, gradients[i].dtype);
-    }
-    device->copy(&sum, scratch, sizeof sum);
-    double squares = ddp_exact_sum_value(&sum);
-    *bad = !(squares - squares == 0);
-    return ddp__fsdp_check(group);
-}
-
-/* scratch: memory of the device for an exact sum, or NULL on the CPU. */
+/* scratch: memory of the device for an exact sum, or NULL on the CPU. On a device the sum of squares tells: it is finite if all elements are (f64: below 1e154). */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count, void *scratch) {
+    const ddp_device *device = ddp_group_device(group);
     float inverse = (float)(1.0 / (double)scaler->scale);
+    ddp_exact_sum sum;
     int32_t found = 0;
-    if (scratch) DDP__FSDP_TRY(ddp__unscale_device(group, gradients, gradient_count, inverse, scratch, &found));
-    else for (int i = 0; i < gradient_count; i++) found |= ddp__unscale_host(&gradients[i], (size_t)ddp_tensor_count(&gradients[i]), inverse);
+    if (scratch) device->fill_zero(scratch, sizeof sum);
+    for (const ddp_tensor *g = gradients; g < gradients + gradient_count; g++) {
+        size_t count = (size_t)ddp_tensor_count(g);
+        if (!scratch) found |= ddp__unscale_host(g, count, inverse);
+        if (!scratch || !count) continue;
+        if (inverse != 1) device->scale(g->data, count, g->dtype, inverse);
+        device->sum_squares((ddp_exact_sum *)scratch, g->data, 1, count, g->dtype);
+    }
+    if (scratch) {
+        device->copy(&sum, scratch, sizeof sum);
+        double squares = ddp_exact_sum_value(&sum);
+        found = !(squares - squares == 0);
+        DDP__FSDP_TRY(ddp__fsdp_check(group));
+    }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
         DDP__FSDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
     scaler->found_inf = found;
@@ -1352,8 +1349,8 @@ static int ddp__pair_compare(const void *a, const void *b) { return ddp__words_c
 static int ddp__stored_compare(const void *a, const void *b) { return ddp__words_compare(((const ddp__stored *)a)->name, ((const ddp__stored *)b)->name); }
 static int ddp__stored_compare_place(const void *a, const void *b) {
     const ddp__stored *left = (const ddp__stored *)a, *right = (const ddp__stored *)b;
-    if (left->begin != right->begin) return left->begin < right->begin ? -1 : 1;
-    return (left->end > right->end) - (left->end < right->end);
+    int order = (left->begin > right->begin) - (left->begin < right->begin);
+    return order ? order : (left->end > right->end) - (left->end < right->end);
 }
 
 static ddp__stored *ddp__stored_find(const ddp__header *header, ddp__words name) {
@@ -1401,15 +1398,6 @@ static int ddp__stored_read(ddp__json *j, ddp__stored *r) {
         if (which == 2 && count != 2) return ddp__json_fail(j, "data_offsets are two numbers");
     }
     return seen == 7 ? 1 : ddp__json_fail(j, wrong);
-}
-
-static int ddp__metadata_read(ddp__json *j, ddp__pair *pairs, int *pair_count) {
-    for (int count = 0; ddp__json_entry(j, &count, &pairs[*pair_count].key); (*pair_count)++)
-        if (!ddp__json_string(j, &pairs[*pair_count].value)) return 0;
-    qsort(pairs, (size_t)*pair_count, sizeof *pairs, ddp__pair_compare);
-    for (int i = 1; i < *pair_count; i++)
-        if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) return ddp__json_fail(j, "metadata has a key twice");
-    return j->error == NULL;
 }
 
 /* Eight hexadecimal digits. */
@@ -1468,8 +1456,11 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
         record->name = name;
         if (!ddp__words_are(name, "__metadata__")) header->count += ddp__stored_read(&j, record);
         else if (metadata++) (void)ddp__json_fail(&j, "metadata is there twice");
-        else (void)ddp__metadata_read(&j, pairs, &pair_count);
+        else for (int n = 0; ddp__json_entry(&j, &n, &pairs[pair_count].key);) pair_count += ddp__json_string(&j, &pairs[pair_count].value);
     }
+    qsort(pairs, (size_t)pair_count, sizeof *pairs, ddp__pair_compare);
+    for (int i = 1; i < pair_count; i++)
+        if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
 
     if (ddp__json_end(&j)) result = ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count);
     else result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
@@ -1556,9 +1547,9 @@ static ddp_result ddp__file_open(const char *dir, const char *name, int flags, c
     return *fd >= 0 ? DDP_OK : ddp__file_fail("opening", path);
 }
 
-/* Ends the writing of a file: on disk, and closed. */
+/* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how to sync a folder. */
 static ddp_result ddp__file_end(int fd, const char *path, ddp_result result) {
-    if (result == DDP_OK && fsync(fd) != 0) result = ddp__file_fail("syncing", path);
+    if (result == DDP_OK && fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path);
     if (close(fd) != 0 && result == DDP_OK) result = ddp__file_fail("closing", path);
     return result;
 }
@@ -1595,11 +1586,7 @@ static ddp_result ddp__file_make(const char *dir, const char *name, const void *
 
 static ddp_result ddp__folder_sync(const char *path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    ddp_result result = DDP_OK;
-    if (fd < 0) return ddp__file_fail("opening", path);
-    if (fsync(fd) != 0 && errno != EINVAL) result = ddp__file_fail("syncing", path); /* EINVAL: a file system that does not know it */
-    close(fd);
-    return result;
+    return fd < 0 ? ddp__file_fail("opening", path) : ddp__file_end(fd, path, DDP_OK);
 }
 
 /* Is it the name of a file that a checkpoint consists of? */
@@ -1671,9 +1658,10 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
 
 /* --- boxes --- */
 
-static uint64_t ddp__slice_bytes(const ddp__slice *s) {
-    uint64_t bytes = ddp_dtype_size(s->dtype);
-    for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)s->shape[d];
+/* Bytes of the tensor, or of what this rank holds of it. */
+static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
+    uint64_t bytes = held && !s->data ? 0 : ddp_dtype_size(s->dtype);
+    for (int d = 0; d < s->ndim; d++) bytes *= (uint64_t)(held ? s->extent[d] : s->shape[d]);
     return bytes;
 }
 
@@ -1897,7 +1885,7 @@ static void ddp__draft_header(ddp__saving *s, const ddp__out_file *file) {
         ddp__draft_string(d, "", slice->name);
         ddp__draft_add(d, ":{\"dtype\":\"%s\",\"shape\":[", ddp__file_dtype_name(slice->dtype));
         for (int k = 0; k < slice->ndim; k++) ddp__draft_add(d, k ? ",%lld" : "%lld", (long long)slice->shape[k]);
-        ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)begin, (unsigned long long)(begin + ddp__slice_bytes(slice)));
+        ddp__draft_add(d, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)begin, (unsigned long long)(begin + ddp__slice_bytes(slice, 0)));
     }
     ddp__draft_add(d, "}%*s", (int)(7 - d->length % 8), "");
     for (int i = 0; i < 8 && !d->failed; i++) d->at[i] = (char)((d->length - 8) >> 8 * i & 255);
@@ -1912,7 +1900,7 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         if ((s->task.slices[i % s->task.count].file_kind != 0) == i / s->task.count) s->order[n++] = i % s->task.count;
     for (int i = 0; i < n; i++) {
         const ddp__slice *slice = &s->task.slices[s->order[i]];
-        uint64_t bytes = ddp__slice_bytes(slice), entry;
+        uint64_t bytes = ddp__slice_bytes(slice, 0), entry;
         int kind = slice->file_kind != 0;
         s->draft.length = 0;
         ddp__draft_string(&s->draft, "", slice->name);
@@ -1977,7 +1965,7 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
         }
         done = to * element + size;
     }
-    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_bytes(slice) - done));
+    *crc = ddp__crc_multiply(remainder, ddp__crc_shift(ddp__slice_bytes(slice, 0) - done));
     return DDP_OK;
 }
 
@@ -2046,7 +2034,7 @@ static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *cr
 /* On rank 0, once the data of all ranks is on disk: headers, lists of tensors, and last the state, which vouches for them. */
 static ddp_result ddp__save_end(ddp__saving *s, const ddp_fsdp_state *state) {
     uint32_t crc;
-    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i]));
+    for (int i = 0; i < s->task.count; i++) s->task.crc[i] = ddp__crc_finish(s->task.crc[i], ddp__slice_bytes(&s->task.slices[i], 0));
     for (int f = 0; f < s->file_count; f++) {
         ddp__draft_header(s, &s->files[f]);
         DDP__FSDP_TRY(ddp__save_draft(s, s->files[f].name, &s->files[f].crc));
@@ -2181,7 +2169,7 @@ typedef struct ddp__in_file {
 } ddp__in_file;
 
 /* Where a tensor of the list is; file NULL = nowhere. */
-typedef struct ddp__source { const ddp__in_file *file; const ddp__stored *record; } ddp__source;
+typedef struct ddp__source { const ddp__in_file *file; const ddp__stored *record; const unsigned char *data; uint64_t bytes; } ddp__source;
 
 typedef struct ddp__loading {
     ddp__task task;            /* its crc: what the ranks' parts come to */
@@ -2410,6 +2398,8 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
     if (source->file || (!l->foreign && !r->has_crc)) return ddp__source_fail(l, DDP_ERR_CORRUPT, file, r, source->file ? "is in another file too" : "has no checksum");
     source->file = file;
     source->record = r;
+    source->data = file->map + file->data_at + r->begin;
+    source->bytes = r->end - r->begin;
     return DDP_OK;
 }
 
@@ -2443,13 +2433,13 @@ static ddp_result ddp__load_sum(ddp__loading *l) {
     uint64_t world_size = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group);
     for (int i = 0; i < l->task.count; i++) {
         const ddp__source *source = &l->sources[i];
-        uint64_t total = source->file ? source->record->end - source->record->begin : 0, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
+        uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
         uint64_t each = (rows + world_size - 1) / world_size * (total / rows), at = each * rank < total ? each * rank : total;
         uint64_t end = at + each < total ? at + each : total;
         for (uint64_t piece; at < end; at += piece) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
             DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece));
-            l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->file->map + source->file->data_at + source->record->begin + at, (size_t)piece);
+            l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->data + at, (size_t)piece);
         }
         l->task.crc[i] = ddp__crc_multiply(l->task.crc[i], ddp__crc_shift(total - end));
     }
@@ -2475,7 +2465,6 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     ddp_dtype dtype = source->file ? source->record->dtype->dtype : s->dtype;
     ddp__box_runs runs = ddp__runs_of(s);
     uint64_t size = ddp_dtype_size(s->dtype), file_size = ddp_dtype_size(dtype), at, to, n, begin, ready = 0;
-    uint64_t total = source->file ? source->record->end - source->record->begin : 0;
     double stage[512]; /* what cast reads is aligned */
     while (ddp__runs_next(&runs, &at, &to))
         for (uint64_t done = 0; done < runs.length; done += n) {
@@ -2484,12 +2473,11 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
             n = runs.length - done < most ? runs.length - done : most;
             begin = (at + done) * file_size;
             if (!source->file) { memset(out, 0, (size_t)(n * size)); continue; }
-            const unsigned char *from = source->file->map + source->file->data_at + source->record->begin + begin;
             if (begin + n * file_size > ready) { /* where runs are short, a piece for many */
-                ready = begin + DDP__PIECE < total ? begin + DDP__PIECE : total;
+                ready = begin + DDP__PIECE < source->bytes ? begin + DDP__PIECE : source->bytes;
                 DDP__FSDP_TRY(ddp__load_touch(l, source, begin, ready));
             }
-            memcpy(dtype == s->dtype ? (void *)out : (void *)stage, from, (size_t)(n * file_size));
+            memcpy(dtype == s->dtype ? (void *)out : (void *)stage, source->data + begin, (size_t)(n * file_size));
             if (dtype != s->dtype) ddp_device_cpu()->cast(out, s->dtype, stage, dtype, (size_t)n);
         }
     return DDP_OK;
@@ -2578,9 +2566,9 @@ enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE
 enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
 enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
 
-typedef struct ddp__holding { /* one piece of memory */
-    void *memory, *raw, *node_raw;
-    size_t size, counted, node_counted;
+typedef struct ddp__holding { /* one piece of memory; the host's lies behind this */
+    void *memory, *raw;
+    size_t size, extra; /* counted under its purpose; beside it */
     int purpose, kind;
     struct ddp__holding *next;
 } ddp__holding;
@@ -2700,6 +2688,13 @@ static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
     }
 }
 
+static void ddp__holding_count(ddp_fsdp *f, const ddp__holding *h, int add) {
+    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->extra, add);
+    if (h->kind != DDP__MEMORY_FILE) ddp__fsdp_count(f, h->purpose, h->size, add);
+    if (h->kind == DDP__MEMORY_FILE) f->file_bytes += add ? h->size : 0 - h->size;
+    if (h->kind == DDP__MEMORY_GROUP) f->group_bytes += add ? h->size : 0 - h->size;
+}
+
 /* Host memory by the desc's allocator or the group's. */
 static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counted) {
     if (!f->desc.alloc_fn) {
@@ -2737,38 +2732,35 @@ static void *ddp__fsdp_map(ddp_fsdp *f, size_t size) {
 
 /* Zeroed memory, counted under its purpose until ddp__fsdp_give or the end. Group memory: collective. */
 static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size, void *out) {
-    ddp_result result = DDP_ERR_NO_MEMORY;
-    size_t node_counted;
-    void *node_raw, *memory = NULL;
-    ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, sizeof *h, &node_raw, &node_counted);
-    memset(out, 0, sizeof memory);
+    ddp_result result = DDP_OK;
+    size_t counted, behind, node = ddp__fsdp_pad(sizeof(ddp__holding));
+    void *raw, *memory = NULL;
     if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
-    if (!h) {
-        if (kind == DDP__MEMORY_GROUP) ddp_group_poison(f->group, result, ddp_last_error()); /* the others are about to wait for this rank */
-        return result;
-    }
-    memset(h, 0, sizeof *h);
     if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
-    h->node_raw = node_raw;
-    h->node_counted = node_counted;
-    h->purpose = purpose;
-    h->kind = kind;
-    h->size = h->counted = size = size ? size : 64;
+    size = size ? size : 64;
+    behind = kind == DDP__MEMORY_HOST ? size : 0;
+    memset(out, 0, sizeof memory);
+    ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, node + behind, &raw, &counted);
+    if (!h && kind == DDP__MEMORY_GROUP) ddp_group_poison(f->group, DDP_ERR_NO_MEMORY, ddp_last_error()); /* the others are about to wait for this rank */
+    if (!h) return DDP_ERR_NO_MEMORY;
+    memset(h, 0, node + behind);
     if (kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_FILE) result = (memory = ddp__fsdp_map(f, size)) != NULL ? DDP_OK : DDP_ERR_SYSTEM;
-    else if ((memory = ddp__fsdp_host(f, size, &h->raw, &h->counted)) != NULL) result = (memset(memory, 0, size), DDP_OK);
+    else memory = (unsigned char *)h + node;
     if (result != DDP_OK) {
-        ddp__fsdp_unhost(f, node_raw);
+        ddp__fsdp_unhost(f, raw);
         return result;
     }
     h->memory = memory;
+    h->raw = raw;
+    h->size = size;
+    h->extra = counted - behind;
+    h->purpose = purpose;
+    h->kind = kind;
     h->next = f->holdings;
     f->holdings = h;
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->node_counted, 1);
-    if (kind == DDP__MEMORY_FILE) f->file_bytes += size;
-    else ddp__fsdp_count(f, purpose, h->counted, 1);
-    if (kind == DDP__MEMORY_GROUP) f->group_bytes += size;
+    ddp__holding_count(f, h, 1);
     memcpy(out, &memory, sizeof memory);
     return DDP_OK;
 }
@@ -2779,23 +2771,19 @@ static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     if (!memory || !(h = *link)) return;
     *link = h->next;
+    ddp__holding_count(f, h, 0);
     if (h->kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
     else if (h->kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
     else if (h->kind == DDP__MEMORY_FILE) munmap(memory, h->size);
-    else ddp__fsdp_unhost(f, h->raw);
-    if (h->kind == DDP__MEMORY_FILE) f->file_bytes -= h->size;
-    else ddp__fsdp_count(f, h->purpose, h->counted, 0);
-    if (h->kind == DDP__MEMORY_GROUP) f->group_bytes -= h->size;
-    ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, h->node_counted, 0);
-    ddp__fsdp_unhost(f, h->node_raw);
+    ddp__fsdp_unhost(f, h->raw);
 }
 
 /* Moments of the optimizer. */
+static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
     void *memory;
-    static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
-    f->state_told = ddp__told_now(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, kinds[f->desc.offload], size_bytes, &memory));
+    f->state_told = ddp__told_now(ddp__fsdp_take(f, DDP__OF_OPTIMIZER, ddp__offload_kinds[f->desc.offload], size_bytes, &memory));
     return memory;
 }
 
@@ -3724,18 +3712,11 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
     }
 }
 
-/* Bytes of a slice that this rank holds. */
-static size_t ddp__slice_held(const ddp__slice *slice) {
-    size_t bytes = slice->data ? ddp_dtype_size(slice->dtype) : 0;
-    for (int d = 0; d < slice->ndim; d++) bytes *= (size_t)slice->extent[d];
-    return bytes;
-}
-
 /* Puts the slices into memory of their own: what a thread writes, or what a device's host can read. back: brings them from there. */
 static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
     ddp__saver *s = f->saver;
     size_t bytes = 0, at = 0;
-    for (int i = 0; i < s->count; i++) bytes += ddp__fsdp_pad(ddp__slice_held(&s->slices[i]));
+    for (int i = 0; i < s->count; i++) bytes += ddp__fsdp_pad((size_t)ddp__slice_bytes(&s->slices[i], 1));
     if (bytes > s->copy_bytes) {
         ddp__fsdp_give(f, s->copy);
         s->copy_bytes = 0;
@@ -3743,7 +3724,7 @@ static ddp_result ddp__saver_copy(ddp_fsdp *f, int back) {
         s->copy_bytes = bytes;
     }
     for (int i = 0; i < s->count; i++) {
-        size_t held = ddp__slice_held(&s->slices[i]);
+        size_t held = (size_t)ddp__slice_bytes(&s->slices[i], 1);
         if (held) f->device->copy(back ? s->slices[i].data : s->copy + at, back ? s->copy + at : s->slices[i].data, held);
         if (held && !back) s->slices[i].data = s->copy + at;
         at += ddp__fsdp_pad(held);
@@ -3781,12 +3762,6 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
     if (s->running == 2) pthread_join(s->thread, NULL);
     s->running = 0;
     return ddp__fsdp_share_result(fsdp, "ddp_fsdp_save", ddp__told_again(&s->told));
-}
-
-static void ddp__saver_destroy(ddp_fsdp *f) {
-    if (!f->saver) return;
-    if (f->saver->running == 2) pthread_join(f->saver->thread, NULL);
-    ddp_group_destroy(f->saver->group);
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
@@ -3982,14 +3957,13 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
 
 static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
-    static const int kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
     unsigned char *master = NULL;
     if (unit->whole_bytes && ddp__has_own_whole(f))
         DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
     if (f->desc.quantize_gather && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, shared, unit->quant_bytes, &unit->quant));
     else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
     if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
-    if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, kinds[f->desc.offload], unit->master_bytes, &master));
+    if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
     for (ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
         if (w->source != w) continue;
         if (!f->desc.quantize_gather) w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
@@ -4043,18 +4017,6 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares, &f->squares);
 }
 
-/* The offload file loses its name at once. */
-static ddp_result ddp__fsdp_open_file(ddp_fsdp *f) {
-    char path[4096];
-    if (f->desc.offload != DDP_FSDP_OFFLOAD_FILE) return DDP_OK;
-    snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
-    f->file = mkstemp(path);
-    if (f->file < 0) return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
-                                     strerror(errno));
-    unlink(path);
-    return fcntl(f->file, F_SETFD, FD_CLOEXEC) == 0 ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create: fcntl: %s", strerror(errno));
-}
-
 /* The words by which ranks that read each other's memory keep in step. */
 static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
     uint64_t *mine;
@@ -4068,8 +4030,16 @@ static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
 }
 
 static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
+    char path[4096];
     if (f->device->enter && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
-    DDP__FSDP_TRY(ddp__fsdp_open_file(f));
+    if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) {
+        snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
+        f->file = mkstemp(path);
+        if (f->file >= 0) unlink(path); /* it loses its name at once */
+        if (f->file < 0 || fcntl(f->file, F_SETFD, FD_CLOEXEC) != 0)
+            return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
+                            strerror(errno));
+    }
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
     for (const ddp__unit *unit = f->units; unit < f->units + f->unit_count; unit++) {
@@ -4078,14 +4048,6 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     }
     DDP__FSDP_TRY(ddp__fsdp_take_turns(f));
     return ddp__fsdp_take_staging(f);
-}
-
-/* Puts rows into the master copy, from the device's memory or from the host's. */
-static ddp_result ddp__weight_set(ddp_fsdp *f, ddp__weight *w, const void *rows, ddp_dtype dtype) {
-    const void *from = rows;
-    if (f->host) f->device->copy(f->host_rows, from, ddp__mine(w) * ddp_dtype_size(dtype)), from = f->host_rows;
-    (f->host ? ddp_device_cpu() : f->device)->cast(w->master, w->master_dtype, from, dtype, ddp__mine(w));
-    return ddp__fsdp_check(f->group);
 }
 
 /* The first values of this rank's rows. */
@@ -4097,7 +4059,12 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
         DDP__FSDP_TRY(ddp_broadcast(f->group, value->data, w->rows * w->row_count, value->dtype, 0, NULL));
     }
     if (!ddp__mine(w)) return DDP_OK;
-    if (value->data) return ddp__weight_set(f, w, (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype), value->dtype);
+    if (value->data) { /* from the device's memory, by way of the host's where the master copy is there */
+        const unsigned char *from = (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype);
+        if (f->host) f->device->copy(f->host_rows, from, ddp__mine(w) * ddp_dtype_size(value->dtype));
+        (f->host ? ddp_device_cpu() : f->device)->cast(w->master, w->master_dtype, f->host ? f->host_rows : from, value->dtype, ddp__mine(w));
+        return ddp__fsdp_check(f->group);
+    }
     if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, ddp__mine(w) * ddp_dtype_size(w->master_dtype), &rows));
     ddp_result result = f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, rows, f->desc.init_user);
@@ -4166,7 +4133,8 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
 }
 
 static void ddp__fsdp_free(ddp_fsdp *f) {
-    ddp__saver_destroy(f);
+    if (f->saver && f->saver->running == 2) pthread_join(f->saver->thread, NULL);
+    if (f->saver) ddp_group_destroy(f->saver->group);
     for (int u = 0; u < f->unit_count && f->units; u++) {
         ddp__reduce_wait(f, &f->units[u]);
         ddp__unit_arrive(f, &f->units[u]);
