@@ -1137,17 +1137,15 @@ static int ddp__json_hex4(ddp__json *j, uint32_t *value) {
 static int ddp__json_escape(ddp__json *j, char **out) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     const char *known = j->at < j->end && *j->at ? strchr(from, *j->at) : NULL;
-    uint32_t code, second;
+    uint32_t code, second = 0;
     if (known) { j->at++; *(*out)++ = to[known - from]; return 1; }
     if (j->at == j->end || *j->at++ != 'u') return ddp__json_fail(j, "an escape that JSON does not have");
     if (!ddp__json_hex4(j, &code)) return 0;
-    if ((code & 0xfc00) == 0xd800) {
-        if (j->end - j->at < 2 || j->at[0] != '\\' || j->at[1] != 'u') return ddp__json_fail(j, "half of a surrogate pair");
-        j->at += 2;
-        if (!ddp__json_hex4(j, &second)) return 0;
-        if ((second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
+    if ((code & 0xf800) == 0xd800) { /* one of two: the first has ten bits, and the second */
+        int paired = code < 0xdc00 && j->end - j->at > 2 && *j->at++ == '\\' && *j->at++ == 'u' && ddp__json_hex4(j, &second);
+        if (!paired || (second & 0xfc00) != 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
         code = 0x10000 + ((code & 0x3ff) << 10) + (second & 0x3ff);
-    } else if ((code & 0xfc00) == 0xdc00) return ddp__json_fail(j, "half of a surrogate pair");
+    }
     if (code < 0x80) { *(*out)++ = (char)code; return 1; }
     if (code >= 0x10000) *(*out)++ = (char)(0xf0 | code >> 18);
     if (code >= 0x800) *(*out)++ = (char)(code >= 0x10000 ? 0x80 | (code >> 12 & 63) : 0xe0 | code >> 12);
@@ -1576,7 +1574,6 @@ static ddp_result ddp__folder_sync(const char *path) {
     return fd < 0 ? ddp__file_fail("opening", path) : ddp__file_end(fd, path, DDP_OK);
 }
 
-/* Is it the name of a file that a checkpoint consists of? */
 static int ddp__is_our_file(const char *name) {
     const char *dot = strchr(name, '.');
     for (int kind = 0; kind < 2; kind++) {
@@ -2011,7 +2008,6 @@ static void ddp__draft_index(ddp__saving *s, int kind) {
     ddp__draft_add(d, "}}\n");
 }
 
-/* The draft becomes a file, or its header. */
 static ddp_result ddp__save_draft(ddp__saving *s, const char *name, uint32_t *crc) {
     if (s->draft.failed) return DDP_ERR_NO_MEMORY;
     *crc = ddp__crc32c(s->draft.at, s->draft.length);
@@ -2765,7 +2761,6 @@ static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
     ddp__fsdp_unhost(f, h->raw);
 }
 
-/* Moments of the optimizer. */
 static const int ddp__offload_kinds[] = {DDP__MEMORY_DEVICE, DDP__MEMORY_HOST, DDP__MEMORY_FILE};
 static void *ddp__fsdp_state_alloc(size_t size_bytes, void *user) {
     ddp_fsdp *f = (ddp_fsdp *)user;
@@ -4228,10 +4223,7 @@ static size_t ddp__prefix_match(const char *prefix, const char *name) {
 /* Bytes of a parameter's name that name its unit: the longest match. 0 = the root. */
 static size_t ddp__wrap_length(const ddp_fsdp_wrap_desc *d, const char *name) {
     size_t longest = 0;
-    for (int p = 0; p < d->prefix_count; p++) {
-        size_t match = ddp__prefix_match(d->prefixes[p], name);
-        if (match > longest) longest = match;
-    }
+    for (int p = 0; p < d->prefix_count; p++) ddp__size_at_least(&longest, ddp__prefix_match(d->prefixes[p], name));
     return longest;
 }
 
