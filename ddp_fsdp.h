@@ -923,7 +923,7 @@ static int ddp__unscale_host(const ddp_tensor *tensor, size_t count, float facto
     return bad;
 }
 
-/* scratch: memory of the device for an exact sum, or NULL on the CPU. On a device the sum of squares tells: it is finite if all elements are (f64: below 1e154). */
+/* scratch: the device's memory for an exact sum, NULL on the CPU. On a device the sum of squares tells: finite if all elements are (f64: below 1e154). */
 static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count, void *scratch) {
     const ddp_device *device = ddp_group_device(group);
     float inverse = (float)(1.0 / (double)scaler->scale);
@@ -1811,14 +1811,14 @@ static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t o
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, t->crc, n, &other));
     if (other < n)
         own = ddp_fail(DDP_ERR_MISMATCH, "tensor %zu, here '%.100s' %s, is another one on rank 0", other, t->slices[other].name, ddp_dtype_name(t->slices[other].dtype));
+    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, own)); /* what follows depends on the shapes */
     memset(t->crc, 0, n * sizeof *t->crc);
     memset(t->left, 0, n);
-    if (tile) {
-        DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
-        if (ddp__first_not_tiled(t) < n) DDP__FSDP_TRY(ddp__repeats_leave(t));
-        other = ddp__first_not_tiled(t);
-        if (own == DDP_OK && other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
-    }
+    if (!tile) return DDP_OK;
+    DDP__FSDP_TRY(ddp__host_reduce(t->group, t->numbers, 2 * n, DDP_I64, DDP_OP_SUM));
+    if (ddp__first_not_tiled(t) < n) DDP__FSDP_TRY(ddp__repeats_leave(t));
+    other = ddp__first_not_tiled(t);
+    if (other < n) own = ddp_fail(DDP_ERR_MISMATCH, "tensor '%.100s': what the ranks hold of it leaves a hole or overlaps", t->slices[other].name);
     return ddp__save_agree(t->group, t->who, own);
 }
 
@@ -2084,7 +2084,8 @@ static ddp_result ddp__save_commit(ddp__saving *s) {
     }
     s->tmp[0] = '\0'; /* what is there now is not to be deleted, should saving fail */
     if (ddp__folder_sync(parent) != DDP_OK)
-        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s", ddp_last_error());
+        return ddp_fail(DDP_ERR_SYSTEM, "the new checkpoint is in its place, the old one beside it, but a crash of the machine may undo that: %.400s",
+                        ddp_last_error());
     if (ddp__save_rotate(s, previous) != DDP_OK) {
         snprintf(text, sizeof text, "the checkpoint is saved, but the one before it could not be put away: %.350s", ddp_last_error());
         ddp_group_log(s->task.group, text);
@@ -2544,7 +2545,8 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
    A rank reads its peers' rows where they lie, if ddp_group_peer finds them (direct); otherwise they travel in wire blocks, one per rank. */
 
-enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES }; /* fields of ddp_fsdp_bytes, whose last is the total */
+/* As the fields of ddp_fsdp_bytes, whose last is the total. */
+enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE };
 enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
 enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
@@ -2647,8 +2649,8 @@ static size_t ddp__fsdp_pad(size_t size) { return (size + 63) / 64 * 64; }
 static void ddp__size_at_least(size_t *size, size_t needed) { if (*size < needed) *size = needed; }
 /* Replicas wait for ranks of other groups: what fails in one of the two groups fails in the other. */
 static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
-    ddp__told told = ddp__told_now(result);
     if (result == DDP_OK || !f->desc.replicas) return result;
+    ddp__told told = ddp__told_now(result);
     for (int i = 0; i < 2; i++) {
         ddp_result cause = ddp_group_cause(i ? f->desc.replicas : f->group);
         if (cause != DDP_OK) ddp_group_poison(i ? f->group : f->desc.replicas, cause, ddp_last_error());
@@ -2785,7 +2787,8 @@ static int ddp__has_master(const ddp_fsdp *f, const ddp__weight *w) { /* beside 
     return w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
 }
 
-#define DDP__WEIGHT_BAD(f, w, text, ...) ddp__fsdp_bad("ddp_fsdp_create", (f)->group, "unit %s, parameter %.200s: " text, (w)->unit->name, (w)->name, __VA_ARGS__)
+#define DDP__WEIGHT_BAD(f, w, text, ...) \
+    ddp__fsdp_bad("ddp_fsdp_create", (f)->group, "unit %s, parameter %.200s: " text, (w)->unit->name, (w)->name, __VA_ARGS__)
 
 /* Which earlier use holds this one's shard. */
 static ddp_result ddp__weight_find_source(ddp_fsdp *f, ddp__weight *w) {
@@ -4019,8 +4022,8 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
         f->file = mkstemp(path);
         if (f->file >= 0) unlink(path); /* it loses its name at once */
         if (f->file < 0 || fcntl(f->file, F_SETFD, FD_CLOEXEC) != 0)
-            return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group), f->desc.offload_dir,
-                            strerror(errno));
+            return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group),
+                            f->desc.offload_dir, strerror(errno));
     }
     for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
