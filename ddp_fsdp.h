@@ -410,7 +410,7 @@ static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char
 }
 
 /* A result with its error line, kept while something else happens, or sent to other ranks. */
-typedef struct ddp__told { int32_t result; char text[508]; } ddp__told;
+typedef struct ddp__told { int32_t result; char text[512]; } ddp__told;
 
 static ddp__told ddp__told_now(ddp_result result) {
     ddp__told told = DDP_ZERO;
