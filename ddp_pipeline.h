@@ -354,8 +354,7 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
    begins there. Sums are taken from left to right. DDP_ERR_INVALID: fewer layers than stages, or a cost that is negative or not finite. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer);
 
-/* The same where stage s may hold at most memory_limit[s] of the sum of its layers' memory. DDP_ERR_INVALID also when no cut fits: names the stage
-   reached. */
+/* The same where stage s may hold at most memory_limit[s] of the sum of its layers' memory. DDP_ERR_INVALID also when no cut fits. */
 DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
                                                 int *first_layer);
 
@@ -1729,7 +1728,7 @@ static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *ca
     else if (part == DDP_LOWER_COMM) {
         result = ddp__play_timed(&play, *s, NULL, "ddp_schedule_lower");
         if (result == DDP_OK) result = ddp__lower_comm(made, &play);
-        if (result == DDP_OK) ddp__play_close(&play);
+        ddp__play_close(&play);
     } else {
         state = (int *)ddp__schedule_alloc(*s, 3 * (size_t)(*s)->stage_count, sizeof *state);
         if (state) ddp__lower_hooks(made, *s, part, state);
@@ -2005,49 +2004,71 @@ DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_
 
 //== balancing ============================================================================= >>impl-schedule-balance
 
-/* Fills stages from the left as far as `most` and memory allow, with a layer left over for each later stage. A stage that takes less leaves no later one better
-   off, so this succeeds if anything does. Returns stage_count, or the stage that could not hold what has to go there. */
-static int ddp__partition_fill(const double *cost, const double *memory, const double *limit, int layers, int stages, double most, int *first) {
+/* Fills stages from the left as far as `most` allows, with a layer left over for each later stage: a stage that takes less leaves no later one better off. */
+static int ddp__partition_fill(const double *cost, int layers, int stages, double most, int *first) {
     int next = 0;
     for (int stage = 0; stage < stages; stage++) {
-        double sum = 0, held = 0;
+        double sum = 0;
         first[stage] = next;
-        while (next < layers - (stages - 1 - stage)) {
-            sum += cost[next];
-            if (memory) held += memory[next];
-            if (sum > most || (memory && held > limit[stage])) break;
-            next++;
-        }
-        if (next == first[stage]) return stage;
+        while (next < layers - (stages - 1 - stage) && sum + cost[next] <= most) sum += cost[next++];
+        if (next == first[stage]) return 0;
     }
-    return next == layers ? stages : stages - 1;
+    return next == layers;
+}
+
+/* With limits of their own, a stage may have to leave a layer to a roomier one: fits[stage * (layers + 1) + i] tells whether layers from i on fit into the stages
+   from this one on, last stages first. */
+static int ddp__partition_fill_memory(const double *cost, const double *memory, const double *limit, int layers, int stages, double most, int *first, char *fits) {
+    size_t row = (size_t)layers + 1;
+    memset(fits, 0, row * ((size_t)stages + 1));
+    fits[(size_t)stages * row + (size_t)layers] = 1;
+    for (int stage = stages - 1; stage >= 0; stage--)
+        for (int i = 0; i < layers; i++) {
+            char *here = &fits[(size_t)stage * row + (size_t)i];
+            const char *after = &fits[(size_t)(stage + 1) * row];
+            double sum = 0, held = 0;
+            for (int end = i; end < layers && !*here; end++) {
+                sum += cost[end], held += memory[end];
+                if (sum > most || held > limit[stage]) break;
+                *here = after[end + 1];
+            }
+        }
+    if (!fits[0]) return 0;
+    for (int stage = 0, i = 0; stage < stages; stage++) {
+        const char *after = &fits[(size_t)(stage + 1) * row];
+        first[stage] = i++;
+        while (!after[i]) i++;
+    }
+    return 1;
 }
 
 /* The smallest bound that works, by bisection over the doubles themselves: as bits, those that are not negative are in order. */
 static ddp_result ddp__partition(const char *who, const double *cost, const double *memory, const double *limit, int layers, int stages, int *first) {
     uint64_t low = 0, high;
     double most = HUGE_VAL;
-    int stage;
+    char *fits = NULL;
     if (!cost || !first) return ddp_fail(DDP_ERR_INVALID, "%s: cost or first_layer is NULL", who);
     if (stages < 1 || layers < stages) return ddp_fail(DDP_ERR_INVALID, "%s: %d layers for %d stages; each stage has at least one", who, layers, stages);
     for (int i = 0; i < layers; i++)
         for (int k = 0; k < (memory ? 2 : 1); k++) {
             double value = k ? memory[i] : cost[i];
-            if (!(value >= 0 && value <= DBL_MAX)) return ddp_fail(DDP_ERR_INVALID, "%s: %s[%d]=%g; it is a finite number that is not negative", who, k ? "memory" : "cost", i, value);
+            if (!(value >= 0 && value <= DBL_MAX))
+                return ddp_fail(DDP_ERR_INVALID, "%s: %s[%d]=%g; it is a finite number that is not negative", who, k ? "memory" : "cost", i, value);
         }
-    stage = ddp__partition_fill(cost, memory, limit, layers, stages, most, first);
-    if (stage < stages)
-        return ddp_fail(DDP_ERR_INVALID, "%s: no cut fits: stage %d begins at layer %d at the latest, and memory_limit[%d]=%g does not reach far enough", who, stage,
-                        first[stage], stage, limit[stage]);
+    if (memory && !(fits = (char *)malloc(((size_t)layers + 1) * ((size_t)stages + 1)))) return ddp_fail(DDP_ERR_NO_MEMORY, "%s: %d layers", who, layers);
     memcpy(&high, &most, sizeof high);
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
+    while (low <= high) { /* high has worked, or is infinite */
+        uint64_t middle = low == high ? high : low + (high - low) / 2;
+        int works;
         memcpy(&most, &middle, sizeof most);
-        if (ddp__partition_fill(cost, memory, limit, layers, stages, most, first) == stages) high = middle;
+        works = memory ? ddp__partition_fill_memory(cost, memory, limit, layers, stages, most, first, fits) : ddp__partition_fill(cost, layers, stages, most, first);
+        if (low == high) {
+            free(fits);
+            return works ? DDP_OK : ddp_fail(DDP_ERR_INVALID, "%s: no cut of %d layers into %d stages fits into memory_limit", who, layers, stages);
+        }
+        if (works) high = middle;
         else low = middle + 1;
     }
-    memcpy(&most, &high, sizeof most);
-    ddp__partition_fill(cost, memory, limit, layers, stages, most, first);
     return DDP_OK;
 }
 
@@ -2133,7 +2154,7 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
 
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
     ddp_schedule_desc d = DDP_ZERO;
-    ddp_schedule *s;
+    ddp_schedule *s = NULL;
     int *waiting = NULL;
     ddp_result result;
     if (!out) return DDP__SCHEDULE_BAD("out is NULL");
