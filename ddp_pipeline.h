@@ -1844,8 +1844,8 @@ static ddp__action_text ddp__cell_label(const ddp_schedule *s, const ddp_action 
     return other;
 }
 
-static void ddp__draw_repeated(ddp__sheet *sheet, char c, int count) {
-    for (int i = 0; i < count; i++) ddp__sheet_put(sheet, "%c", c);
+static void ddp__draw_dashes(ddp__sheet *sheet, int count) {
+    for (int i = 0; i < count; i++) ddp__sheet_put(sheet, "-");
 }
 
 /* A column is the shortest action. An action starts in the column of its time, or the next one that is free. */
@@ -1859,8 +1859,8 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             if (length + 1 > width) width = length + 1;
         }
     for (int rank = 0; rank < s->rank_count; rank++) {
-        int column = 0;
-        ddp__sheet_put(sheet, "rank %-3d ", rank);
+        int column = 0, space = 1; /* before what comes next in the line */
+        ddp__sheet_put(sheet, "rank %-3d", rank);
         for (int i = s->first[rank], n; i < s->first[rank + 1]; i += n) {
             ddp__action_text label;
             int from, to, length;
@@ -1870,11 +1870,11 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             length = (int)strlen(label.text);
             from = (int)((picture->times[i].begin - picture->begin) / unit + 0.5);
             to = (int)((picture->times[i].end - picture->begin) / unit + 0.5);
-            for (; column < from; column++) ddp__sheet_put(sheet, "%-*s", width, ".");
+            for (; column < from; column++, space = width - 1) ddp__sheet_put(sheet, "%*s.", space, "");
             if (to <= column) to = column + 1;
-            ddp__sheet_put(sheet, "%s", label.text);
-            ddp__draw_repeated(sheet, '-', to > column + 1 ? (to - column) * width - 1 - length : 0);
-            ddp__draw_repeated(sheet, ' ', to > column + 1 ? 1 : width - length);
+            ddp__sheet_put(sheet, "%*s%s", space, "", label.text);
+            if (to > column + 1) ddp__draw_dashes(sheet, (to - column) * width - 1 - length);
+            space = to > column + 1 ? 1 : width - length;
             column = to;
         }
         ddp__sheet_put(sheet, "\n");
