@@ -718,7 +718,6 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #define DDP_IMPLEMENTATION_INCLUDED
 
 //== structs ======================================================================================== >>impl-structs
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -2106,14 +2105,13 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
 
 /* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
 static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
-    char text[DDP__TEXT_MAX], call[72];
+    char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
         ddp__describe_post(call, sizeof call, post->what);
-        snprintf(text, sizeof text, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call, l->number[l->rank]);
-        ddp__local_poison(l, DDP_ERR_MISMATCH, text);
-        return;
+        DDP__POISON(l, DDP_ERR_MISMATCH, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call,
+                    l->number[l->rank]);
     }
 }
 
@@ -2330,15 +2328,6 @@ static unsigned char *ddp__small_of(const ddp__local *l, int rank, const ddp_cal
     return size <= sizeof l->posts->data ? ddp__post_of(l, rank, call->seq)->data : ddp__payload_of(l, rank, call->seq);
 }
 
-/* After everybody's announcement: nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now,
-   while this rank waits for its peers' data. 1 KiB takes a third less. */
-static void ddp__fetch_next_payload(const ddp__local *l, const ddp_call *call, size_t size) {
-    unsigned char *next = ddp__payload_of(l, l->rank, call->seq + 1);
-    for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
-}
-
-static size_t ddp__small_limit(const ddp__local *l) { return l->world_size == 2 ? 1024 : 512; }
-
 /* Data with one reader. On AMD, a byte written into every line that it has read makes the line its own, and the sender's next write into it costs 1 to 2.5 ns
    instead of 7 to 28: 1 KiB takes half the time, a staged all-gather between far cores a third. On Intel both cost the same, and the byte 10%. */
 static void ddp__hand_back(unsigned char *data, size_t size) {
@@ -2390,19 +2379,14 @@ DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
 
 static int ddp__receives(const ddp_call *call, int rank) { return call->kind == DDP_CALL_ALL_REDUCE || rank == call->root; }
 
-/* Chunks that are shared. On AMD medium sizes overlap, and 256 to 768 KiB are alike. Elsewhere what two rounds touch had better stay in the second-level
-   cache, and chunks that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128, and 256 KiB of data in chunks of 64 take 30% more. */
-static size_t ddp__chunk_size(const ddp__local *l, size_t size) {
-    size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
-    size_t chunk = size <= 4 * 65536 ? 65536 : ddp__round_up(size / 4, line);
-    if (!l->amd) return DDP__CHUNK / 4;
-    return chunk < most ? chunk : most;
-}
-
-/* Cuts a call into rounds through slots. */
+/* Cuts a call into rounds through slots. What is shared: on AMD medium sizes overlap, and chunks of 256 to 768 KiB are alike. Elsewhere what two rounds touch
+   had better stay in the second-level cache, and chunks that fit the first one are slow to read from another core: 96 and 256 KiB take 10% more than 128,
+   and 256 KiB of data in chunks of 64 take 30% more. */
 static void ddp__move_cut(const ddp__local *l, ddp__move *m) {
     if (m->shared) {
-        m->chunk = ddp__chunk_size(l, m->block);
+        size_t line = (size_t)l->world_size * DDP__ALIGN, most = DDP__CHUNK / line * line; /* shares in whole cache lines fill no more than a slot */
+        size_t some = m->block <= 4 * 65536 ? 65536 : ddp__round_up(m->block / 4, line);
+        m->chunk = !l->amd ? DDP__CHUNK / 4 : some < most ? some : most;
         m->rounds = (m->block + m->chunk - 1) / m->chunk;
         m->room = ddp__share(m->chunk, l->world_size);
         m->first_share = ddp__share(m->block - (m->rounds - 1) * m->chunk, l->world_size);
@@ -2493,7 +2477,10 @@ DDP__FORCED_INLINE ddp_result ddp__move_small(ddp_group *group, ddp__local *l, c
     void *in[DDP_MAX_LOCAL_RANKS];
     ddp__move_fill(l, m, ddp__small_of(l, l->rank, m->call, size), 0, 0);
     DDP__TRY(ddp__enter(group, l, m->call, 0, 0));
-    ddp__fetch_next_payload(l, m->call, size);
+    /* Nobody reads the payload of the call before any more, which the next call writes. Its lines are fetched for writing now, while this rank waits for
+       its peers' data: 1 KiB takes a third less. */
+    unsigned char *next = ddp__payload_of(l, l->rank, m->call->seq + 1);
+    for (size_t i = 0; i < size && size > sizeof l->posts->data; i += 64) ddp__prefetch_write(next + i);
     ddp__move_own(l->rank, m);
     for (int p = 0; p < l->world_size; p++) in[p] = ddp__small_of(l, p, m->call, size) + ddp__move_at(m, l->rank);
     ddp__move_take(l, m, in, 0, DDP__CACHED);
@@ -2570,29 +2557,6 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
     return ddp__await_passed(group, l, l->round); /* nobody leaves before all are done with its buffers */
 }
 
-/* Takes round k from everybody's slots. */
-static ddp_result ddp__round_take(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k, int past) {
-    void *in[DDP_MAX_LOCAL_RANKS];
-    DDP__FOR_PEERS(l, p) {
-        int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k, p).size;
-        if (takes) DDP__TRY(ddp__await_count(group, l, DDP__FILLED, p, round));
-        in[p] = ddp__slot_of(l, p, round) + ddp__move_at(m, l->rank);
-    }
-    ddp__move_take(l, m, in, k, past ? DDP__PAST : DDP__LARGE);
-    ddp__tick(l, DDP__PASSED, round);
-    return DDP_OK;
-}
-
-/* Where shares are added for all: copies those of the others out of the own slot. */
-static ddp_result ddp__round_drain(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t round, size_t k) {
-    DDP__TRY(ddp__await_passed(group, l, round));
-    for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) {
-        ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k, p);
-        if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, round) + ddp__move_at(m, p), part.size);
-    }
-    return DDP_OK;
-}
-
 /* Two ranks fill round k, add round k - 1 and drain round k - 2 in one loop: reading memory and reading what the other core wrote overlap. With stores of
    whole lines 1 MiB takes 3% less and 4 MiB 10%; without, it pays from 16 MiB on. On AMD it has not been measured. */
 static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
@@ -2638,6 +2602,7 @@ static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__m
 /* Round by round through slots. The first `filled` of them have been filled already. */
 static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, int past) {
     uint64_t first = l->round + 1;
+    void *in[DDP_MAX_LOCAL_RANKS];
     l->round += m->rounds;
     for (size_t k = filled; k <= m->rounds + (size_t)m->shared; k++) { /* fills round k, takes k - 1, drains k - 2 */
         if (ddp__rounds_fuse(l, m, k)) { DDP__TRY(ddp__round_fused(group, l, m, first, k)); continue; }
@@ -2647,8 +2612,21 @@ static ddp_result ddp__move_rounds(ddp_group *group, ddp__local *l, const ddp__m
             ddp__tick(l, DDP__FILLED, first + k);
         }
         if (k == filled) ddp__move_own(l->rank, m);
-        if (k > 0 && k <= m->rounds) DDP__TRY(ddp__round_take(group, l, m, first + k - 1, k - 1, past));
-        if (k > 1 && m->shared) DDP__TRY(ddp__round_drain(group, l, m, first + k - 2, k - 2));
+        if (k > 0 && k <= m->rounds) {
+            DDP__FOR_PEERS(l, p) {
+                int takes = m->shared || ddp__piece(m, ddp__takes(l->rank, m, p), k - 1, p).size;
+                if (takes) DDP__TRY(ddp__await_count(group, l, DDP__FILLED, p, first + k - 1));
+                in[p] = ddp__slot_of(l, p, first + k - 1) + ddp__move_at(m, l->rank);
+            }
+            ddp__move_take(l, m, in, k - 1, past ? DDP__PAST : DDP__LARGE);
+            ddp__tick(l, DDP__PASSED, first + k - 1);
+        }
+        if (k < 2 || !m->shared) continue;
+        DDP__TRY(ddp__await_passed(group, l, first + k - 2));
+        for (int p = 0; p < l->world_size && ddp__receives(m->call, l->rank); p++) { /* what the others have added, out of the own slot */
+            ddp__part part = ddp__piece(m, ddp__gives(l->rank, m, p), k - 2, p);
+            if (p != l->rank) ddp__copy_across(m->recv + part.begin, ddp__slot_of(l, l->rank, first + k - 2) + ddp__move_at(m, p), part.size);
+        }
     }
     return DDP_OK;
 }
@@ -2736,7 +2714,7 @@ static ddp_result ddp__move_large(ddp_group *group, ddp__local *l, const ddp_cal
 
 static ddp_result ddp__local_move(ddp_group *group, ddp__local *l, const ddp_call *call) {
     ddp__move m = ddp__move_of(call);
-    int small = m.block <= ddp__small_limit(l) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
+    int small = m.block <= (l->world_size == 2 ? 1024 : 512) && m.block * (m.common ? 1 : (size_t)l->world_size) <= DDP__PAYLOAD;
     if (!small || call->recv_counts) return ddp__move_large(group, l, call);
     if (m.shape != DDP__ADDS) return ddp__move_small(group, l, &m);
     m.shape = DDP__ADDS; /* known to the compiler: all_reduce gets a copy of its own, which takes 8 ns less */
@@ -3212,11 +3190,11 @@ static void ddp__local_raise(ddp_group *group, void *state, uint64_t *word, uint
 
 static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
     ddp__local *l = (ddp__local *)state;
-    const unsigned char *first = (const unsigned char *)ddp__local_peer(group, state, word, 0), *second = (const unsigned char *)ddp__local_peer(group, state, word, 1);
+    const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0), *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
-    for (int i = 1; i < l->world_size && result == DDP_OK; i++)
-        result = ddp__await(group, l, (l->rank + i) % l->world_size, (const uint64_t *)(const void *)first, (size_t)(second - first), target);
+    DDP__FOR_PEERS(l, p)
+        if (result == DDP_OK) result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
     l->awaits_word = 0;
     return result;
 }
