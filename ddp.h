@@ -3273,8 +3273,8 @@ static void ddp__self_close(ddp_group *group, void *state) {
 }
 
 static const ddp_backend *ddp__backend_self(void) {
-    static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split,
-                                     ddp__self_alloc, ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+    static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, ddp__self_alloc,
+                                     ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
     return &self;
 }
 
