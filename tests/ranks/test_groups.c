@@ -356,6 +356,7 @@ static ddp_result abort_child(ddp_group *world) {
     char text[256];
     RANKS_OK(world, ddp_group_split(world, 0, 0, &child));
     RANKS_OK(child, ddp_group_status(child));
+    RANKS_OK(world, ddp_barrier(world));
     if (rank == w - 1) {
         ranks_sleep_us(20000);
         RANKS_OK(child, ddp_group_abort(child));
