@@ -6038,7 +6038,6 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     ddp__grad *grads = reducer->grads;
     size_t flat_bytes = 0;
     int walked = 0;
-    ddp_result result;
     memset(open, 0, sizeof open);
     for (int d = 0; d < DDP__DTYPES; d++) open[d].limit = reducer->desc.first_bucket_bytes;
     for (int i = 0; i < reducer->desc.param_count; i++) grads[i].bucket = -1;
@@ -6048,12 +6047,11 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     for (int k = 0; k < count; k++) {
         ddp_dtype d = grads[order[k]].dtype;
         int first = walked;
-        size_t needed;
         open[d].bytes += grads[order[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
         for (int j = open[d].first; j <= k; j++)
             if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
-        needed = ddp__bucket_make(reducer, d, first, walked - 1);
+        size_t needed = ddp__bucket_make(reducer, d, first, walked - 1);
         if (needed > flat_bytes) flat_bytes = needed;
         if (open[d].bytes > reducer->stats.largest_bucket_bytes) reducer->stats.largest_bucket_bytes = open[d].bytes;
         open[d].first = k + 1;
@@ -6062,7 +6060,7 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
     }
     ddp__buckets_reset(reducer);
     if (flat_bytes <= reducer->flat_bytes) return DDP_OK;
-    result = ddp_group_free(reducer->group, reducer->flat);
+    ddp_result result = ddp_group_free(reducer->group, reducer->flat);
     reducer->flat = NULL;
     if (result == DDP_OK) result = ddp_group_alloc(reducer->group, flat_bytes, &reducer->flat);
     reducer->flat_bytes = result == DDP_OK ? flat_bytes : 0;
@@ -6074,14 +6072,13 @@ static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t cou
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
     ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps};
-    ddp_result result;
     if (ddp__reducer_is_alone(reducer)) {
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
     }
     if (group->world_size > 1) reducer->sent += count * ddp_dtype_size(bucket->wire);
     if (!reducer->desc.hook) return ddp__all_reduce_divided(group, data, data, count, bucket->wire, bucket->divisor);
-    result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
+    ddp_result result = reducer->desc.hook(group, &view, reducer->desc.hook_user);
     if (result == DDP_OK) return DDP_OK;
     DDP__RANK_FAIL(group, result, "ddp_reducer_wait: the hook returned %s for bucket %d of %d: %.300s", ddp_result_name(result),
                    bucket->index, view.bucket_count, ddp_last_error());
@@ -6292,7 +6289,6 @@ static ddp_result ddp__reducer_check_memory(ddp_reducer *reducer) {
 
 /* All that a rank can find wrong, or fail at, alone. */
 static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_desc *desc) {
-    size_t n, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     DDP__CREATE_NEED(desc, "desc is NULL");
     DDP__CREATE_NEED(desc->params && desc->param_count > 0, "param_count=%d or params is NULL; pass the array of trained parameters", desc->param_count);
     DDP__CREATE_NEED(desc->micro_batch_count >= 0, "micro_batch_count=%d; set how many a gradient sums, or 0 for one", desc->micro_batch_count);
@@ -6305,7 +6301,7 @@ static ddp_result ddp__reducer_prepare(ddp_reducer *reducer, const ddp_reducer_d
         DDP__CREATE_NEED(count >= 0 && ddp_dtype_size(desc->buffers[i].dtype) && (count == 0 || desc->buffers[i].data),
                          "buffer %d has no data, no dtype or an impossible shape; fill in its ddp_tensor", i);
     }
-    n = (size_t)desc->param_count;
+    size_t n = (size_t)desc->param_count, each = sizeof(ddp__bucket) + sizeof(ddp__grad) + 2 * sizeof(int);
     reducer->buckets = (ddp__bucket *)ddp__group_calloc(reducer->group, n * each);
     if (!reducer->buckets) return DDP_ERR_NO_MEMORY;
     reducer->grads = (ddp__grad *)(reducer->buckets + n); /* by falling alignment */
@@ -6432,14 +6428,11 @@ static void ddp__reducer_free(ddp_reducer *reducer) {
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
-    ddp__outcome failure = {DDP_OK, ""};
-    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0, entries;
-    ddp_reducer *reducer;
-    ddp_result result;
     if (out) *out = NULL;
     DDP__NEED(group, "group is NULL");
-    entries = (size_t)group->world_size * sizeof(ddp__entry);
-    reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > entries ? keys : entries));
+    size_t keys = desc && desc->param_count > 0 ? (size_t)desc->param_count * sizeof(ddp__grad_key) : 0;
+    size_t entries = (size_t)group->world_size * sizeof(ddp__entry);
+    ddp_reducer *reducer = (ddp_reducer *)ddp__group_calloc(group, sizeof *reducer + (keys > entries ? keys : entries));
     if (!reducer) { /* and no room to tell the others */
         if (group->world_size > 1) ddp_group_abort(group);
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_reducer_create: %s", ddp_last_error());
@@ -6448,9 +6441,10 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
     reducer->device = group->device;
     reducer->active = group->world_size;
     reducer->host = reducer + 1;
-    result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
+    ddp_result result = out ? ddp__reducer_prepare(reducer, desc) : ddp__bad("ddp_reducer_create", NULL, "out is NULL");
     result = ddp__reducer_compare(reducer, result);
     if (result == DDP_OK) result = ddp__reducer_build(reducer);
+    ddp__outcome failure = {DDP_OK, ""};
     ddp__outcome_join(&failure, result);
     if (result == DDP_OK) *out = reducer;
     else ddp__reducer_free(reducer);
@@ -6458,12 +6452,11 @@ DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const 
 }
 
 DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
-    ddp__grad *grad;
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, param_index >= 0 && param_index < reducer->desc.param_count, "param_index=%d, there are %d parameters, numbered from 0",
                       param_index, reducer->desc.param_count);
     if (reducer->no_sync) return DDP_OK;
-    grad = &reducer->grads[param_index];
+    ddp__grad *grad = &reducer->grads[param_index];
     DDP__REDUCER_NEED(reducer, !grad->ready, "%s is ready twice in step %llu; call it once per step, and ddp_reducer_wait before the next",
                       ddp__param_label(reducer->desc.params, param_index).text, (unsigned long long)reducer->stats.steps);
     DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
@@ -6531,16 +6524,14 @@ static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
 
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     double begin = ddp_now();
-    int find, missing = -1; /* missing: the first parameter that is */
-    ddp_reducer_stats *stats;
-    ddp_result result;
     DDP__NEED(reducer, "reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
-    stats = &reducer->stats;
-    find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
+    ddp_reducer_stats *stats = &reducer->stats;
+    int missing = -1; /* the first parameter that is */
+    int find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
     for (int i = reducer->desc.param_count - 1; i >= 0 && !find && !reducer->shadow; i--)
         if (!reducer->grads[i].ready && reducer->grads[i].expected) missing = i;
-    result = ddp__compute(reducer->group);
+    ddp_result result = ddp__compute(reducer->group);
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
@@ -6572,7 +6563,6 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
 
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm) {
     ddp_exact_sum sum;
-    float length;
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     DDP__TRY(ddp__compute(reducer->group));
@@ -6585,7 +6575,7 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     }
     reducer->device->copy(&sum, reducer->squares, sizeof sum); /* the only time that the host waits for a device */
     DDP__TRY(ddp__device_check(reducer->group));
-    length = (float)sqrt(ddp_exact_sum_value(&sum));
+    float length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
     for (int i = 0; i < reducer->desc.param_count; i++) {
@@ -6636,9 +6626,6 @@ struct ddp_accumulator {
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
     const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
-    ddp_accumulator *accumulator;
-    size_t depth = 0;
-    ddp_result result = DDP_OK;
     if (out) *out = NULL;
     DDP__NEED(out && group, "out or group is NULL");
     DDP__NEED(desc, "desc is NULL");
@@ -6655,7 +6642,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         DDP__NEED(ddp_tensor_count(&grad) == 0 || grad.data, "%s: grad.data is NULL; create the reducer first, or point it at memory",
                   ddp__param_label(desc->params, i).text);
     }
-    accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
+    ddp_accumulator *accumulator = (ddp_accumulator *)ddp__group_calloc(group, sizeof *accumulator + (size_t)desc->param_count * (sizeof(size_t) + 1));
     if (!accumulator) return DDP_ERR_NO_MEMORY;
     accumulator->group = group;
     accumulator->desc = *desc;
@@ -6666,9 +6653,10 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
         accumulator->first[i] = accumulator->level_bytes;
         accumulator->level_bytes += ddp__round_up(ddp__tensor_bytes(&grad), DDP__ALIGN);
     }
+    size_t depth = 0;
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
     depth *= accumulator->level_bytes;
-    if (depth > 0) result = group->device->alloc(group, depth, &accumulator->levels);
+    ddp_result result = depth > 0 ? group->device->alloc(group, depth, &accumulator->levels) : DDP_OK;
     if (result == DDP_OK) *out = accumulator;
     else ddp_group_mfree(group, accumulator);
     return result;
@@ -6699,13 +6687,12 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
 
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index) {
     const ddp_accumulator_desc *desc = accumulator ? &accumulator->desc : NULL;
-    int last;
     DDP__NEED(desc, "accumulator is NULL");
     DDP__NEED(param_index >= 0 && param_index < desc->param_count, "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
     DDP__NEED(!accumulator->announced[param_index], "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
               ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
     accumulator->announced[param_index] = 1;
-    last = accumulator->micro_batch + 1 == desc->micro_batch_count;
+    int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
     DDP__TRY(ddp__accumulate(accumulator, param_index, last));
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
@@ -6758,7 +6745,6 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "a step is under way; call it before backward, after ddp_reducer_wait");
     for (;;) {
         int world_size = reducer->group->world_size, count = 0;
-        ddp_result result;
         DDP__TRY(ddp__reducer_gather(reducer, &mine, 1));
         for (int r = world_size - 1; r >= 0; r--)
             if (all[r]) { join->lowest = r; count++; }
@@ -6774,7 +6760,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         if (have_batch) *active = count;
         if (have_batch) return DDP_OK;
         reducer->shadow = 1;
-        result = ddp_reducer_wait(reducer);
+        ddp_result result = ddp_reducer_wait(reducer);
         reducer->shadow = 0;
         if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
         if (result != DDP_OK) return result;
@@ -7099,13 +7085,12 @@ static ddp_result ddp__sampler_resolve(ddp_sampler *s) {
 
 static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
     int64_t window_max = (INT64_C(1) << ddp__sampler_slot_bits(s)) - 1, *window = &s->desc.window;
-    size_t table_words, size_bytes;
     if (*window == 0) *window = window_max < DDP__SAMPLER_WINDOW ? window_max : DDP__SAMPLER_WINDOW;
     if (*window > s->length) *window = s->length > 0 ? s->length : 1;
     DDP__SAMPLER_NEED("init", *window > 0 && *window <= window_max, "window=%lld samples of a dataset_size=%lld are too many for the TORCH orders; "
                       "use a smaller window or DDP_SHUFFLE_HASHED", (long long)*window, (long long)s->desc.dataset_size);
-    table_words = (size_t)(*window + ddp__tokens_filter_words(*window) + (ddp__tokens_chains(*window) + 1) / 2);
-    size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
+    size_t table_words = (size_t)(*window + ddp__tokens_filter_words(*window) + (ddp__tokens_chains(*window) + 1) / 2);
+    size_t size_bytes = table_words * sizeof *s->table + DDP__MT_WORDS * sizeof *s->mt;
     s->memory = s->desc.alloc_fn(size_bytes, s->desc.user);
     if (!s->memory) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_sampler_init: %zu bytes for a window of %lld samples", size_bytes, (long long)*window);
     s->table = (uint64_t *)s->memory;
@@ -7114,12 +7099,11 @@ static ddp_result ddp__sampler_alloc(ddp_sampler *s) {
 }
 
 DDPDEF ddp_result ddp_sampler_init(ddp_sampler *sampler, const ddp_sampler_desc *desc) {
-    ddp_result result;
     DDP__NEED(sampler, "sampler is NULL");
     memset(sampler, 0, sizeof *sampler);
     DDP__NEED(desc, "desc is NULL");
     sampler->desc = *desc;
-    result = ddp__sampler_resolve(sampler);
+    ddp_result result = ddp__sampler_resolve(sampler);
     if (result == DDP_OK) ddp_sampler_set_epoch(sampler, 0);
     if (result == DDP_OK && !desc->no_shuffle && desc->shuffle != DDP_SHUFFLE_HASHED) result = ddp__sampler_alloc(sampler);
     if (result != DDP_OK) memset(sampler, 0, sizeof *sampler);
@@ -7133,11 +7117,10 @@ DDPDEF void ddp_sampler_set_epoch(ddp_sampler *sampler, uint64_t epoch) {
 DDPDEF int64_t ddp_sampler_length(const ddp_sampler *sampler) { return sampler ? sampler->length - sampler->first : 0; }
 
 DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
-    int64_t index;
     if (is_padding) *is_padding = 0;
     if (!sampler) return -1;
     if (sampler->cursor >= sampler->length) { sampler->ended = 1; return -1; }
-    index = sampler->cursor++;
+    int64_t index = sampler->cursor++;
     if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
     if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
     if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_position(sampler, index));
@@ -7156,11 +7139,10 @@ DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
 
 DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state *state) {
     const ddp_sampler *s = sampler;
-    uint64_t used, in_block, in_gap;
     DDP__NEED(s && state && s->desc.dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
-    in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
-    used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
-    in_gap = s->gap_count * (s->gap_block - s->gap_used);
+    uint64_t in_block = s->ended ? 0 : (uint64_t)s->cursor % s->block;
+    uint64_t used = s->ended ? s->total : ((uint64_t)s->cursor - in_block) * (uint64_t)s->desc.num_replicas;   /* entries used up by all ranks together */
+    uint64_t in_gap = s->gap_count * (s->gap_block - s->gap_used);
     if (used > s->left) used = s->left;
     if (in_gap > s->left) in_gap = s->left;
     DDP__NEED(used >= in_gap || s->cursor == 0, "the epoch was loaded inside a global batch, of which %llu samples are still out; save after them",
@@ -7184,7 +7166,6 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
 
 DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state *state) {
     const ddp_sampler_desc *d = sampler ? &sampler->desc : NULL;
-    int other_blocks;
     DDP__NEED(d && state && d->dataset_size > 0, "sampler or state is NULL, or the sampler was not initialised");
     long long n = (long long)state->dataset_size, position = (long long)state->position, offset = (long long)state->block_offset;
     long long replicas = (long long)state->num_replicas, batch = (long long)state->global_batch;
@@ -7199,7 +7180,7 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
         (offset > 0 && (offset >= batch / replicas || position == n)))
         return ddp_fail(DDP_ERR_CORRUPT, "ddp_sampler_load: position=%lld block_offset=%lld num_replicas=%lld global_batch=%lld is no place in an "
                          "epoch of %lld samples", position, offset, replicas, batch, n);
-    other_blocks = replicas != d->num_replicas || batch != d->global_batch;
+    int other_blocks = replicas != d->num_replicas || batch != d->global_batch;
     ddp__sampler_start(sampler, state->epoch, (uint64_t)position, other_blocks && offset ? state : NULL);
     if (other_blocks) return DDP_OK;
     sampler->first = sampler->cursor = offset;
@@ -7255,21 +7236,20 @@ static int ddp__overlap(const void *a, size_t a_size, const void *b, size_t b_si
 static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work) {
     const struct ddp__form *form = &ddp__forms[call->kind];
     const int p2p = ddp__is_p2p(call->kind);
-    size_t element = ddp_dtype_size(call->dtype), blocks, most, *packed;
-    ddp__extent send, recv;
+    size_t element = ddp_dtype_size(call->dtype);
     DDP__CALL_NEED(group, "group is NULL");
     DDP__CALL_NEED(!form->root || (call->root >= 0 && call->root < group->world_size), "%s=%d; ranks are 0 to %d", form->root, call->root,
                    group->world_size - 1);
     DDP__CALL_NEED(element, "dtype=%d is not a ddp_dtype of elements", (int)call->dtype);
     DDP__CALL_NEED(!ddp__has_op(call->kind) || (unsigned)call->op <= DDP_OP_PROD, "op=%d is not a ddp_op", (int)call->op);
-    blocks = p2p ? 1 : (size_t)group->world_size;
-    most = SIZE_MAX / 2 / element;
+    size_t blocks = p2p ? 1 : (size_t)group->world_size;
+    size_t most = SIZE_MAX / 2 / element;
     DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
                    blocks, ddp_dtype_name(call->dtype));
-    send = ddp__extent_of(group, call, form->send);
-    recv = ddp__extent_of(group, call, form->recv);
+    ddp__extent send = ddp__extent_of(group, call, form->send);
+    ddp__extent recv = ddp__extent_of(group, call, form->recv);
     if (form->recv & DDP__COUNTS) {
-        packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
+        size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
