@@ -894,20 +894,26 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler) { return scaler ? scaler->scale : 0; }
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scaler->found_inf : 0; }
 
-/* Whether all bits of the exponent are set in one of count elements: adding its lowest bit then reaches the sign's. Words have one to four elements each. */
+/* Whether all bits of the exponent, mask, are set in one of count elements: adding its lowest bit then reaches the sign's. */
+#define DDP__NON_FINITE_FN(word, suffix)                                                             \
+    typedef word __attribute__((may_alias, aligned(1))) ddp__exponent_##suffix;                      \
+    static int ddp__non_finite_##suffix(const void *data, size_t count, word mask) {                 \
+        const ddp__exponent_##suffix *x = (const ddp__exponent_##suffix *)data;                      \
+        word lowest = (word)(mask & (~mask + 1)), seen = 0;                                          \
+        for (; count >= 64; count -= 64, x += 64) /* a fixed number of them: compilers see vectors */ \
+            for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                     \
+        for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                   \
+        return seen >> (suffix - 1) & 1;                                                             \
+    }
+DDP__NON_FINITE_FN(uint16_t, 16)
+DDP__NON_FINITE_FN(uint32_t, 32)
+DDP__NON_FINITE_FN(uint64_t, 64)
+#undef DDP__NON_FINITE_FN
+
 static int ddp__non_finite(const void *data, size_t count, ddp_dtype dtype) {
-    typedef uint64_t __attribute__((may_alias, aligned(1))) word;
-    const uint64_t mask = dtype == DDP_F64 ? UINT64_C(0x7ff0000000000000) : dtype == DDP_F32 ? UINT64_C(0x7f8000007f800000)
-                        : dtype == DDP_F16 ? UINT64_C(0x7c007c007c007c00) : UINT64_C(0x7f807f807f807f80);
-    const uint64_t lowest = mask & ~(mask << 1), signs = mask << 1 & ~mask;
-    size_t bytes = count * ddp_dtype_size(dtype), rest = bytes % sizeof(uint64_t);
-    const word *x = (const word *)data, *end = x + bytes / sizeof *x;
-    uint64_t last = 0, seen = 0;
-    for (; end - x >= 32; x += 32) /* a fixed number of them: compilers see vectors */
-        for (int i = 0; i < 32; i++) seen |= (x[i] & mask) + lowest;
-    for (; x < end; x++) seen |= (*x & mask) + lowest;
-    memcpy(&last, x, rest);
-    return ((seen | ((last & mask) + lowest)) & signs) != 0;
+    if (dtype == DDP_F32) return ddp__non_finite_32(data, count, UINT32_C(0x7f800000));
+    if (dtype == DDP_F64) return ddp__non_finite_64(data, count, UINT64_C(0x7ff) << 52);
+    return ddp__non_finite_16(data, count, (uint16_t)(dtype == DDP_F16 ? 0x7c00 : 0x7f80));
 }
 
 /* Multiplies host memory by factor and tests it block by block: it is read once. */
