@@ -3455,7 +3455,7 @@ static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_gro
 static const ddp_backend *ddp__cuda_staged_backend(void) {
     static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
                                        ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
-                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL};
+                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
     return &staged;
 }
 
