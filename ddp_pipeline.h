@@ -36,6 +36,8 @@ CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play
     >>impl-schedule-simulate  >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw
     >>impl-schedule-balance  >>impl-public
+    >>impl-pipeline-structs  >>impl-pipeline-check  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-gradients
+    >>impl-pipeline-versions  >>impl-pipeline-step  >>impl-pipeline-create  >>impl-pipeline-report
 
 CONCEPTS
     Stage      a contiguous part of the model, numbered from 0. With v chunks per rank there are p*v of them: "loop" puts stage s on rank s mod p,
@@ -2200,6 +2202,1301 @@ DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int 
     }
     if (count) *count = schedule->first[rank + 1] - schedule->first[rank];
     return schedule->count ? schedule->actions + schedule->first[rank] : &none;
+}
+
+//== runner: what it keeps ========================================================================= >>impl-pipeline-structs
+
+enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
+
+/* Slots for one kind of tensor on this rank, one per micro-batch that is under way.
+
+       HERE   made and used on this rank: handed over in place                    taken by the maker, given back by the user
+       OUT    sent: as many as its stage has in flight, so that no action waits   taken in turn, once the slot's send is done
+       IN     received: what is in use at once, and `prefetch` more               taken when the receive is posted, given back by the user */
+typedef struct ddp__pipe_pool {
+    int kind, peer, tag;
+    int count;             /* slots */
+    int taken;             /* the rehearsal counts; its peak becomes count */
+    int next;              /* OUT: the slot that comes next */
+    int free_count;
+    int *free_slots;       /* HERE, IN */
+    int *slot;             /* of each micro-batch; -1: none */
+    int *order;            /* IN: of each micro-batch, its place in the peer's stream */
+    ddp_work *works;       /* OUT, IN: of each slot */
+    unsigned char *memory;
+    size_t stride, bytes, offset;
+    ddp_tensor tensor;
+} ddp__pipe_pool;
+
+/* An edge; way[0] carries values, way[1] gradients back. */
+typedef struct ddp__pipe_link {
+    int from, to;
+    ddp__pipe_pool way[2];
+} ddp__pipe_link;
+
+/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. */
+typedef struct ddp__pipe_message { int link, way, microbatch; } ddp__pipe_message;
+typedef struct ddp__pipe_stream {
+    ddp__pipe_message *messages;
+    int count, next;
+} ddp__pipe_stream;
+
+/* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update; level -1: the buffer is free. */
+typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
+
+typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
+
+typedef struct ddp__pipe_stage {
+    ddp_pipeline_stage desc;
+    int number;                /* -1: lies on another rank */
+    int *inputs, *outputs;     /* links */
+    int input_count, output_count;
+    ddp__pipe_pool saved;
+    int first, last, last_forward; /* positions in this rank's list */
+    int has_unshard, has_reshard, has_reduce;
+    int summed;                /* micro-batches of the update whose gradients are added */
+    size_t grad_bytes;         /* of all parameters, each padded */
+    ddp__pipe_sum *sums;       /* buffers of grad_bytes each */
+    unsigned char *sum_memory;
+    int sum_room, sum_count;
+    unsigned char *placed;     /* of each parameter: 1 = its gradient memory is the runner's */
+    uint64_t *version;         /* PipeDream: of each micro-batch in flight, one more than what it takes; 0: not in flight */
+    uint64_t updates;          /* since create */
+    ddp__pipe_stash *stashes;  /* copies of value_bytes each */
+    unsigned char *stash_memory;
+    size_t value_bytes;
+    int stash_room, stash_count;
+} ddp__pipe_stage;
+
+typedef struct ddp__pipe_piece { struct ddp__pipe_piece *next; void *device_memory; } ddp__pipe_piece;
+
+struct ddp_pipeline {
+    ddp_group *group;
+    const ddp_device *device;
+    const ddp_schedule *schedule;
+    ddp_pipeline_desc desc;
+    ddp__pipe_piece *pieces;      /* all memory but shared */
+    void *shared;                 /* group memory: what is sent lies here */
+    int rank, world_size, stage_count, microbatch_count, interval, prefetch;
+    const ddp_action *list;
+    int list_count;
+    ddp__pipe_stage *stages;      /* all; those of other ranks are empty */
+    ddp__pipe_link *links;
+    int link_count;
+    ddp__pipe_stream *streams;    /* of each rank */
+    ddp_pipeline_tie *ties;
+    void **tie_memory;            /* of each tie: where the second gradient arrives, or NULL */
+    ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
+    void **values;                /* pointers of parameters while older values stand in for them */
+    unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
+    void *squares;                /* a ddp_exact_sum on the device */
+    int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
+    int evaluating;
+    int no_clip;                  /* a stage of some rank has no params */
+    double *shares;               /* exchanged after each step: losses, starts, spans, compute of ranks, F I W B seconds of stages */
+    size_t share_count;
+    double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
+    ddp_action_time *times;       /* of all actions; those of this rank are written */
+    double start;
+    ddp_pipeline_stats stats;
+    char text[512];
+};
+
+static const char ddp__pipe_create_name[] = "ddp_pipeline_create", ddp__pipe_step_name[] = "ddp_pipeline_step";
+#define DDP__PIPE_TRY(call) do { ddp_result ddp__pipe_tried = (call); if (ddp__pipe_tried != DDP_OK) return ddp__pipe_tried; } while (0)
+#define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
+
+static size_t ddp__pipe_pad(size_t size) { return (size + 63) / 64 * 64; }
+static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
+
+/* Zeroed host memory until destroy. */
+static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
+    size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
+    ddp__pipe_piece *piece;
+    if (!bytes) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size); return NULL; }
+    piece = (ddp__pipe_piece *)ddp_group_malloc(p->group, bytes);
+    if (!piece) return NULL;
+    memset(piece, 0, bytes);
+    piece->next = p->pieces;
+    p->pieces = piece;
+    return (unsigned char *)piece + 64;
+}
+
+#define DDP__PIPE_NEW(p, pointer, type, count)                                                                    \
+    do {                                                                                                          \
+        (pointer) = (type *)ddp__pipe_host((p), (size_t)(count), sizeof(type));                                   \
+        if (!(pointer)) return DDP_ERR_NO_MEMORY;                                                                 \
+    } while (0)
+
+/* Zeroed memory of the device until destroy. */
+static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
+    ddp__pipe_piece *piece = (ddp__pipe_piece *)ddp__pipe_host(p, 0, 1);
+    if (!piece) return DDP_ERR_NO_MEMORY;
+    piece = (ddp__pipe_piece *)((unsigned char *)piece - 64);
+    DDP__PIPE_TRY(p->device->alloc(p->group, size ? size : 64, &piece->device_memory));
+    *out = piece->device_memory;
+    return DDP_OK;
+}
+
+/* A collective on host memory, in place, whatever the device is; in pieces that any backend carries. */
+static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
+    for (size_t at = 0; at < count && p->world_size > 1; at += 4096) {
+        ddp_call call;
+        memset(&call, 0, sizeof call);
+        call.kind = DDP_CALL_ALL_REDUCE;
+        call.dtype = dtype;
+        call.op = DDP_OP_SUM;
+        call.root = -1;
+        call.tag = DDP_ON_HOST;
+        call.send = call.recv = (unsigned char *)data + at * ddp_dtype_size(dtype);
+        call.count = count - at < 4096 ? count - at : 4096;
+        DDP__PIPE_TRY(ddp_group_call(p->group, &call, NULL));
+    }
+    return DDP_OK;
+}
+
+static ddp_tensor ddp__pipe_grad(const ddp_param *param) {
+    ddp_tensor grad = param->grad;
+    if (!grad.dtype) {
+        grad = param->value;
+        grad.dtype = param->grad.dtype ? param->grad.dtype : param->value.dtype;
+        grad.data = param->grad.data;
+    } else if (!grad.ndim && param->value.ndim) {
+        grad.ndim = param->value.ndim;
+        memcpy(grad.shape, param->value.shape, sizeof grad.shape);
+    }
+    return grad;
+}
+
+static size_t ddp__pipe_bytes(const ddp_tensor *tensor) {
+    int64_t count = ddp_tensor_count(tensor);
+    return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
+}
+
+//== runner: bad input ============================================================================= >>impl-pipeline-check
+
+static int ddp__pipe_is_integer(ddp_dtype dtype) { return dtype == DDP_I8 || dtype == DDP_U8 || dtype == DDP_I32 || dtype == DDP_I64 || dtype == DDP_U64; }
+
+/* Which kinds of actions a stage has. */
+static unsigned ddp__pipe_stage_kinds(const ddp_pipeline *p, int stage) {
+    unsigned kinds = 0;
+    for (int i = 0; i < p->list_count; i++) if (p->list[i].stage == stage) kinds |= 1u << p->list[i].kind;
+    return kinds;
+}
+
+/* The label that errors give a stage: "stage 2" or "stage 2 (decoder)". */
+static ddp__action_text ddp__pipe_stage_label(const ddp_pipeline *p, int stage) {
+    ddp__action_text label;
+    const char *name = p->stages ? p->stages[stage].desc.name : p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].name : NULL;
+    if (name) snprintf(label.text, sizeof label.text, "stage %d (%.32s)", stage, name);
+    else snprintf(label.text, sizeof label.text, "stage %d", stage);
+    return label;
+}
+
+static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int index) {
+    const ddp_pipeline_stage *s = &p->desc.stages[stage];
+    const ddp_param *param = s->params[index];
+    ddp__action_text label = ddp__pipe_stage_label(p, stage);
+    ddp_tensor grad;
+    if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label.text, index);
+    grad = ddp__pipe_grad(param);
+    if (ddp_tensor_count(&param->value) < 0 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) ||
+        ddp_tensor_count(&grad) != ddp_tensor_count(&param->value))
+        return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label.text, index,
+                             param->name ? param->name : "no name");
+    return DDP_OK;
+}
+
+/* A stage of this rank. */
+static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
+    const ddp_pipeline_stage *s = &p->desc.stages[stage];
+    unsigned kinds = ddp__pipe_stage_kinds(p, stage);
+    int asynchronous = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW;
+    ddp__action_text label = ddp__pipe_stage_label(p, stage);
+    if (!s->forward) return DDP__PIPE_BAD("%s: forward is NULL", label.text);
+    if (kinds & 1u << DDP_ACTION_INPUT_GRAD && !s->input_grad) return DDP__PIPE_BAD("%s: input_grad is NULL, and the schedule has I", label.text);
+    if (kinds & 1u << DDP_ACTION_WEIGHT_GRAD && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
+    if (kinds & 1u << DDP_ACTION_BACKWARD && !s->backward && !(s->input_grad && s->weight_grad))
+        return DDP__PIPE_BAD("%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad", label.text);
+    if (s->param_count < 0 || (s->param_count && !s->params)) return DDP__PIPE_BAD("%s: param_count=%d, params=%p", label.text, s->param_count, (const void *)s->params);
+    if (asynchronous && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
+    if (asynchronous && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
+    for (int i = 0; i < s->param_count; i++) DDP__PIPE_TRY(ddp__pipe_check_param(p, stage, i));
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
+    const ddp_pipeline_desc *d = &p->desc;
+    if (d->tie_count < 0 || (d->tie_count && !d->ties)) return DDP__PIPE_BAD("tie_count=%d, or ties is NULL", d->tie_count);
+    if (d->tie_count && p->interval != p->microbatch_count)
+        return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
+    for (int i = 0; i < d->tie_count; i++) {
+        const ddp_pipeline_tie *t = &d->ties[i];
+        if (t->first_stage < 0 || t->second_stage <= t->first_stage || t->second_stage >= p->stage_count)
+            return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second is a later one, and there are %d", i, t->first_stage, t->second_stage, p->stage_count);
+        for (int end = 0; end < 2; end++) {
+            int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
+            if (p->schedule->stage_rank[stage] == p->rank && (index < 0 || index >= d->stages[stage].param_count))
+                return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
+        }
+        for (int k = 0; k < d->tie_count; k++)
+            if (k != i && t->second_stage == d->ties[k].second_stage && t->second_param == d->ties[k].second_param)
+                return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k, i < k ? k : i);
+            else if (t->second_stage == d->ties[k].first_stage && t->second_param == d->ties[k].first_param)
+                return DDP__PIPE_BAD("ties[%d]: its second parameter is the first one of ties[%d]; tie all uses to the first of them", i, k);
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_check_edge(const ddp_pipeline *p, int index, const ddp_pipeline_edge *e) {
+    int64_t count = ddp_tensor_count(&e->tensor);
+    ddp_dtype grad = e->grad_dtype ? e->grad_dtype : e->tensor.dtype;
+    if (e->from < 0 || e->from >= p->stage_count || e->to <= e->from || e->to > p->stage_count)
+        return DDP__PIPE_BAD("edge %d goes from stage %d to %d; it goes to a later stage, or to %d, the loss", index, e->from, e->to, p->stage_count);
+    if (e->to == p->stage_count && e->from != p->stage_count - 1)
+        return DDP__PIPE_BAD("edge %d goes from stage %d to the loss; only the last stage, %d, gives to it", index, e->from, p->stage_count - 1);
+    if (!ddp_dtype_size(e->tensor.dtype) || count < 1 || !ddp_dtype_size(grad) || (uint64_t)count > SIZE_MAX / 64)
+        return DDP__PIPE_BAD("edge %d (stage %d to %d) has no dtype or an impossible shape; fill in its tensor", index, e->from, e->to);
+    return DDP_OK;
+}
+
+/* Edges from the desc, or those that boundary and output stand for. */
+static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
+    const ddp_pipeline_desc *d = &p->desc;
+    int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
+    ddp_pipeline_edge *edges;
+    if (d->edges && (count < 1 || count > (1 << 20))) return DDP__PIPE_BAD("edge_count=%d", count);
+    DDP__PIPE_NEW(p, edges, ddp_pipeline_edge, count);
+    for (int i = 0; i < count; i++) {
+        ddp_pipeline_edge *e = &edges[i];
+        if (d->edges) *e = d->edges[i];
+        else e->from = i, e->to = i + 1, e->tensor = i + 1 < p->stage_count ? d->boundary : d->output;
+        DDP__PIPE_TRY(ddp__pipe_check_edge(p, i, e));
+        if (!e->grad_dtype) e->grad_dtype = e->tensor.dtype;
+        if (ddp__pipe_is_integer(e->tensor.dtype)) e->no_grad = 1;
+        to_loss += e->to == p->stage_count;
+    }
+    for (int stage = 0, i; stage + 1 < p->stage_count; stage++) {
+        for (i = 0; i < count && !(edges[i].from == stage && edges[i].to == stage + 1 && !edges[i].no_grad); i++) {}
+        if (i == count) return DDP__PIPE_BAD("edges: none with a gradient goes from stage %d to stage %d", stage, stage + 1);
+    }
+    if (to_loss && !d->loss) return DDP__PIPE_BAD("the last stage gives to the loss, and loss is NULL; set it, or let the last forward set *call->loss");
+    if (d->loss && !to_loss) return DDP__PIPE_BAD("loss is set, and no edge goes to it; set output, or an edge to stage %d", p->stage_count);
+    p->link_count = count;
+    *out = edges;
+    return DDP_OK;
+}
+
+/* Updates come one after the other on a stage: no gradient of a later one before the last of an earlier one. */
+static ddp_result ddp__pipe_check_updates(const ddp_pipeline *p) {
+    for (int stage = 0; stage < p->stage_count && p->interval < p->microbatch_count; stage++)
+        for (int i = 0, update = 0; i < p->list_count && p->schedule->stage_rank[stage] == p->rank; i++) {
+            const ddp_action *a = &p->list[i];
+            if (a->stage != stage || (a->kind != DDP_ACTION_WEIGHT_GRAD && a->kind != DDP_ACTION_BACKWARD)) continue;
+            if (a->microbatch / p->interval < update) return DDP__PIPE_BAD("position %d %s comes after a gradient of a later update", i, ddp__action_label(a).text);
+            update = a->microbatch / p->interval;
+        }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
+    const ddp_pipeline_desc *d = &p->desc;
+    if (!d->schedule || !d->stages) return DDP__PIPE_BAD("schedule or stages is NULL");
+    DDP__PIPE_TRY(ddp_schedule_check(d->schedule));
+    p->schedule = d->schedule;
+    p->stage_count = d->schedule->stage_count;
+    p->microbatch_count = d->schedule->microbatch_count;
+    p->interval = d->schedule->update_interval;
+    if (d->schedule->rank_count != p->world_size)
+        return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
+    if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
+    if (p->device->enter && p->world_size > 1)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_pipeline_create: device %s: several ranks run on devices whose calls are done when they return", p->device->name);
+    p->prefetch = d->prefetch ? d->prefetch : 2;
+    p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
+    for (int stage = 0; stage < p->stage_count; stage++)
+        if (d->schedule->stage_rank[stage] == p->rank) DDP__PIPE_TRY(ddp__pipe_check_stage(p, stage));
+    DDP__PIPE_TRY(ddp__pipe_check_updates(p));
+    return ddp__pipe_check_ties(p);
+}
+
+//== runner: laying out memory ==================================================================== >>impl-pipeline-layout
+
+/* The most micro-batches that a stage, of any rank, has in flight. */
+static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
+    int rank = s->stage_rank[stage], now = 0, peak = 0;
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        if (s->actions[i].stage != stage) continue;
+        now += s->actions[i].kind == DDP_ACTION_FORWARD;
+        now -= s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD || s->actions[i].kind == DDP_ACTION_BACKWARD;
+        if (now > peak) peak = now;
+    }
+    return peak;
+}
+
+static ddp_result ddp__pipe_pool_tables(ddp_pipeline *p, ddp__pipe_pool *pool) {
+    DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
+    for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
+    if (pool->kind == DDP__PIPE_IN) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
+    return DDP_OK;
+}
+
+/* What each edge means on this rank. The loss lies where the last stage does. */
+static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edges) {
+    const int *rank_of = p->schedule->stage_rank;
+    DDP__PIPE_NEW(p, p->links, ddp__pipe_link, p->link_count);
+    for (int i = 0; i < p->link_count; i++) {
+        const ddp_pipeline_edge *e = &edges[i];
+        ddp__pipe_link *link = &p->links[i];
+        int from = rank_of[e->from], to = e->to < p->stage_count ? rank_of[e->to] : from;
+        link->from = e->from, link->to = e->to;
+        for (int way = 0; way < 2; way++) {
+            ddp__pipe_pool *pool = &link->way[way];
+            int maker = way ? to : from, user = way ? from : to;
+            pool->tensor = e->tensor;
+            pool->tensor.data = NULL;
+            if (way) pool->tensor.dtype = e->grad_dtype;
+            if ((way && e->no_grad) || (maker != p->rank && user != p->rank)) continue;
+            pool->kind = maker == user ? DDP__PIPE_HERE : maker == p->rank ? DDP__PIPE_OUT : DDP__PIPE_IN;
+            pool->peer = maker == p->rank ? user : maker;
+            pool->tag = 2 * i + way;
+            pool->bytes = ddp__pipe_bytes(&pool->tensor);
+            pool->stride = ddp__pipe_pad(pool->bytes);
+            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_in_flight(p->schedule, e->from);
+            DDP__PIPE_TRY(ddp__pipe_pool_tables(p, pool));
+        }
+    }
+    return DDP_OK;
+}
+
+/* Which links a stage of this rank has, and where it stands in the list. */
+static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
+    ddp__pipe_stage *s = &p->stages[number];
+    int half = p->interval / 2 + 2;
+    s->desc = p->desc.stages[number];
+    s->number = number;
+    for (int i = 0; i < p->link_count; i++) s->input_count += p->links[i].to == number, s->output_count += p->links[i].from == number;
+    DDP__PIPE_NEW(p, s->inputs, int, s->input_count);
+    DDP__PIPE_NEW(p, s->outputs, int, s->output_count);
+    s->input_count = s->output_count = 0;
+    for (int i = 0; i < p->link_count; i++) {
+        if (p->links[i].to == number) s->inputs[s->input_count++] = i;
+        if (p->links[i].from == number) s->outputs[s->output_count++] = i;
+    }
+    s->first = -1;
+    for (int i = 0; i < p->list_count; i++) {
+        const ddp_action *a = &p->list[i];
+        if (a->stage != number) continue;
+        s->has_unshard |= a->kind == DDP_ACTION_UNSHARD;
+        s->has_reshard |= a->kind == DDP_ACTION_RESHARD;
+        s->has_reduce |= a->kind == DDP_ACTION_REDUCE_GRAD;
+        if (!ddp__action_computes(a->kind)) continue;
+        if (s->first < 0) s->first = i;
+        s->last = i;
+        if (a->kind == DDP_ACTION_FORWARD) s->last_forward = i;
+    }
+    s->saved.kind = s->desc.saved_bytes ? DDP__PIPE_HERE : DDP__PIPE_NONE;
+    s->saved.stride = ddp__pipe_pad(s->desc.saved_bytes);
+    if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_tables(p, &s->saved));
+    DDP__PIPE_NEW(p, s->sums, ddp__pipe_sum, half);
+    for (int i = 0; i < half; i++) s->sums[i].level = -1;
+    s->sum_room = half;
+    DDP__PIPE_NEW(p, s->version, uint64_t, p->microbatch_count);
+    s->stash_room = p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? ddp__pipe_in_flight(p->schedule, number) + 1 : 0;
+    DDP__PIPE_NEW(p, s->stashes, ddp__pipe_stash, s->stash_room);
+    DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        s->grad_bytes += ddp__pipe_pad(ddp__pipe_bytes(&grad));
+        s->value_bytes += ddp__pipe_pad(ddp__pipe_bytes(&s->desc.params[i]->value));
+    }
+    return DDP_OK;
+}
+
+/* What rank `peer` sends to this one, in the order of its list: for each F its outputs, for each I or B the gradients of its inputs. */
+static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, int peer) {
+    const ddp_schedule *s = p->schedule;
+    ddp__pipe_stream *stream = &p->streams[peer];
+    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+        int count = 0;
+        for (int i = s->first[peer]; i < s->first[peer + 1]; i++) {
+            const ddp_action *a = &s->actions[i];
+            int way = a->kind != DDP_ACTION_FORWARD;
+            if (a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_INPUT_GRAD && a->kind != DDP_ACTION_BACKWARD) continue;
+            for (int k = 0; k < p->link_count; k++) {
+                ddp__pipe_pool *pool = &p->links[k].way[way];
+                if ((way ? p->links[k].to : p->links[k].from) != a->stage || pool->kind != DDP__PIPE_IN) continue;
+                if (pass) {
+                    stream->messages[count].link = k, stream->messages[count].way = way, stream->messages[count].microbatch = a->microbatch;
+                    pool->order[a->microbatch] = count;
+                }
+                count++;
+            }
+        }
+        if (!pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, count);
+        stream->count = count;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
+    if (!pool->kind) return DDP_OK;
+    if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
+    DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
+    DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
+    pool->free_count = pool->count;
+    for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
+    p->stats.activation_bytes += pool->stride * (size_t)pool->count;
+    if (pool->kind == DDP__PIPE_OUT) { /* in the shared memory, once it is there */
+        pool->offset = *bytes;
+        *bytes += pool->stride * (size_t)pool->count;
+        return DDP_OK;
+    }
+    return ddp__pipe_device(p, pool->stride * (size_t)pool->count, (void **)&pool->memory);
+}
+
+/* Gradients, their partial sums, and weights that are kept. */
+static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp_param *param = s->desc.params[i];
+        ddp_tensor grad = ddp__pipe_grad(param);
+        if (param->grad.data || s->desc.unshard) continue;
+        DDP__PIPE_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &grad.data));
+        param->grad = grad;
+        s->placed[i] = 1;
+    }
+    if (s->sum_count && s->grad_bytes) DDP__PIPE_TRY(ddp__pipe_device(p, (size_t)s->sum_count * s->grad_bytes, (void **)&s->sum_memory));
+    if (s->stash_count && s->value_bytes) DDP__PIPE_TRY(ddp__pipe_device(p, (size_t)s->stash_count * s->value_bytes, (void **)&s->stash_memory));
+    p->stats.accumulation_bytes += (size_t)s->sum_count * s->grad_bytes;
+    p->stats.version_bytes += (size_t)s->stash_count * s->value_bytes;
+    for (int i = 0; i < s->output_count && s->desc.recompute; i++) {
+        const ddp__pipe_pool *pool = &p->links[s->outputs[i]].way[0];
+        DDP__PIPE_TRY(ddp__pipe_device(p, pool->stride, (void **)&p->scratch[s->outputs[i]]));
+        p->stats.activation_bytes += pool->stride;
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_tie_memory(ddp_pipeline *p) {
+    DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
+    DDP__PIPE_NEW(p, p->tie_memory, void *, p->desc.tie_count);
+    for (int i = 0; i < p->desc.tie_count; i++) {
+        const ddp_pipeline_tie *t = &p->desc.ties[i];
+        p->ties[i] = *t;
+        if (p->schedule->stage_rank[t->first_stage] == p->rank && p->schedule->stage_rank[t->second_stage] != p->rank) {
+            ddp_tensor grad = ddp__pipe_grad(p->desc.stages[t->first_stage].params[t->first_param]);
+            DDP__PIPE_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &p->tie_memory[i]));
+        }
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who);
+
+/* Everything but the shared memory, of which *bytes are needed. */
+static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edges, size_t *bytes) {
+    int most = 1, params = 1;
+    DDP__PIPE_TRY(ddp__pipe_links(p, edges));
+    DDP__PIPE_NEW(p, p->stages, ddp__pipe_stage, p->stage_count);
+    DDP__PIPE_NEW(p, p->streams, ddp__pipe_stream, p->world_size);
+    DDP__PIPE_NEW(p, p->scratch, unsigned char *, p->link_count);
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        ddp__pipe_stage *s = &p->stages[stage];
+        s->number = -1;
+        if (p->schedule->stage_rank[stage] != p->rank) continue;
+        DDP__PIPE_TRY(ddp__pipe_stage_open(p, stage));
+        if (s->input_count > most) most = s->input_count;
+        if (s->output_count > most) most = s->output_count;
+        if (s->desc.param_count > params) params = s->desc.param_count;
+        p->no_clip |= !s->desc.params;
+    }
+    for (int peer = 0; peer < p->world_size; peer++) if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, peer));
+    for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
+    DDP__PIPE_NEW(p, p->values, void *, params);
+    p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
+    DDP__PIPE_NEW(p, p->shares, double, p->share_count);
+    p->losses = p->shares, p->starts = p->losses + p->microbatch_count, p->spans = p->starts + p->world_size;
+    p->computes = p->spans + p->world_size, p->seconds = p->computes + p->world_size;
+    DDP__PIPE_NEW(p, p->times, ddp_action_time, p->schedule->count);
+    p->rehearsing = 1;
+    DDP__PIPE_TRY(ddp__pipe_walk(p, ddp__pipe_create_name));
+    p->rehearsing = 0;
+    for (int i = 0; i < p->link_count; i++)
+        for (int way = 0; way < 2; way++) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &p->links[i].way[way], bytes));
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        ddp__pipe_stage *s = &p->stages[stage];
+        size_t unused = 0;
+        if (s->number < 0) continue;
+        if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
+        DDP__PIPE_TRY(ddp__pipe_stage_memory(p, s));
+    }
+    DDP__PIPE_TRY(ddp__pipe_tie_memory(p));
+    return ddp__pipe_device(p, sizeof(ddp_exact_sum), &p->squares);
+}
+
+//== runner: slots and messages ================================================================= >>impl-pipeline-messages
+
+static void ddp__pipe_take(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (!pool->kind) return;
+    if (!p->rehearsing) pool->slot[microbatch] = pool->free_slots[--pool->free_count];
+    else if (++pool->taken > pool->count) pool->count = pool->taken;
+}
+
+static void ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (!pool->kind) return;
+    if (p->rehearsing) { pool->taken--; return; }
+    pool->free_slots[pool->free_count++] = pool->slot[microbatch];
+    pool->slot[microbatch] = -1;
+}
+
+static void *ddp__pipe_at(const ddp__pipe_pool *pool, int microbatch) {
+    return pool->kind && pool->slot[microbatch] >= 0 ? pool->memory + (size_t)pool->slot[microbatch] * pool->stride : NULL;
+}
+
+/* Posts receives in the order of the peer's sends while there are slots. The rehearsal posts as far as `until`, what an action needs, so that slots never keep
+   it from coming. An evaluation has no gradients. */
+static ddp_result ddp__pipe_post(ddp_pipeline *p, int peer, int until) {
+    ddp__pipe_stream *stream = &p->streams[peer];
+    for (; stream->next < stream->count; stream->next++) {
+        const ddp__pipe_message *message = &stream->messages[stream->next];
+        ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
+        int slot;
+        if (p->evaluating && message->way) continue;
+        if (p->rehearsing ? stream->next > until : !pool->free_count) break;
+        ddp__pipe_take(p, pool, message->microbatch);
+        if (p->rehearsing) continue;
+        slot = pool->slot[message->microbatch];
+        DDP__PIPE_TRY(ddp_recv(p->group, pool->memory + (size_t)slot * pool->stride, (size_t)ddp_tensor_count(&pool->tensor), pool->tensor.dtype, peer, pool->tag,
+                               &pool->works[slot]));
+    }
+    return DDP_OK;
+}
+
+static ddp_result ddp__pipe_post_all(ddp_pipeline *p) {
+    for (int peer = 0; peer < p->world_size && !p->rehearsing; peer++) DDP__PIPE_TRY(ddp__pipe_post(p, peer, 0));
+    return DDP_OK;
+}
+
+/* Until the tensor is there. */
+static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    double begin;
+    ddp_result result;
+    if (pool->kind != DDP__PIPE_IN) return DDP_OK;
+    if (p->rehearsing || pool->slot[microbatch] < 0) DDP__PIPE_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
+    if (p->rehearsing) return DDP_OK;
+    if (pool->slot[microbatch] < 0) return ddp_fail(DDP_ERR_INVALID, "no slot for what rank %d sends", pool->peer);
+    begin = ddp_now();
+    result = ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
+    p->stats.wait_seconds += ddp_now() - begin;
+    return result;
+}
+
+/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. */
+static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_HERE) ddp__pipe_take(p, pool, microbatch);
+    if (pool->kind != DDP__PIPE_OUT || p->rehearsing) return DDP_OK;
+    pool->slot[microbatch] = pool->next;
+    pool->next = (pool->next + 1) % pool->count;
+    return ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
+}
+
+static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (pool->kind == DDP__PIPE_NONE || pool->kind == DDP__PIPE_IN || p->rehearsing) return DDP_OK;
+    if (pool->kind == DDP__PIPE_HERE) return DDP_OK;
+    p->stats.bytes_sent += pool->bytes;
+    return ddp_send(p->group, ddp__pipe_at(pool, microbatch), (size_t)ddp_tensor_count(&pool->tensor), pool->tensor.dtype, pool->peer, pool->tag,
+                    &pool->works[pool->slot[microbatch]]);
+}
+
+/* Waits for all that is under way, and empties every slot: after a step, and after a failure. */
+static ddp_result ddp__pipe_drain(ddp_pipeline *p) {
+    ddp_result first = DDP_OK;
+    for (int i = 0; i < 2 * p->link_count; i++) {
+        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
+        for (int k = 0; k < pool->count && pool->works; k++) {
+            ddp_result result = ddp_wait(p->group, &pool->works[k]);
+            if (first == DDP_OK) first = result;
+        }
+    }
+    return first;
+}
+
+//== runner: gradients =========================================================================== >>impl-pipeline-gradients
+
+/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1). The sum stays in grad.data. */
+static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, int k, int side) {
+    unsigned char *buffer = s->sum_memory + (size_t)k * s->grad_bytes;
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        size_t bytes = ddp__pipe_bytes(&grad);
+        if (bytes && side < 0) p->device->copy(buffer, grad.data, bytes);
+        else if (bytes) p->device->add(grad.data, side ? buffer : grad.data, side ? grad.data : buffer, (size_t)ddp_tensor_count(&grad), grad.dtype);
+        buffer += ddp__pipe_pad(bytes);
+    }
+}
+
+static int ddp__pipe_find_sum(const ddp__pipe_stage *s, int level, int index) {
+    for (int k = 0; k < s->sum_room; k++) if (s->sums[k].level == level && (level < 0 || s->sums[k].index == index)) return k;
+    return -1;
+}
+
+/* The gradients of a micro-batch join the tree that a binary counter builds, whatever the order in which they come:
+
+       update of 7        ((g0+g1)+(g2+g3))+((g4+g5)+g6)
+
+   A block meets its neighbour, or waits for it in a buffer; one that has none, at the end, goes up alone. */
+static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
+    int n = p->interval, index = microbatch % n;
+    for (int level = 0; 1 << level < n; level++, index >>= 1) {
+        int neighbour = index ^ 1, k;
+        if (neighbour << level >= n) continue;
+        k = ddp__pipe_find_sum(s, level, neighbour);
+        if (k < 0) {
+            k = ddp__pipe_find_sum(s, -1, 0);
+            s->sums[k].level = level, s->sums[k].index = index;
+            if (k >= s->sum_count && p->rehearsing) s->sum_count = k + 1;
+            if (!p->rehearsing) ddp__pipe_combine(p, s, k, -1);
+            return;
+        }
+        if (!p->rehearsing) ddp__pipe_combine(p, s, k, index & 1);
+        s->sums[k].level = -1;
+    }
+}
+
+static void ddp__pipe_divide(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    for (int i = 0; i < s->desc.param_count && !p->desc.no_divide && !s->desc.reduce_grad; i++) {
+        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        if (p->interval > 1 && ddp_tensor_count(&grad) > 0)
+            p->device->divide(grad.data, (size_t)ddp_tensor_count(&grad), grad.dtype, (uint64_t)p->interval);
+    }
+}
+
+static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    for (int i = 0; i < s->desc.param_count && s->desc.zero_gradients; i++) {
+        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        if (ddp__pipe_bytes(&grad)) p->device->fill_zero(grad.data, ddp__pipe_bytes(&grad));
+    }
+}
+
+/* Both gradients of a tied parameter become their sum, first use + second use: all sums first, then they go back to the second uses. */
+static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
+    for (int i = 0; i < 2 * p->desc.tie_count; i++) {
+        int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, tag = 2 * p->link_count + number;
+        const ddp_pipeline_tie *t = &p->ties[number];
+        int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
+        ddp_tensor grad[2];
+        memset(grad, 0, sizeof grad);
+        if (rank[0] == p->rank) grad[0] = ddp__pipe_grad(p->stages[t->first_stage].desc.params[t->first_param]);
+        if (rank[1] == p->rank) grad[1] = ddp__pipe_grad(p->stages[t->second_stage].desc.params[t->second_param]);
+        if (rank[0] == p->rank && rank[1] == p->rank) {
+            if (!back) p->device->add(grad[0].data, grad[0].data, grad[1].data, (size_t)ddp_tensor_count(&grad[0]), grad[0].dtype);
+            else p->device->copy(grad[1].data, grad[0].data, ddp__pipe_bytes(&grad[1]));
+        } else if (rank[0] == p->rank) {
+            size_t count = (size_t)ddp_tensor_count(&grad[0]);
+            if (back) {
+                DDP__PIPE_TRY(ddp_send(p->group, grad[0].data, count, grad[0].dtype, rank[1], tag, NULL));
+            } else {
+                DDP__PIPE_TRY(ddp_recv(p->group, p->tie_memory[number], count, grad[0].dtype, rank[1], tag, NULL));
+                p->device->add(grad[0].data, grad[0].data, p->tie_memory[number], count, grad[0].dtype);
+            }
+        } else if (rank[1] == p->rank) {
+            size_t count = (size_t)ddp_tensor_count(&grad[1]);
+            if (back) DDP__PIPE_TRY(ddp_recv(p->group, grad[1].data, count, grad[1].dtype, rank[0], tag, NULL));
+            else DDP__PIPE_TRY(ddp_send(p->group, grad[1].data, count, grad[1].dtype, rank[0], tag, NULL));
+        }
+    }
+    return DDP_OK;
+}
+
+//== runner: versions of weights ================================================================== >>impl-pipeline-versions
+
+/* Whether some micro-batch in flight takes that version. */
+static int ddp__pipe_version_needed(const ddp_pipeline *p, const ddp__pipe_stage *s, uint64_t version) {
+    for (int i = 0; i < p->microbatch_count; i++) if (s->version[i] == version + 1) return 1;
+    return 0;
+}
+
+/* The version that an action of a micro-batch takes. PipeDream: that of its forward, which is the newest one then. 2BW: the one before what its update starts
+   from, so that all micro-batches of an update take the same one. */
+static uint64_t ddp__pipe_version(const ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a) {
+    uint64_t version = s->updates;
+    if (p->evaluating) return version;
+    if (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW) {
+        uint64_t group = p->stats.steps * (uint64_t)(p->microbatch_count / p->interval) + (uint64_t)(a->microbatch / p->interval);
+        return group ? group - 1 : 0;
+    }
+    if (p->interval == p->microbatch_count) return version;
+    if (a->kind == DDP_ACTION_FORWARD) s->version[a->microbatch] = version + 1;
+    return s->version[a->microbatch] - 1;
+}
+
+/* Before an update: the newest values are kept if a micro-batch still takes them. */
+static void ddp__pipe_keep_version(const ddp_pipeline *p, ddp__pipe_stage *s) {
+    int twice = p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW, k = 0;
+    for (int i = 0; i < s->stash_room; i++)
+        if (s->stashes[i].used && (twice || !ddp__pipe_version_needed(p, s, s->stashes[i].version))) s->stashes[i].used = 0;
+    if (!s->stash_room || (!twice && !ddp__pipe_version_needed(p, s, s->updates))) return;
+    while (s->stashes[k].used) k++;
+    s->stashes[k].used = 1;
+    s->stashes[k].version = s->updates;
+    if (p->rehearsing && k >= s->stash_count) s->stash_count = k + 1;
+    if (!p->rehearsing) {
+        unsigned char *to = s->stash_memory + (size_t)k * s->value_bytes;
+        for (int i = 0; i < s->desc.param_count; i++) {
+            size_t bytes = ddp__pipe_bytes(&s->desc.params[i]->value);
+            if (bytes) p->device->copy(to, s->desc.params[i]->value.data, bytes);
+            to += ddp__pipe_pad(bytes);
+        }
+    }
+}
+
+/* Lets older values stand in for the newest ones, and back. */
+static void ddp__pipe_swap_values(const ddp_pipeline *p, const ddp__pipe_stage *s, uint64_t version, int back) {
+    int k = 0;
+    unsigned char *from;
+    if (version == s->updates || !s->stash_count) return;
+    while (k < s->stash_count && !(s->stashes[k].used && s->stashes[k].version == version)) k++;
+    if (k == s->stash_count) return;
+    from = s->stash_memory + (size_t)k * s->value_bytes;
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp_param *param = s->desc.params[i];
+        if (back) param->value.data = p->values[i];
+        else p->values[i] = param->value.data, param->value.data = from;
+        from += ddp__pipe_pad(ddp__pipe_bytes(&param->value));
+    }
+}
+
+//== runner: a step =================================================================================== >>impl-pipeline-step
+
+/* "1B3 (stage 1, backward of micro-batch 3)" */
+static void ddp__pipe_words(const ddp_pipeline *p, const ddp_action *a, char *out, size_t size) {
+    if (a->microbatch < 0) snprintf(out, size, "%s (%s)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text);
+    else snprintf(out, size, "%s (%s, %s of micro-batch %d)", ddp__action_label(a).text, ddp__pipe_stage_label(p, a->stage).text, ddp__action_words[a->kind], a->microbatch);
+}
+
+/* Something of this rank failed, or what it waited for: the group is poisoned, if it is not yet, so that the step ends everywhere. what: "the callback of". */
+static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char *who, const char *what, const ddp_action *a, const char *how) {
+    char words[160] = "", text[512];
+    if (a) ddp__pipe_words(p, a, words, sizeof words);
+    if (ddp_group_cause(p->group) == DDP_OK) {
+        snprintf(text, sizeof text, "rank %d: %s%s%s: %.250s", p->rank, what, words, how, p->text);
+        ddp_group_poison(p->group, result, text);
+    } else snprintf(p->text, sizeof p->text, "%s", ddp_last_error()); /* the first cause, without the call that met it */
+    return ddp_fail(result, "rank %d/%d %s group=%s: %s%s%s: %.300s", p->rank, p->world_size, who, ddp_group_name(p->group), what, words, how, p->text);
+}
+
+static ddp_result ddp__pipe_fail_here(ddp_pipeline *p, ddp_result result, const char *who, const char *what, const ddp_action *a, const char *how) {
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    return ddp__pipe_fail(p, result, who, what, a, how);
+}
+
+static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_stage_hook hook, const char *name, const char *who) {
+    char what[96];
+    double begin;
+    ddp_result result;
+    if (!hook || p->rehearsing) return DDP_OK;
+    begin = ddp_now();
+    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    result = hook(s->number, s->desc.user);
+    p->stats.update_seconds += ddp_now() - begin;
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
+    snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
+    return ddp__pipe_fail(p, result, who, what, NULL, " failed");
+}
+
+/* Runs a callback; what it says in ddp_fail goes into the error. */
+static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const ddp_pipeline_call *call, void *user, const ddp_action *a, const char *what, const char *who) {
+    ddp_result result;
+    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    result = fn(call, user);
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
+    return ddp__pipe_fail(p, result, who, what, a, " failed");
+}
+
+/* The tensors of a call: way 0 or 1 of a stage's links. */
+static const ddp_tensor *ddp__pipe_tensors(const ddp_pipeline *p, ddp_tensor *out, const int *links, int count, int way, int microbatch) {
+    for (int i = 0; i < count; i++) {
+        const ddp__pipe_pool *pool = &p->links[links[i]].way[way];
+        out[i] = pool->tensor;
+        out[i].data = ddp__pipe_at(pool, microbatch);
+    }
+    return out;
+}
+
+/* The forward once more, into memory that nobody reads. */
+static ddp_result ddp__pipe_recompute(ddp_pipeline *p, const ddp__pipe_stage *s, const ddp_pipeline_call *call, const ddp_action *a, const char *who) {
+    ddp_pipeline_call again = *call;
+    double loss = 0;
+    again.kind = DDP_ACTION_FORWARD;
+    again.recomputing = 1;
+    again.output_grads = again.input_grads = NULL;
+    for (int i = 0; i < s->output_count; i++) {
+        p->tensors[1][i] = p->links[s->outputs[i]].way[0].tensor;
+        p->tensors[1][i].data = p->scratch[s->outputs[i]];
+    }
+    again.outputs = p->tensors[1];
+    if (s->number + 1 == p->stage_count) again.loss = &loss;
+    return ddp__pipe_callback(p, s->desc.forward, &again, s->desc.user, a, "the callback of ", who);
+}
+
+/* The callbacks of an action whose tensors are all there. */
+static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
+    static const char what[] = "the callback of ";
+    int i = a->microbatch, kind = (int)a->kind, last = s->number + 1 == p->stage_count;
+    ddp_pipeline_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = a->kind, call.stage = a->stage, call.microbatch = i, call.evaluating = p->evaluating;
+    call.input_count = s->input_count, call.output_count = s->output_count;
+    call.saved = ddp__pipe_at(&s->saved, i);
+    call.version = (int)ddp__pipe_version(p, s, a);
+    call.inputs = ddp__pipe_tensors(p, p->tensors[0], s->inputs, s->input_count, 0, i);
+    if (kind == DDP_ACTION_FORWARD) {
+        call.outputs = ddp__pipe_tensors(p, p->tensors[1], s->outputs, s->output_count, 0, i);
+        call.loss = last ? &p->losses[i] : NULL;
+        DDP__PIPE_TRY(ddp__pipe_callback(p, s->desc.forward, &call, s->desc.user, a, what, who));
+        if (!last || !p->desc.loss) return DDP_OK;
+        call.inputs = NULL, call.input_count = 0, call.saved = NULL;
+        call.output_grads = p->evaluating ? NULL : ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
+        return ddp__pipe_callback(p, p->desc.loss, &call, p->desc.loss_user, a, "the loss after ", who);
+    }
+    call.output_grads = ddp__pipe_tensors(p, p->tensors[2], s->outputs, s->output_count, 1, i);
+    if (kind != DDP_ACTION_WEIGHT_GRAD) call.input_grads = ddp__pipe_tensors(p, p->tensors[3], s->inputs, s->input_count, 1, i);
+    if (s->desc.recompute && kind != DDP_ACTION_WEIGHT_GRAD) DDP__PIPE_TRY(ddp__pipe_recompute(p, s, &call, a, who));
+    if (kind != DDP_ACTION_INPUT_GRAD) ddp__pipe_clear(p, s);
+    if (kind == DDP_ACTION_BACKWARD && s->desc.backward) return ddp__pipe_callback(p, s->desc.backward, &call, s->desc.user, a, what, who);
+    if (kind != DDP_ACTION_WEIGHT_GRAD) {
+        call.kind = DDP_ACTION_INPUT_GRAD;
+        DDP__PIPE_TRY(ddp__pipe_callback(p, s->desc.input_grad, &call, s->desc.user, a, what, who));
+    }
+    if (kind == DDP_ACTION_INPUT_GRAD) return DDP_OK;
+    call.kind = DDP_ACTION_WEIGHT_GRAD, call.input_grads = NULL;
+    return ddp__pipe_callback(p, s->desc.weight_grad, &call, s->desc.user, a, what, who);
+}
+
+/* The last gradient of an update is in: division, replicas, and, for those that do not wait for the end of the step, the weights. */
+static ddp_result ddp__pipe_summed(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
+    if (++s->summed < p->interval) return DDP_OK;
+    s->summed = 0;
+    if (!p->rehearsing) ddp__pipe_divide(p, s);
+    if (!s->has_reduce) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
+    if (!s->stash_room) return DDP_OK;
+    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", who));
+    ddp__pipe_keep_version(p, s);
+    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", who));
+    s->updates++;
+    return DDP_OK;
+}
+
+/* What an action needs is there and has a place to go. */
+static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
+    int forward = a->kind == DDP_ACTION_FORWARD, count = forward ? s->input_count : s->output_count, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    const int *needs = forward ? s->inputs : s->outputs, *gives = forward ? s->outputs : s->inputs;
+    for (int i = 0; i < count; i++) {
+        ddp__pipe_pool *pool = &p->links[needs[i]].way[!forward];
+        ddp_result result = ddp__pipe_await(p, pool, a->microbatch);
+        char how[48];
+        snprintf(how, sizeof how, " waited for rank %d", pool->peer);
+        DDP__PIPE_TRY(ddp__pipe_fail_here(p, result, who, "", a, how));
+    }
+    for (int i = 0; makes && i < (forward ? s->output_count : s->input_count); i++) {
+        ddp__pipe_link *link = &p->links[gives[i]];
+        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for a send"));
+        if (forward && link->to == p->stage_count && !p->evaluating) ddp__pipe_take(p, &link->way[1], a->microbatch);
+    }
+    if (forward ? !s->desc.recompute || p->evaluating : s->desc.recompute && makes) ddp__pipe_take(p, &s->saved, a->microbatch);
+    return DDP_OK;
+}
+
+/* What it made goes on its way, and what nobody reads any more is given back. */
+static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
+    int forward = a->kind == DDP_ACTION_FORWARD, i = a->microbatch, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
+    int ends = a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD;
+    for (int k = 0; forward && k < s->output_count; k++) {
+        ddp__pipe_link *link = &p->links[s->outputs[k]];
+        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &link->way[0], i), who, "", a, " could not send"));
+        if (link->to == p->stage_count) ddp__pipe_give(p, &link->way[0], i);
+    }
+    for (int k = 0; !forward && makes && k < s->input_count; k++)
+        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &p->links[s->inputs[k]].way[1], i), who, "", a, " could not send"));
+    if (ends || p->evaluating) {
+        for (int k = 0; k < s->input_count; k++) ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], i);
+        for (int k = 0; k < s->output_count && ends; k++)
+            if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], i);
+        ddp__pipe_give(p, &s->saved, i);
+    }
+    if (ends) {
+        ddp__pipe_accumulate(p, s, i);
+        if (p->interval < p->microbatch_count) s->version[i] = 0;
+        DDP__PIPE_TRY(ddp__pipe_summed(p, s, who));
+    }
+    return ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", a, " could not post receives");
+}
+
+static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *who) {
+    const ddp_action *a = &p->list[position];
+    ddp_action_time *time = &p->times[p->schedule->first[p->rank] + position];
+    ddp__pipe_stage *s;
+    uint64_t version;
+    ddp_result result;
+    if (!p->rehearsing) time->begin = time->end = ddp_now() - p->start;
+    if (a->stage < 0 || (p->evaluating && a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_UNSHARD && a->kind != DDP_ACTION_RESHARD)) return DDP_OK;
+    s = &p->stages[a->stage];
+    if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who);
+    if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
+    if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who);
+    if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
+    if (!s->has_unshard && position == s->first) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who));
+    DDP__PIPE_TRY(ddp__pipe_prepare(p, s, a, who));
+    version = ddp__pipe_version(p, s, a);
+    if (!p->rehearsing) {
+        time->begin = ddp_now() - p->start;
+        ddp__pipe_swap_values(p, s, version, 0);
+        result = ddp__pipe_call_stage(p, s, a, who);
+        ddp__pipe_swap_values(p, s, version, 1);
+        time->end = ddp_now() - p->start;
+        p->stats.compute_seconds += time->end - time->begin;
+        p->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
+        if (result != DDP_OK) return result;
+    }
+    DDP__PIPE_TRY(ddp__pipe_finish(p, s, a, who));
+    if (!s->has_reshard && position == (p->evaluating ? s->last_forward : s->last)) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
+    return DDP_OK;
+}
+
+/* Goes through this rank's list. */
+static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who) {
+    for (int peer = 0; peer < p->world_size; peer++) p->streams[peer].next = 0;
+    for (int stage = 0; stage < p->stage_count; stage++) p->stages[stage].summed = 0;
+    DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", NULL, "receives could not be posted"));
+    for (int position = 0; position < p->list_count; position++) DDP__PIPE_TRY(ddp__pipe_action(p, position, who));
+    if (p->rehearsing)
+        for (int stage = 0; stage < p->stage_count; stage++) { /* what a step leaves in the tables was not one */
+            p->stages[stage].updates = 0;
+            for (int k = 0; k < p->stages[stage].stash_room; k++) p->stages[stage].stashes[k].used = 0;
+        }
+    return DDP_OK;
+}
+
+/* The end of a synchronous update. */
+static ddp_result ddp__pipe_update(ddp_pipeline *p) {
+    double begin;
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        ddp__pipe_stage *s = &p->stages[stage];
+        if (s->number >= 0 && !s->stash_room) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", ddp__pipe_step_name));
+    }
+    begin = ddp_now();
+    DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_add_ties(p), ddp__pipe_step_name, "", NULL, "tied parameters"));
+    p->stats.update_seconds += ddp_now() - begin;
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        ddp__pipe_stage *s = &p->stages[stage];
+        if (s->number < 0 || s->stash_room) continue;
+        DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", ddp__pipe_step_name));
+        s->updates++;
+    }
+    return DDP_OK;
+}
+
+/* Every rank learns the losses, and how long the others took. Each entry comes from one rank: a sum with zeros is exact. */
+static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
+    double first = -1, last = 0;
+    for (int i = 0; i < p->list_count; i++) {
+        const ddp_action_time *time = &p->times[p->schedule->first[p->rank] + i];
+        if (!ddp__action_computes(p->list[i].kind)) continue;
+        if (first < 0) first = time->begin;
+        last = time->end;
+    }
+    p->starts[p->rank] = begin;
+    p->spans[p->rank] = last - first;
+    p->computes[p->rank] = p->stats.compute_seconds;
+    return ddp__pipe_sum_over_ranks(p, p->shares, p->share_count, DDP_F64);
+}
+
+static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who) {
+    double longest = 0, most = 0;
+    ddp_result result = ddp_group_status(p->group);
+    if (result != DDP_OK) return result;
+    p->evaluating = evaluating;
+    p->start = ddp_now();
+    p->stats.compute_seconds = p->stats.wait_seconds = p->stats.update_seconds = 0;
+    p->stats.bytes_sent = p->stats.bytes_handed_over = 0;
+    memset(p->shares, 0, p->share_count * sizeof *p->shares);
+    result = ddp__pipe_walk(p, who);
+    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_drain(p), who, "", NULL, "sends");
+    if (result == DDP_OK && !evaluating) result = ddp__pipe_update(p);
+    if (result == DDP_OK && p->device->check) result = ddp__pipe_fail_here(p, p->device->check(p->group), who, "", NULL, "the device");
+    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_share(p, p->start), who, "", NULL, "the end of the step");
+    if (result != DDP_OK) {
+        char text[512];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__pipe_drain(p);
+        return ddp_fail(result, "%s", text);
+    }
+    for (int rank = 0; rank < p->world_size; rank++) {
+        if (p->spans[rank] > longest) longest = p->spans[rank];
+        if (p->computes[rank] > most) most = p->computes[rank];
+    }
+    p->stats.bubble_rate = longest > 0 ? (longest - most) / longest : 0;
+    p->stats.step_seconds = ddp_now() - p->start;
+    if (!evaluating) p->stats.steps++;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline) {
+    if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_step: pipeline is NULL");
+    return ddp__pipe_run(pipeline, 0, ddp__pipe_step_name);
+}
+
+DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
+    if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
+    return ddp__pipe_run(pipeline, 1, "ddp_pipeline_evaluate");
+}
+
+//== runner: beginning and end ===================================================================== >>impl-pipeline-create
+
+static uint64_t ddp__pipe_hash(uint64_t hash, const void *data, size_t size) { /* FNV-1a */
+    const unsigned char *byte = (const unsigned char *)data;
+    for (size_t i = 0; i < size; i++) hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* What ranks tell each other before they share memory. */
+typedef struct ddp__pipe_notice {
+    int64_t result, no_clip;
+    uint64_t schedule, edges, ties, bytes;
+    char text[384];
+} ddp__pipe_notice;
+
+static void ddp__pipe_notice_fill(const ddp_pipeline *p, const ddp_pipeline_edge *edges, ddp__pipe_notice *own) {
+    const uint64_t start = UINT64_C(0xcbf29ce484222325);
+    const ddp_schedule *s = p->schedule;
+    own->schedule = ddp__pipe_hash(start, s->actions, (size_t)s->count * sizeof *s->actions);
+    own->schedule = ddp__pipe_hash(own->schedule, s->first, ((size_t)s->rank_count + 1) * sizeof *s->first);
+    own->schedule = ddp__pipe_hash(own->schedule, &s->update_interval, sizeof s->update_interval) ^ (uint64_t)s->kind;
+    own->edges = start;
+    for (int i = 0; i < p->link_count; i++) {
+        const ddp_tensor *t = &edges[i].tensor;
+        int fields[6] = {edges[i].from, edges[i].to, (int)t->dtype, t->ndim, (int)edges[i].grad_dtype, edges[i].no_grad};
+        own->edges = ddp__pipe_hash(own->edges, fields, sizeof fields);
+        own->edges = ddp__pipe_hash(own->edges, t->shape, (size_t)t->ndim * sizeof *t->shape);
+    }
+    own->ties = ddp__pipe_hash(start, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
+    own->no_clip = p->no_clip;
+}
+
+/* Whatever is wrong on one rank is known to all; *bytes becomes what the rank with the most to send needs. */
+static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t *bytes) {
+    ddp__pipe_notice *all = (ddp__pipe_notice *)ddp__pipe_host(p, (size_t)p->world_size, sizeof *all);
+    ddp_call call;
+    if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
+    memset(&call, 0, sizeof call);
+    call.kind = DDP_CALL_ALL_GATHER;
+    call.dtype = DDP_U8;
+    call.root = -1;
+    call.tag = DDP_ON_HOST;
+    call.send = own;
+    call.recv = all;
+    call.count = sizeof *own;
+    if (p->world_size > 1) DDP__PIPE_TRY(ddp_group_call(p->group, &call, NULL));
+    else all[0] = *own;
+    if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
+    for (int rank = 0; rank < p->world_size; rank++)
+        if (all[rank].result != DDP_OK) return ddp_fail((ddp_result)all[rank].result, "rank %d: %s", rank, all[rank].text);
+    for (int rank = 0; rank < p->world_size; rank++) {
+        const char *what = all[rank].schedule != all[0].schedule ? "schedules" : all[rank].edges != all[0].edges ? "edges" : all[rank].ties != all[0].ties ? "ties" : NULL;
+        if (what) return ddp_fail(DDP_ERR_MISMATCH, "ddp_pipeline_create group=%s: %s of ranks 0 and %d differ; give every rank the same", ddp_group_name(p->group), what, rank);
+        if (all[rank].bytes > *bytes) *bytes = (size_t)all[rank].bytes;
+        p->no_clip |= (int)all[rank].no_clip;
+    }
+    return DDP_OK;
+}
+
+static void ddp__pipe_free(ddp_pipeline *p) {
+    for (int stage = 0; stage < p->stage_count && p->stages; stage++)
+        for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].placed; i++)
+            if (p->stages[stage].placed[i]) p->stages[stage].desc.params[i]->grad.data = NULL;
+    if (p->shared) ddp_group_free(p->group, p->shared);
+    while (p->pieces) {
+        ddp__pipe_piece *piece = p->pieces;
+        p->pieces = piece->next;
+        if (piece->device_memory) p->device->free(p->group, piece->device_memory);
+        ddp_group_mfree(p->group, piece);
+    }
+    ddp_group_mfree(p->group, p);
+}
+
+DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
+    ddp_pipeline *p;
+    ddp_pipeline_edge *edges = NULL;
+    ddp__pipe_notice own;
+    size_t bytes = 0;
+    ddp_result result;
+    if (out) *out = NULL;
+    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: out or group is NULL");
+    p = (ddp_pipeline *)ddp_group_malloc(group, sizeof *p);
+    if (!p) { ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
+    memset(p, 0, sizeof *p);
+    memset(&own, 0, sizeof own);
+    p->group = group;
+    p->device = ddp_group_device(group);
+    p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
+    if (desc) p->desc = *desc;
+    result = desc ? ddp__pipe_check_desc(p) : DDP__PIPE_BAD("desc is NULL");
+    if (result == DDP_OK) result = ddp__pipe_edges(p, &edges);
+    if (result == DDP_OK) result = ddp__pipe_layout(p, edges, &bytes);
+    if (result == DDP_OK) ddp__pipe_notice_fill(p, edges, &own);
+    else snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
+    own.result = result, own.bytes = bytes;
+    result = ddp__pipe_agree(p, &own, &bytes);
+    if (result == DDP_OK && bytes) result = ddp_group_alloc(group, bytes, &p->shared);
+    if (result != DDP_OK) {
+        char text[512];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        ddp__pipe_free(p);
+        return ddp_fail(result, "%s", text);
+    }
+    for (int i = 0; i < 2 * p->link_count; i++) {
+        ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
+        if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->shared + pool->offset;
+    }
+    p->desc.ties = p->ties;
+    p->desc.edges = NULL, p->desc.stages = NULL;
+    *out = p;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
+    if (!pipeline) return;
+    ddp__pipe_drain(pipeline);
+    ddp__pipe_free(pipeline);
+}
+
+//== runner: what a step has come to =============================================================== >>impl-pipeline-report
+
+/* The tree of reductions: a range splits at the largest power of two below its length. */
+static double ddp__pipe_tree(const double *values, int count) {
+    int half = 1;
+    if (count == 1) return values[0];
+    while (2 * half < count) half *= 2;
+    return ddp__pipe_tree(values, half) + ddp__pipe_tree(values + half, count - half);
+}
+
+DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
+    if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
+    *mean = ddp__pipe_tree(pipeline->losses, pipeline->microbatch_count) / pipeline->microbatch_count;
+    if (each) memcpy(each, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof *each);
+    return DDP_OK;
+}
+
+/* Means over micro-batches; half of a B counts as I, half as W. */
+static void ddp__pipe_costs(const ddp_pipeline *p, ddp_stage_cost *costs) {
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        const double *seconds = p->seconds + 4 * stage, m = p->microbatch_count;
+        memset(&costs[stage], 0, sizeof costs[stage]);
+        costs[stage].forward = seconds[0] / m;
+        costs[stage].input_grad = (seconds[1] + seconds[3] / 2) / m;
+        costs[stage].weight_grad = (seconds[2] + seconds[3] / 2) / m;
+    }
+}
+
+/* From the end of a stage's F to the begin of the next one's on another rank: the shortest way that any micro-batch had. */
+static void ddp__pipe_transfers(const ddp_pipeline *p, const ddp_action_time *times, double *ends, ddp_stage_cost *costs) {
+    const ddp_schedule *s = p->schedule;
+    for (int stage = 0; stage + 1 < p->stage_count; stage++) {
+        double shortest = -1;
+        if (s->stage_rank[stage] == s->stage_rank[stage + 1]) continue;
+        for (int end = 0; end < 2; end++) {
+            int rank = s->stage_rank[stage + end];
+            for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
+                double gap;
+                if (s->actions[i].stage != stage + end || s->actions[i].kind != DDP_ACTION_FORWARD) continue;
+                if (!end) { ends[s->actions[i].microbatch] = times[i].end; continue; }
+                gap = times[i].begin - ends[s->actions[i].microbatch];
+                if (shortest < 0 || gap < shortest) shortest = gap;
+            }
+        }
+        costs[stage].transfer = shortest > 0 ? shortest : 0;
+    }
+}
+
+DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times) {
+    ddp_pipeline *p = pipeline;
+    const int one_clock = p && ddp_local_world_size(p->group) == p->world_size;
+    size_t count;
+    double earliest;
+    ddp_action_time *all;
+    ddp_result result;
+    if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
+    count = (size_t)p->schedule->count;
+    all = (ddp_action_time *)ddp_group_malloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
+    if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
+    memset(all, 0, count * sizeof *all);
+    earliest = p->starts[0];
+    for (int rank = 1; rank < p->world_size; rank++) if (p->starts[rank] < earliest) earliest = p->starts[rank];
+    for (int i = p->schedule->first[p->rank]; i < p->schedule->first[p->rank + 1]; i++) {
+        double shift = one_clock ? p->starts[p->rank] - earliest : 0; /* other machines have other clocks: each from its own start */
+        all[i].begin = p->times[i].begin + shift, all[i].end = p->times[i].end + shift;
+    }
+    result = ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64);
+    if (result == DDP_OK && costs) {
+        ddp__pipe_costs(p, costs);
+        if (one_clock) ddp__pipe_transfers(p, all, (double *)(all + count), costs);
+    }
+    if (result == DDP_OK && times) memcpy(times, all, count * sizeof *times);
+    ddp_group_mfree(p->group, all);
+    return result;
+}
+
+DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats) {
+    ddp_schedule_report report = DDP_ZERO;
+    ddp_stage_cost *costs;
+    ddp_result result;
+    if (!pipeline || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
+    costs = (ddp_stage_cost *)ddp_group_malloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
+    if (!costs) return DDP_ERR_NO_MEMORY;
+    *stats = pipeline->stats;
+    ddp__pipe_costs(pipeline, costs);
+    result = ddp_schedule_simulate(pipeline->schedule, costs, &report);
+    ddp_group_mfree(pipeline->group, costs);
+    if (result == DDP_OK) stats->predicted_bubble_rate = report.bubble_rate;
+    return result;
+}
+
+static int ddp__pipe_is_second_use(const ddp_pipeline *p, int stage, int param) {
+    for (int i = 0; i < p->desc.tie_count; i++) if (p->ties[i].second_stage == stage && p->ties[i].second_param == param) return 1;
+    return 0;
+}
+
+/* Every gradient of this rank: its squares are added, or it is scaled. */
+static void ddp__pipe_each_gradient(const ddp_pipeline *p, int squares, float factor) {
+    for (int stage = 0; stage < p->stage_count; stage++)
+        for (int i = 0; p->stages[stage].number >= 0 && i < p->stages[stage].desc.param_count; i++) {
+            ddp_tensor grad = ddp__pipe_grad(p->stages[stage].desc.params[i]);
+            size_t count = (size_t)ddp_tensor_count(&grad), rows = grad.ndim > 0 ? (size_t)grad.shape[0] : 1;
+            if (!count) continue;
+            if (!squares) p->device->scale(grad.data, count, grad.dtype, factor);
+            else if (!ddp__pipe_is_second_use(p, stage, i)) p->device->sum_squares((ddp_exact_sum *)p->squares, grad.data, rows, count / rows, grad.dtype);
+        }
+}
+
+DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm) {
+    ddp_pipeline *p = pipeline;
+    ddp_exact_sum sum;
+    float length;
+    if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
+    if (!(max_norm > 0)) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
+    if (p->no_clip) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: a stage has no params; name them in its ddp_pipeline_stage");
+    p->device->fill_zero(p->squares, sizeof sum);
+    ddp__pipe_each_gradient(p, 1, 0);
+    p->device->copy(&sum, p->squares, sizeof sum);
+    DDP__PIPE_TRY(ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64));
+    length = (float)sqrt(ddp_exact_sum_value(&sum));
+    if (norm) *norm = length;
+    if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;
+    ddp__pipe_each_gradient(p, 0, max_norm / length);
+    return p->device->check ? p->device->check(p->group) : DDP_OK;
 }
 
 #endif /* DDP_IMPLEMENTATION or DDP_PIPELINE_IMPLEMENTATION */
