@@ -2465,7 +2465,7 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
     ddp_pipeline_edge *edges;
-    if (d->edges && (count < 1 || count > (1 << 20))) return DDP__PIPE_BAD("edge_count=%d", count);
+    if (d->edges && (count < 0 || count > (1 << 20))) return DDP__PIPE_BAD("edge_count=%d", count);
     DDP__PIPE_NEW(p, edges, ddp_pipeline_edge, count);
     for (int i = 0; i < count; i++) {
         ddp_pipeline_edge *e = &edges[i];
@@ -3106,7 +3106,7 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
         DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for a send"));
         if (forward && link->to == p->stage_count && !p->evaluating) ddp__pipe_take(p, &link->way[1], a->microbatch);
     }
-    if (forward ? !s->desc.recompute || p->evaluating : s->desc.recompute && makes) ddp__pipe_take(p, &s->saved, a->microbatch);
+    if (forward || (s->desc.recompute && makes)) ddp__pipe_take(p, &s->saved, a->microbatch);
     return DDP_OK;
 }
 
@@ -3125,8 +3125,8 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
         for (int k = 0; k < s->input_count; k++) ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], i);
         for (int k = 0; k < s->output_count && ends; k++)
             if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], i);
-        ddp__pipe_give(p, &s->saved, i);
     }
+    if (ends || (forward && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
         if (p->interval < p->microbatch_count) s->version[i] = 0;
@@ -3266,7 +3266,7 @@ static uint64_t ddp__pipe_hash(uint64_t hash, const void *data, size_t size) { /
 typedef struct ddp__pipe_notice {
     int64_t result, no_clip;
     uint64_t schedule, edges, ties, bytes;
-    char text[384];
+    char text[512];
 } ddp__pipe_notice;
 
 static void ddp__pipe_notice_fill(const ddp_pipeline *p, const ddp_pipeline_edge *edges, ddp__pipe_notice *own) {

@@ -1,0 +1,487 @@
+/*  test_pipeline.c - the runner of ddp_pipeline.h: every schedule gives the bits of one process; versions of weights against a plain loop with delayed weights;
+    ties, hooks, recomputation, evaluation, the norm; sentences for bad input; a callback that fails.
+
+    test_pipeline BACKEND [W ...]: see support/ranks.h */
+#include "../support/pipeline.h"
+
+static ranks_mode mode;
+
+//== bits ===========================================================================================
+
+typedef struct history { /* of one process: versions of weights, gradients, losses */
+    float weight[2][PIPE_STAGES][PIPE_WEIGHTS], bias[2][PIPE_STAGES][PIPE_SIDE];
+    pipe_grads grads[PIPE_BATCHES];
+    double losses[PIPE_BATCHES];
+} history;
+
+/* One step in one process: the sum of gradients, divided, is left in h->grads[0]. */
+static double plain_step(history *h, const pipe_model *m, int count, int divide) {
+    const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
+    for (int s = 0; s < m->stages; s++) weight[s] = h->weight[0][s], bias[s] = h->bias[0][s];
+    for (int i = 0; i < count; i++) h->losses[i] = pipe_plain(m->stages, weight, bias, i, &h->grads[i]);
+    pipe_sum(h->grads, count);
+    for (int s = 0; s < m->stages && divide; s++) {
+        for (int k = 0; k < PIPE_WEIGHTS; k++) h->grads[0].weight[s][k] /= (float)count;
+        for (int k = 0; k < PIPE_SIDE; k++) h->grads[0].bias[s][k] /= (float)count;
+    }
+    return pipe_sum_losses(h->losses, count) / count;
+}
+
+static void plain_descend(history *h, const pipe_model *m) {
+    for (int s = 0; s < m->stages; s++) {
+        for (int k = 0; k < PIPE_WEIGHTS; k++) h->weight[0][s][k] -= 0.05f * h->grads[0].weight[s][k];
+        for (int k = 0; k < PIPE_SIDE; k++) h->bias[0][s][k] -= 0.05f * h->grads[0].bias[s][k];
+    }
+}
+
+static void plain_begin(history *h, const pipe_model *m) {
+    memset(h, 0, sizeof *h);
+    memcpy(h->weight[0], m->weight, sizeof m->weight);
+    memcpy(h->bias[0], m->bias, sizeof m->bias);
+}
+
+static ddp_result same_gradients(ddp_group *world, const pipe_model *m, const ddp_schedule *s, const history *h, const char *what) {
+    for (int stage = 0; stage < m->stages; stage++) {
+        if (ddp_schedule_stage_rank(s, stage) != ddp_rank(world)) continue;
+        RANKS_CHECK(world, memcmp(m->params[stage][0].grad.data, h->grads[0].weight[stage], sizeof h->grads[0].weight[stage]) == 0, "%s stage %d: weight", what, stage);
+        RANKS_CHECK(world, memcmp(m->params[stage][1].grad.data, h->grads[0].bias[stage], sizeof h->grads[0].bias[stage]) == 0, "%s stage %d: bias", what, stage);
+    }
+    return DDP_OK;
+}
+
+typedef struct variant { int with_loss, recompute, no_divide, prefetch, placed; } variant;
+
+/* Three steps of a schedule, an evaluation between them, and the same in one process. */
+static ddp_result compare(ddp_group *world, const ddp_schedule *s, variant v, const char *what) {
+    pipe_model *m = (pipe_model *)malloc(sizeof *m);
+    history *h = (history *)malloc(sizeof *h);
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    int count = ddp_schedule_microbatch_count(s), again = 0;
+    double mean, each[PIPE_BATCHES];
+    RANKS_CHECK(world, m && h, "memory");
+    pipe_build(m, ddp_schedule_stage_count(s), v.with_loss);
+    plain_begin(h, m);
+    pipe_desc(m, s, &desc);
+    desc.no_divide = v.no_divide;
+    desc.prefetch = v.prefetch;
+    for (int stage = 0; stage < m->stages; stage++) {
+        m->stage[stage].recompute = v.recompute && stage % 3 != 1;
+        m->stage[stage].zero_gradients = stage % 2;
+        if (v.placed) m->params[stage][0].grad.data = NULL;
+        if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) again += m->stage[stage].recompute * count;
+    }
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    for (int step = 0; step < 3; step++) {
+        double want = plain_step(h, m, count, !v.no_divide);
+        if (step == 1) {
+            RANKS_OK(world, ddp_pipeline_evaluate(pipeline));
+            RANKS_OK(world, ddp_pipeline_get_loss(pipeline, &mean, NULL));
+            RANKS_CHECK(world, mean == want, "%s: evaluated %.17g, not %.17g", what, mean, want);
+        }
+        RANKS_OK(world, ddp_pipeline_step(pipeline));
+        RANKS_CHECK(world, !m->wrong, "%s step %d: %s", what, step, m->wrong);
+        RANKS_OK(world, same_gradients(world, m, s, h, what));
+        RANKS_OK(world, ddp_pipeline_get_loss(pipeline, &mean, each));
+        RANKS_CHECK(world, mean == want && memcmp(each, h->losses, (size_t)count * sizeof *each) == 0, "%s step %d: loss %.17g, not %.17g", what, step, mean, want);
+        for (int stage = 0; stage < m->stages; stage++) if (ddp_schedule_stage_rank(s, stage) == ddp_rank(world)) pipe_descend(m, stage);
+        plain_descend(h, m);
+        m->steps++;
+    }
+    RANKS_CHECK(world, m->recomputed == 3 * again, "%s: %d forwards ran again, not %d", what, m->recomputed, 3 * again);
+    ddp_pipeline_destroy(pipeline);
+    for (int stage = 0; stage < m->stages && v.placed; stage++) RANKS_CHECK(world, !m->params[stage][0].grad.data, "%s: a pointer to memory that is gone", what);
+    free(h);
+    free(m);
+    return DDP_OK;
+}
+
+static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kind, int m, int v, int interval) {
+    ddp_schedule_desc desc = DDP_ZERO;
+    ddp_stage_cost costs[8];
+    memset(costs, 0, sizeof costs);
+    for (int i = 0; i < 8; i++) costs[i].forward = 1 + i % 3, costs[i].input_grad = 1.5, costs[i].weight_grad = 0.5 + i % 2, costs[i].transfer = 0.1;
+    desc.kind = kind;
+    desc.rank_count = ddp_world_size(world);
+    desc.microbatch_count = m;
+    desc.chunk_count = v;
+    desc.update_interval = interval;
+    if (kind == DDP_SCHEDULE_AUTO) desc.costs = costs;
+    RANKS_OK(world, ddp_schedule_create(s, &desc));
+    return DDP_OK;
+}
+
+static ddp_result every_schedule(ddp_group *world) {
+    static const struct { ddp_schedule_kind kind; int v, per_rank, more; } all[] = {
+        {DDP_SCHEDULE_1F1B, 1, 1, 3}, {DDP_SCHEDULE_NAIVE, 2, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 2, 1}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 3, 2, 0},
+        {DDP_SCHEDULE_LOOPED_BFS, 2, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 3, 1}, {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 3, 0},
+        {DDP_SCHEDULE_ZB_V, 2, 2, 3}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 3}, {DDP_SCHEDULE_AUTO, 1, 2, 3}, {DDP_SCHEDULE_1F1B, 1, 0, 1}};
+    for (int k = 0; k < (int)(sizeof all / sizeof all[0]); k++) {
+        variant v = {k % 2, k % 3 == 1, k % 4 == 3, k % 5, k % 2 == 0};
+        ddp_schedule *s, *low;
+        RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, all[k].v, 0));
+        RANKS_OK(world, compare(world, s, v, ddp_schedule_kind_name(all[k].kind)));
+        if (k % 4 == 0) {
+            RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
+            RANKS_OK(world, compare(world, low, v, "lowered"));
+            ddp_schedule_destroy(low);
+        }
+        ddp_schedule_destroy(s);
+    }
+    return DDP_OK;
+}
+
+/* Micro-batches in an order of somebody's own, other for sending than for receiving, and more messages than fit between two ranks. */
+static ddp_result own_order(ddp_group *world) {
+    static const char csv[] = "0F0,0F3,0F1,0F5,0F4,0F2,0F6,0B6,0B0,0B1,0B5,0B3,0B2,0B4\n1F2,1F0,1F6,1F1,1B6,1B0,1I1,1F5,1F4,1I5,1F3,1W5,1B3,1B2,1W1,1B4\n";
+    char text[4096];
+    size_t at = 0;
+    variant v = {1, 0, 0, 1, 0};
+    ddp_schedule *s;
+    if (ddp_world_size(world) != 2) return DDP_OK;
+    RANKS_OK(world, ddp_schedule_parse(&s, csv));
+    RANKS_OK(world, compare(world, s, v, "own order"));
+    ddp_schedule_destroy(s);
+    for (int rank = 0; rank < 2; rank++) { /* the other way round */
+        for (int i = 0; i < PIPE_BATCHES; i++) at += (size_t)snprintf(text + at, sizeof text - at, "%dF%d,", rank, rank ? PIPE_BATCHES - 1 - i : i);
+        for (int i = 0; i < PIPE_BATCHES; i++) at += (size_t)snprintf(text + at, sizeof text - at, "%dB%d%s", rank, i, i + 1 < PIPE_BATCHES ? "," : "\n");
+    }
+    RANKS_OK(world, ddp_schedule_parse(&s, text));
+    RANKS_OK(world, compare(world, s, v, "reversed"));
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+//== versions of weights ====================================================================
+
+static ddp_result on_update(int stage, void *user) {
+    pipe_model *m = (pipe_model *)user;
+    m->hooks[stage][4]++;
+    pipe_descend(m, stage);
+    return DDP_OK;
+}
+
+enum { VERSIONS = 3 * PIPE_BATCHES + 1 };
+typedef struct versions { float weight[VERSIONS][PIPE_STAGES][PIPE_WEIGHTS], bias[VERSIONS][PIPE_STAGES][PIPE_SIDE]; } versions;
+
+/* A loop over micro-batches in which stage s takes weights from so many updates ago as its place in the pipeline makes them. */
+static void delayed(versions *all, int kind_2bw, int stages, int count, int interval, int steps) {
+    pipe_grads g[PIPE_BATCHES];
+    for (int step = 0; step < steps; step++)
+        for (int i = 0; i < count; i++) {
+            const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
+            int made = step * (count / interval) + i / interval; /* updates by micro-batches before this one's */
+            for (int s = 0; s < stages; s++) {
+                int waits = i - (stages - 1 - s), version = kind_2bw ? (made ? made - 1 : 0) : step * (count / interval) + (waits > 0 ? waits : 0) / interval;
+                weight[s] = all->weight[version][s], bias[s] = all->bias[version][s];
+            }
+            pipe_plain(stages, weight, bias, i, &g[i % interval]);
+            if ((i + 1) % interval) continue;
+            pipe_sum(g, interval);
+            for (int s = 0; s < stages; s++) {
+                for (int k = 0; k < PIPE_WEIGHTS; k++) all->weight[made + 1][s][k] = all->weight[made][s][k] - 0.05f * (g[0].weight[s][k] / (float)interval);
+                for (int k = 0; k < PIPE_SIDE; k++) all->bias[made + 1][s][k] = all->bias[made][s][k] - 0.05f * (g[0].bias[s][k] / (float)interval);
+            }
+        }
+}
+
+static ddp_result weight_versions(ddp_group *world) {
+    int w = ddp_world_size(world);
+    static const struct { int twice, per_rank, interval, scaled; } cases[] = {{0, 4, 1, 0}, {0, 4, 2, 0}, {0, 2, 1, 1}, {1, 3, 1, 1}, {1, 2, 2, 1}};
+    for (int k = 0; k < (int)(sizeof cases / sizeof cases[0]); k++) {
+        int interval = cases[k].interval * (cases[k].scaled ? w : 1), count = cases[k].per_rank * w;
+        pipe_model *m = (pipe_model *)malloc(sizeof *m);
+        versions *all = (versions *)malloc(sizeof *all);
+        ddp_pipeline_desc desc;
+        ddp_pipeline *pipeline;
+        ddp_pipeline_stats stats;
+        ddp_schedule *s;
+        RANKS_CHECK(world, m && all, "memory");
+        RANKS_OK(world, make(world, &s, cases[k].twice ? DDP_SCHEDULE_PIPEDREAM_2BW : DDP_SCHEDULE_PIPEDREAM, count, 1, interval));
+        pipe_build(m, w, 1);
+        memcpy(all->weight[0], m->weight, sizeof m->weight);
+        memcpy(all->bias[0], m->bias, sizeof m->bias);
+        for (int stage = 0; stage < w; stage++) m->stage[stage].update = on_update;
+        pipe_desc(m, s, &desc);
+        RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+        for (int step = 0; step < 3; step++) RANKS_OK(world, ddp_pipeline_step(pipeline));
+        delayed(all, cases[k].twice, w, count, interval, 3);
+        for (int stage = 0; stage < w; stage++) {
+            if (stage != ddp_rank(world)) continue;
+            RANKS_CHECK(world, m->hooks[stage][4] == 3 * count / interval, "case %d: %d updates", k, m->hooks[stage][4]);
+            RANKS_CHECK(world, m->params[stage][0].value.data == m->weight[stage], "case %d: the newest values moved", k);
+            RANKS_CHECK(world, memcmp(m->weight[stage], all->weight[3 * count / interval][stage], sizeof m->weight[stage]) == 0, "case %d stage %d: weight", k, stage);
+            RANKS_CHECK(world, memcmp(m->bias[stage], all->bias[3 * count / interval][stage], sizeof m->bias[stage]) == 0, "case %d stage %d: bias", k, stage);
+        }
+        RANKS_CHECK(world, !m->wrong, "case %d: %s", k, m->wrong);
+        RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
+        RANKS_CHECK(world, cases[k].twice ? stats.version_bytes > 0 : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w), "case %d: %zu bytes", k, stats.version_bytes);
+        ddp_pipeline_destroy(pipeline);
+        ddp_schedule_destroy(s);
+        free(all);
+        free(m);
+    }
+    return DDP_OK;
+}
+
+//== hooks, ties, norm ============================================================================
+
+#define HOOK(name, number) static ddp_result name(int stage, void *user) { ((pipe_model *)user)->hooks[stage][number]++; return DDP_OK; }
+HOOK(on_unshard, 0)
+HOOK(on_reshard, 1)
+HOOK(on_reduce, 2)
+HOOK(on_wait, 3)
+
+/* The first bias is used by the last stage too; the norm is that of one process; hooks come once per step and stage. */
+static ddp_result ties_and_norm(ddp_group *world) {
+    int w = ddp_world_size(world), stages = 2 * w, count = 2 * w + 1;
+    pipe_model *m = (pipe_model *)malloc(sizeof *m);
+    history *h = (history *)malloc(sizeof *h);
+    ddp_pipeline_tie tie = {0, 1, stages - 1, 1};
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    float norm, want;
+    RANKS_CHECK(world, m && h, "memory");
+    for (int turn = 0; turn < 2; turn++) {
+        ddp_exact_sum sum;
+        RANKS_OK(world, make(world, &s, turn ? DDP_SCHEDULE_ZB_V : DDP_SCHEDULE_LOOPED_BFS, count, 2, 0));
+        pipe_build(m, stages, 1);
+        plain_begin(h, m);
+        plain_step(h, m, count, turn == 0);
+        for (int k = 0; k < PIPE_SIDE; k++) h->grads[0].bias[stages - 1][k] = h->grads[0].bias[0][k] += h->grads[0].bias[stages - 1][k];
+        for (int stage = 0; stage < stages; stage++) {
+            m->stage[stage].unshard = on_unshard, m->stage[stage].reshard = on_reshard;
+            m->stage[stage].wait_grad = on_wait;
+            if (turn) m->stage[stage].reduce_grad = on_reduce; /* who reduces divides: sums stay */
+        }
+        pipe_desc(m, s, &desc);
+        desc.ties = &tie, desc.tie_count = 1;
+        RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+        RANKS_OK(world, ddp_pipeline_step(pipeline));
+        RANKS_OK(world, same_gradients(world, m, s, h, "ties"));
+        for (int stage = 0; stage < stages; stage++) {
+            const int *n = m->hooks[stage], here = ddp_schedule_stage_rank(s, stage) == ddp_rank(world);
+            RANKS_CHECK(world, n[0] == here && n[1] == here && n[2] == (here && turn) && n[3] == here, "stage %d: hooks %d %d %d %d", stage, n[0], n[1], n[2], n[3]);
+        }
+        ddp_exact_sum_clear(&sum);
+        for (int stage = 0; stage < stages; stage++) {
+            ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
+            if (stage + 1 < stages) ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
+        }
+        want = (float)sqrt(ddp_exact_sum_value(&sum));
+        RANKS_OK(world, ddp_pipeline_clip_grad_norm(pipeline, want / 2, &norm));
+        RANKS_CHECK(world, norm == want, "norm %.9g, not %.9g", (double)norm, (double)want);
+        ddp_device_cpu()->scale(&h->grads[0], sizeof h->grads[0] / sizeof(float), DDP_F32, want / 2 / want);
+        RANKS_OK(world, same_gradients(world, m, s, h, "clipped"));
+        ddp_pipeline_destroy(pipeline);
+        ddp_schedule_destroy(s);
+    }
+    free(h);
+    free(m);
+    return DDP_OK;
+}
+
+/* Costs and times of every rank's actions on every rank, fit to be drawn and simulated. */
+static ddp_result times(ddp_group *world) {
+    pipe_model m;
+    ddp_stage_cost costs[PIPE_STAGES];
+    ddp_action_time *all;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_pipeline_stats stats;
+    ddp_schedule *s;
+    size_t size_bytes = 0;
+    int w = ddp_world_size(world), count = 0, n;
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, 2 * w, 1, 0));
+    for (int r = 0; r < w; r++) {
+        RANKS_CHECK(world, ddp_schedule_actions(s, r, &n), "list");
+        count += n;
+    }
+    all = (ddp_action_time *)calloc((size_t)count, sizeof *all);
+    RANKS_CHECK(world, all, "memory");
+    pipe_build(&m, w, 1);
+    pipe_desc(&m, s, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_OK(world, ddp_pipeline_get_times(pipeline, costs, all));
+    for (int i = 0; i < count; i++) RANKS_CHECK(world, all[i].begin >= 0 && all[i].end > all[i].begin, "action %d: %g to %g", i, all[i].begin, all[i].end);
+    for (int stage = 0; stage < w; stage++) RANKS_CHECK(world, costs[stage].forward > 0 && costs[stage].input_grad > 0 && costs[stage].weight_grad > 0, "stage %d", stage);
+    RANKS_OK(world, ddp_schedule_draw(s, DDP_SCHEDULE_TRACE, costs, all, NULL, &size_bytes));
+    RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
+    RANKS_CHECK(world, stats.steps == 2 && stats.step_seconds > 0 && stats.compute_seconds > 0 && stats.activation_bytes > 0, "stats");
+    RANKS_CHECK(world, stats.bubble_rate >= 0 && stats.bubble_rate < 1 && stats.predicted_bubble_rate >= 0 && stats.predicted_bubble_rate < 1, "bubble");
+    RANKS_CHECK(world, (stats.bytes_sent > 0) == (w > 1), "bytes_sent");
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+    free(all);
+    return DDP_OK;
+}
+
+//== bad input =====================================================================================
+
+#define EXPECT_BAD(world, pipeline, code, words)                                                                                     \
+    do {                                                                                                                              \
+        ddp_result bad_result = ddp_pipeline_create(&(pipeline), (world), &desc);                                                     \
+        RANKS_CHECK(world, bad_result == (code) && !(pipeline) && strstr(ddp_last_error(), words), "\"%s\": %s", words, ddp_last_error()); \
+        pipe_build(&m, stages, 1);                                                                                                    \
+        pipe_desc(&m, s, &desc);                                                                                                      \
+    } while (0)
+
+static ddp_result bad_input(ddp_group *world) {
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s, *other;
+    ddp_schedule_desc wide = DDP_ZERO;
+    ddp_pipeline_tie tie = {0, 0, 1, 7};
+    int w = ddp_world_size(world), stages = 2 * w;
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2 * w, 2, 0));
+    wide.rank_count = w + 1, wide.microbatch_count = 2;
+    RANKS_OK(world, ddp_schedule_create(&other, &wide));
+    pipe_build(&m, stages, 1);
+    pipe_desc(&m, s, &desc);
+    RANKS_CHECK(world, ddp_pipeline_step(NULL) == DDP_ERR_INVALID && ddp_pipeline_evaluate(NULL) == DDP_ERR_INVALID, "NULL");
+    RANKS_CHECK(world, ddp_pipeline_create(&pipeline, world, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "desc is NULL"), "%s", ddp_last_error());
+    ddp_pipeline_destroy(NULL);
+    desc.schedule = NULL;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "schedule or stages is NULL");
+    desc.schedule = other;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ranks, the group has");
+    m.stage[1].forward = NULL; /* on one rank alone: the others hear of it */
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
+    m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0 (embedding): weight_grad is NULL, and the schedule has W");
+    m.params[1][1].value.shape[0] = -4;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "parameter 1 (bias)");
+    m.edges[0].to = 0;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 goes from stage 0 to 0");
+    m.edges[0].tensor.dtype = DDP_DTYPE_DEFAULT;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
+    m.edges[0].no_grad = 1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "none with a gradient goes from stage 0 to stage 1");
+    desc.loss = NULL;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "loss is NULL");
+    desc.edge_count--;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "no edge goes to it");
+    desc.edges = NULL;
+    if (stages > 1) EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
+    desc.ties = &tie, desc.tie_count = 1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[7]");
+    desc.prefetch = -1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "prefetch=-1");
+    if (w > 1) {
+        if (ddp_rank(world) == 1) m.edges[0].tensor.shape[0]++;
+        EXPECT_BAD(world, pipeline, DDP_ERR_MISMATCH, "edges of ranks 0 and 1 differ");
+    }
+    m.stage[w - 1].params = NULL, m.stage[w - 1].param_count = 0;
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "no params"), "%s", ddp_last_error());
+    RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 0, NULL) == DDP_ERR_INVALID, "max_norm");
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(other);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+//== a callback that fails ==========================================================================
+
+/* Ends the step on every rank with an error that names stage, action and micro-batch. */
+static ddp_result failing(ddp_group *world, void *user) {
+    const pipe_fault *fault = (const pipe_fault *)user;
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    ddp_result result, code = fault->how == 3 ? DDP_ERR_SYSTEM : DDP_ERR_CORRUPT;
+    char words[80];
+    int w = ddp_world_size(world);
+    static const char *const names[] = {"", "forward", "input gradient", "weight gradient"};
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, 2 * w + 1, 1, 0));
+    pipe_build(&m, w, 1);
+    m.fault = *fault;
+    pipe_desc(&m, s, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    m.steps++;
+    result = ddp_pipeline_step(pipeline);
+    snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: %s", fault->stage, names[fault->kind], fault->microbatch,
+             fault->how == 3 ? "DDP_ERR_SYSTEM" : "the sun does not shine");
+    RANKS_CHECK(world, result == code && strstr(ddp_last_error(), words) && strstr(ddp_last_error(), "ddp_pipeline_step group="), "%s: %s: %s", words,
+                ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(world, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s", ddp_last_error());
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+static int failures_of(int world_size) {
+    int failures = 0;
+    for (int k = 0; k < 5; k++) {
+        pipe_fault fault = {k % 2 ? 0 : world_size - 1, k, 1, k == 4, k == 4 ? DDP_ACTION_FORWARD : (ddp_action_kind)(DDP_ACTION_FORWARD + k % 3), k == 3 ? 3 : 1};
+        if (fault.microbatch > 2 * world_size) fault.microbatch = 0;
+        failures += ranks_run(mode, world_size, 30000 * DDP_TEST_SLOWDOWN, failing, &fault) != DDP_OK;
+    }
+    return failures;
+}
+
+//== memory ===========================================================================================
+
+static int allocations;
+static void *count_alloc(size_t size_bytes, void *user) { (void)user; __atomic_add_fetch(&allocations, 1, __ATOMIC_SEQ_CST); return malloc(size_bytes); }
+static void count_free(void *memory, void *user) { (void)user; free(memory); }
+
+static ddp_result steps_without_memory(ddp_group *world, void *user) {
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    int before;
+    (void)user;
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_INTERLEAVED_1F1B, 4 * ddp_world_size(world), 2, 0));
+    pipe_build(&m, 2 * ddp_world_size(world), 1);
+    pipe_desc(&m, s, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_OK(world, ddp_barrier(world));
+    before = __atomic_load_n(&allocations, __ATOMIC_SEQ_CST);
+    RANKS_OK(world, ddp_barrier(world));
+    for (int step = 0; step < 4; step++) RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_OK(world, ddp_barrier(world));
+    RANKS_CHECK(world, __atomic_load_n(&allocations, __ATOMIC_SEQ_CST) == before, "%d allocations in four steps", allocations - before);
+    RANKS_OK(world, ddp_barrier(world));
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+static int no_memory(int world_size) {
+    ddp_launch_desc desc = DDP_ZERO;
+    desc.world_size = world_size;
+    desc.mode = DDP_LAUNCH_THREADS;
+    desc.group.alloc_fn = count_alloc;
+    desc.group.free_fn = count_free;
+    return ddp_launch(&desc, steps_without_memory, NULL) != DDP_OK;
+}
+
+static ddp_result all(ddp_group *world, void *user) {
+    (void)user;
+    RANKS_RUN(world, every_schedule(world));
+    RANKS_RUN(world, own_order(world));
+    RANKS_RUN(world, weight_versions(world));
+    RANKS_RUN(world, ties_and_norm(world));
+    RANKS_RUN(world, times(world));
+    RANKS_RUN(world, bad_input(world));
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int sizes[] = {1, 2, 3, 4, 0};
+    int failures = ranks_each(argc, argv, sizes, 100, &mode, all);
+    if (failures < 0) return 2;
+    for (int i = 0; (argc > 2 ? i + 2 < argc : sizes[i]) && !ranks_joins(mode); i++) failures += failures_of(argc > 2 ? atoi(argv[i + 2]) : sizes[i]);
+    if (mode == RANKS_THREADS) failures += no_memory(3);
+    printf("%s\n", failures ? "FAIL" : "ok");
+    return failures != 0;
+}
