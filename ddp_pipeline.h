@@ -2290,6 +2290,7 @@ struct ddp_pipeline {
     void **values;                /* pointers of parameters while older values stand in for them */
     unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
     void *squares;                /* a ddp_exact_sum on the device */
+    int works;                    /* messages that may be under way at once; after create, of any rank */
     int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
     int evaluating;
     int no_clip;                  /* a stage of some rank has no params */
@@ -2642,6 +2643,7 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, int peer) {
 static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
     if (!pool->kind) return DDP_OK;
     if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
+    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count;
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
     pool->free_count = pool->count;
@@ -3216,7 +3218,7 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
 
 static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who) {
     double longest = 0, most = 0;
-    ddp_result result = ddp_group_status(p->group);
+    ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
     if (result != DDP_OK) return result;
     p->evaluating = evaluating;
     p->start = ddp_now();
@@ -3265,7 +3267,7 @@ static uint64_t ddp__pipe_hash(uint64_t hash, const void *data, size_t size) { /
 /* What ranks tell each other before they share memory. */
 typedef struct ddp__pipe_notice {
     int64_t result, no_clip;
-    uint64_t schedule, edges, ties, bytes;
+    uint64_t schedule, edges, ties, bytes, works;
     char text[512];
 } ddp__pipe_notice;
 
@@ -3309,8 +3311,30 @@ static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t
         if (what) return ddp_fail(DDP_ERR_MISMATCH, "ddp_pipeline_create group=%s: %s of ranks 0 and %d differ; give every rank the same", ddp_group_name(p->group), what, rank);
         if (all[rank].bytes > *bytes) *bytes = (size_t)all[rank].bytes;
         p->no_clip |= (int)all[rank].no_clip;
+        if (all[rank].works > (uint64_t)p->works) p->works = (int)all[rank].works;
     }
     return DDP_OK;
+}
+
+/* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step. */
+static ddp_result ddp__pipe_warm_up(ddp_pipeline *p) {
+    int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->works : 0;
+    ddp_work *works = (ddp_work *)ddp__pipe_host(p, 2 * (size_t)count, sizeof *works);
+    unsigned char *bytes = (unsigned char *)ddp__pipe_host(p, (size_t)count + 1, 1);
+    ddp_result result = DDP_OK;
+    if (!works || !bytes) {
+        ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error());
+        return DDP_ERR_NO_MEMORY;
+    }
+    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_recv(p->group, &bytes[i], 1, DDP_U8, before, 0, &works[i]);
+    if (result == DDP_OK && count) result = ddp_barrier(p->group); /* nobody's messages are done before all have been asked for */
+    for (int i = 0; i < count && result == DDP_OK; i++) result = ddp_send(p->group, &bytes[count], 1, DDP_U8, after, 0, &works[count + i]);
+    if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
+    for (int i = 0; i < 2 * count; i++) {
+        ddp_result waited = ddp_wait(p->group, &works[i]);
+        if (result == DDP_OK) result = waited;
+    }
+    return result;
 }
 
 static void ddp__pipe_free(ddp_pipeline *p) {
@@ -3348,9 +3372,10 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     if (result == DDP_OK) result = ddp__pipe_layout(p, edges, &bytes);
     if (result == DDP_OK) ddp__pipe_notice_fill(p, edges, &own);
     else snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
-    own.result = result, own.bytes = bytes;
+    own.result = result, own.bytes = bytes, own.works = (uint64_t)p->works;
     result = ddp__pipe_agree(p, &own, &bytes);
     if (result == DDP_OK && bytes) result = ddp_group_alloc(group, bytes, &p->shared);
+    if (result == DDP_OK) result = ddp__pipe_warm_up(p);
     if (result != DDP_OK) {
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());

@@ -171,7 +171,7 @@ static ddp_result pipe_on_backward(const ddp_pipeline_call *c, void *user) {
 }
 
 /* w = w - rate g */
-static void pipe_descend(const pipe_model *m, int s) {
+static RANKS_UNUSED void pipe_descend(const pipe_model *m, int s) {
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < (i ? PIPE_SIDE : PIPE_WEIGHTS); k++) ((float *)m->params[s][i].value.data)[k] -= 0.05f * ((const float *)m->params[s][i].grad.data)[k];
 }
@@ -241,7 +241,7 @@ static void pipe_desc(pipe_model *m, const ddp_schedule *schedule, ddp_pipeline_
 typedef struct pipe_grads { float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } pipe_grads;
 
 /* One micro-batch, both ways, with weights of any version. Returns the loss. */
-static double pipe_plain(int stages, const float *const *weight, const float *const *bias, int i, pipe_grads *g) {
+static RANKS_UNUSED double pipe_plain(int stages, const float *const *weight, const float *const *bias, int i, pipe_grads *g) {
     float x[PIPE_STAGES + 1][PIPE_CELLS], dz[PIPE_CELLS], d[2][PIPE_CELLS];
     double skip[PIPE_CELLS], d_skip[PIPE_CELLS], loss;
     int skips = stages >= 3;
@@ -260,7 +260,7 @@ static double pipe_plain(int stages, const float *const *weight, const float *co
 }
 
 /* Pairwise: the left part is the largest power of two below count. The sum is left in g[0]. */
-static void pipe_sum(pipe_grads *g, int count) {
+static RANKS_UNUSED void pipe_sum(pipe_grads *g, int count) {
     int half = 1;
     if (count == 1) return;
     while (2 * half < count) half *= 2;
@@ -269,7 +269,7 @@ static void pipe_sum(pipe_grads *g, int count) {
     for (size_t k = 0; k < sizeof *g / sizeof(float); k++) ((float *)g)[k] += ((const float *)(g + half))[k];
 }
 
-static double pipe_sum_losses(const double *losses, int count) {
+static RANKS_UNUSED double pipe_sum_losses(const double *losses, int count) {
     int half = 1;
     if (count == 1) return losses[0];
     while (2 * half < count) half *= 2;

@@ -2,6 +2,7 @@
     ties, hooks, recomputation, evaluation, the norm; sentences for bad input; a callback that fails.
 
     test_pipeline BACKEND [W ...]: see support/ranks.h */
+#define DDP_PIPELINE_IMPLEMENTATION
 #include "../support/pipeline.h"
 
 static ranks_mode mode;
