@@ -33,11 +33,10 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play
-    >>impl-schedule-simulate  >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw
-    >>impl-schedule-balance  >>impl-public
-    >>impl-pipeline-structs  >>impl-pipeline-check  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-gradients
-    >>impl-pipeline-versions  >>impl-pipeline-step  >>impl-pipeline-create  >>impl-pipeline-report
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-schedule-lists  >>impl-schedule-kinds  >>impl-schedule-play  >>impl-schedule-simulate
+    >>impl-schedule-auto  >>impl-schedule-parse  >>impl-schedule-lower  >>impl-schedule-draw  >>impl-schedule-balance  >>impl-pipeline-structs
+    >>impl-pipeline-check  >>impl-pipeline-layout  >>impl-pipeline-messages  >>impl-pipeline-gradients  >>impl-pipeline-versions  >>impl-pipeline-step
+    >>impl-pipeline-create  >>impl-pipeline-report  >>impl-public
 
 CONCEPTS
     Stage      a contiguous part of the model, numbered from 0. With v chunks per rank there are p*v of them: "loop" puts stage s on rank s mod p,
@@ -2133,77 +2132,6 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
     return result;
 }
 
-//== public ========================================================================================= >>impl-public
-
-DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
-    return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind] : "unknown ddp_schedule_kind";
-}
-
-/* Letters of names without regard to case, '_' as '-'. */
-static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
-
-DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
-    if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");
-    for (int k = 0; k < DDP_SCHEDULE_KIND_COUNT; k++) {
-        const char *known = ddp__schedule_kind_names[k];
-        size_t i = 0;
-        while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
-        if (!name[i] && !known[i]) { *kind = (ddp_schedule_kind)k; return DDP_OK; }
-    }
-    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
-                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO", name);
-}
-
-DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
-    ddp_schedule_desc d = DDP_ZERO;
-    ddp_schedule *s = NULL;
-    int *waiting = NULL;
-    ddp_result result;
-    if (!out) return DDP__SCHEDULE_BAD("out is NULL");
-    *out = NULL;
-    result = ddp__schedule_desc_resolve(desc, &d);
-    if (result != DDP_OK) return result;
-    if (d.kind == DDP_SCHEDULE_AUTO) {
-        result = ddp__generate_auto(&s, &d);
-        if (result != DDP_OK) return result;
-        s->kind = d.kind;
-        *out = s;
-        return DDP_OK;
-    }
-    s = ddp__schedule_new(&d, d.rank_count);
-    if (!s) return DDP_ERR_NO_MEMORY;
-    s->kind = d.kind;
-    s->update_interval = d.update_interval;
-    if (d.kind == DDP_SCHEDULE_DUALPIPE_V && !(waiting = (int *)ddp__schedule_alloc(s, 8 * (size_t)d.rank_count, sizeof *waiting))) result = DDP_ERR_NO_MEMORY;
-    for (int rank = 0; rank < d.rank_count && result == DDP_OK; rank++) {
-        ddp__generate_rank(s, &d, rank, waiting);
-        ddp__schedule_end_rank(s);
-    }
-    ddp__schedule_free(s, waiting);
-    return ddp__schedule_finish(out, s, result);
-}
-
-DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) { return schedule ? schedule->rank_count : 0; }
-DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule) { return schedule ? schedule->stage_count : 0; }
-DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule) { return schedule ? schedule->microbatch_count : 0; }
-DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule) { return schedule ? schedule->update_interval : 0; }
-DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule) { return schedule ? schedule->kind : DDP_SCHEDULE_KIND_COUNT; }
-
-DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage) {
-    return schedule && stage >= 0 && stage < schedule->stage_count ? schedule->stage_rank[stage] : -1;
-}
-
-DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int rank, int *count) {
-    static const ddp_action none = {DDP_ACTION_IDLE, -1, -1, 0};
-    if (count) *count = 0;
-    if (!schedule || rank < 0 || rank >= schedule->rank_count) {
-        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank, schedule ? schedule->rank_count : 0);
-        return NULL;
-    }
-    if (count) *count = schedule->first[rank + 1] - schedule->first[rank];
-    return schedule->count ? schedule->actions + schedule->first[rank] : &none;
-}
-
 //== runner: what it keeps ========================================================================= >>impl-pipeline-structs
 
 enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
@@ -3522,6 +3450,77 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;
     ddp__pipe_each_gradient(p, 0, max_norm / length);
     return p->device->check ? p->device->check(p->group) : DDP_OK;
+}
+
+//== public ========================================================================================= >>impl-public
+
+DDPDEF const char *ddp_schedule_kind_name(ddp_schedule_kind kind) {
+    return (int)kind >= 0 && kind < DDP_SCHEDULE_KIND_COUNT ? ddp__schedule_kind_names[kind] : "unknown ddp_schedule_kind";
+}
+
+/* Letters of names without regard to case, '_' as '-'. */
+static int ddp__name_letter(char c) { return c == '_' ? '-' : c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
+
+DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *kind) {
+    if (!name || !kind) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: name or kind is NULL");
+    for (int k = 0; k < DDP_SCHEDULE_KIND_COUNT; k++) {
+        const char *known = ddp__schedule_kind_names[k];
+        size_t i = 0;
+        while (name[i] && ddp__name_letter(name[i]) == ddp__name_letter(known[i])) i++;
+        if (!name[i] && !known[i]) { *kind = (ddp_schedule_kind)k; return DDP_OK; }
+    }
+    return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_kind_find: no schedule is called \"%.40s\"; there are 1F1B, naive, GPipe, interleaved-1F1B, looped-BFS, ZB-H1, ZB-H2, "
+                    "interleaved-ZB-1P, ZB-V, DualPipeV, PipeDream, PipeDream-2BW, AUTO", name);
+}
+
+DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc) {
+    ddp_schedule_desc d = DDP_ZERO;
+    ddp_schedule *s = NULL;
+    int *waiting = NULL;
+    ddp_result result;
+    if (!out) return DDP__SCHEDULE_BAD("out is NULL");
+    *out = NULL;
+    result = ddp__schedule_desc_resolve(desc, &d);
+    if (result != DDP_OK) return result;
+    if (d.kind == DDP_SCHEDULE_AUTO) {
+        result = ddp__generate_auto(&s, &d);
+        if (result != DDP_OK) return result;
+        s->kind = d.kind;
+        *out = s;
+        return DDP_OK;
+    }
+    s = ddp__schedule_new(&d, d.rank_count);
+    if (!s) return DDP_ERR_NO_MEMORY;
+    s->kind = d.kind;
+    s->update_interval = d.update_interval;
+    if (d.kind == DDP_SCHEDULE_DUALPIPE_V && !(waiting = (int *)ddp__schedule_alloc(s, 8 * (size_t)d.rank_count, sizeof *waiting))) result = DDP_ERR_NO_MEMORY;
+    for (int rank = 0; rank < d.rank_count && result == DDP_OK; rank++) {
+        ddp__generate_rank(s, &d, rank, waiting);
+        ddp__schedule_end_rank(s);
+    }
+    ddp__schedule_free(s, waiting);
+    return ddp__schedule_finish(out, s, result);
+}
+
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule) { return schedule ? schedule->rank_count : 0; }
+DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule) { return schedule ? schedule->stage_count : 0; }
+DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule) { return schedule ? schedule->microbatch_count : 0; }
+DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule) { return schedule ? schedule->update_interval : 0; }
+DDPDEF ddp_schedule_kind ddp_schedule_get_kind(const ddp_schedule *schedule) { return schedule ? schedule->kind : DDP_SCHEDULE_KIND_COUNT; }
+
+DDPDEF int ddp_schedule_stage_rank(const ddp_schedule *schedule, int stage) {
+    return schedule && stage >= 0 && stage < schedule->stage_count ? schedule->stage_rank[stage] : -1;
+}
+
+DDPDEF const ddp_action *ddp_schedule_actions(const ddp_schedule *schedule, int rank, int *count) {
+    static const ddp_action none = {DDP_ACTION_IDLE, -1, -1, 0};
+    if (count) *count = 0;
+    if (!schedule || rank < 0 || rank >= schedule->rank_count) {
+        ddp_fail(DDP_ERR_INVALID, "ddp_schedule_actions: rank=%d, there are %d, numbered from 0", rank, schedule ? schedule->rank_count : 0);
+        return NULL;
+    }
+    if (count) *count = schedule->first[rank + 1] - schedule->first[rank];
+    return schedule->count ? schedule->actions + schedule->first[rank] : &none;
 }
 
 #endif /* DDP_IMPLEMENTATION or DDP_PIPELINE_IMPLEMENTATION */
