@@ -205,8 +205,7 @@ typedef struct ddp_pipeline_call {
     int input_count, output_count;
     const ddp_tensor *inputs;        /* F I W B: to be read alone; the same bytes from F to W */
     const ddp_tensor *outputs;       /* F: to be written, all of it. Loss: what the last stage wrote. Otherwise NULL */
-    const ddp_tensor *output_grads;  /* I W B: what came back, the same bytes in I and W; data is NULL for an edge without gradient. Loss: to be
-                                        written, all of it; NULL when evaluating */
+    const ddp_tensor *output_grads;  /* I W B: what came back, the same in I and W; data NULL: no gradient. Loss: to be written, all; NULL when evaluating */
     const ddp_tensor *input_grads;   /* I B: to be written, all of it; data is NULL for an edge without gradient. F W: NULL */
     void *saved;                     /* saved_bytes of this micro-batch, 64-byte aligned: F fills it, I W B read it; I may leave there what W needs */
     double *loss;                    /* F of the last stage, and the loss callback: set it to the micro-batch's loss, not scaled; otherwise NULL */
