@@ -333,6 +333,23 @@ static ddp_result tasks(ddp_group *world) {
     return DDP_OK;
 }
 
+/* What layers issue: an average that names no divisor is that of all ranks. */
+static ddp_result averages_of_calls(ddp_group *world) {
+    float mine = (float)(ddp_rank(world) + 1), got = 0, w = (float)ddp_world_size(world);
+    ddp_call call = DDP_ZERO;
+    call.kind = DDP_CALL_ALL_REDUCE;
+    call.dtype = DDP_F32;
+    call.op = DDP_OP_AVG;
+    call.send = &mine;
+    call.recv = &got;
+    call.count = 1;
+    for (call.divisor = 0; call.divisor <= 4; call.divisor += 2) {
+        RANKS_OK(world, ddp_group_call(world, &call, NULL));
+        RANKS_CHECK(world, got == w * (w + 1) / 2 / (call.divisor ? (float)call.divisor : w), "divisor %d gives %g", (int)call.divisor, (double)got);
+    }
+    return DDP_OK;
+}
+
 /* Destroying a group right after its last call, on ranks that arrive at different times, loses nothing. */
 static ddp_result destroy_right_away(ddp_group *world) {
     int rank = ddp_rank(world), w = ddp_world_size(world);
@@ -390,6 +407,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, split_churn(world, (w <= 4 ? 1000 : w <= 8 ? 200 : 20) / ranks_slow() + 2));
     if (!(ranks_on.is & RANKS_NO_MESSAGES)) RANKS_RUN(world, async_order(world));
     RANKS_RUN(world, tasks(world));
+    RANKS_RUN(world, averages_of_calls(world));
     RANKS_RUN(world, destroy_right_away(world));
     RANKS_RUN(world, abort_child(world));
     if (ddp_rank(world) == 0) printf("ok: %s W=%d in %.1f s\n", ranks_mode_name(*(ranks_mode *)user), w, ranks_now() - start);
