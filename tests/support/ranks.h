@@ -71,6 +71,7 @@ static const ranks_backend ranks_backends[RANKS_MODES] = {
     {"foreign_threads", RANKS_AS_THREADS, NULL, DDP_ORDER_DEFAULT, RANKS_PLUGGED_IN, 0, 20},
 };
 static ranks_backend ranks_on; /* the one that runs */
+static ddp_group_desc ranks_memory; /* its alloc_fn, free_fn and user are those of the worlds; NULL = as ever */
 
 static RANKS_UNUSED int ranks_slow(void) { return ranks_on.slow * DDP_TEST_SLOWDOWN; }
 
@@ -108,6 +109,9 @@ static RANKS_UNUSED ddp_result ranks_join(ddp_group *local, void *user) {
     ddp_result result;
     desc.timeout_ms = j->timeout_ms;
     desc.order = ranks_on.order;
+    desc.alloc_fn = ranks_memory.alloc_fn;
+    desc.free_fn = ranks_memory.free_fn;
+    desc.user = ranks_memory.user;
     desc.init_method = ranks_on.joins;
     if (local) {
         snprintf(url, sizeof url, "%.20s/tmp/ddp_test_ranks_%d_%d", ranks_on.joins, (int)j->launch, (int)getuid());
@@ -142,6 +146,7 @@ static RANKS_UNUSED ddp_result ranks_run(ranks_mode mode, int world_size, int ti
 #endif
     if (ranks_on.start == RANKS_STARTED) return ranks_join(NULL, &joining);
     desc.world_size = world_size;
+    desc.group = ranks_memory;
     desc.mode = ranks_on.start == RANKS_AS_THREADS ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     desc.group.timeout_ms = timeout_ms;
     if (ranks_on.is & RANKS_PLUGGED_IN) desc.group.backend = RANKS_PLUG;
