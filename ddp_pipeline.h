@@ -247,7 +247,7 @@ typedef struct ddp_pipeline_stage {
 /* One parameter used by two stages, such as the embedding and the last projection: equal shapes and first values. */
 typedef struct ddp_pipeline_tie {
     int first_stage, first_param;   /* first_param: index in that stage's params */
-    int second_stage, second_param; /* a later stage, on the same rank or another one */
+    int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of the same stage */
 } ddp_pipeline_tie;
 
 typedef struct ddp_pipeline_desc {
@@ -2360,8 +2360,10 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
         return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
-        if (t->first_stage < 0 || t->second_stage <= t->first_stage || t->second_stage >= p->stage_count)
-            return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second is a later one, and there are %d", i, t->first_stage, t->second_stage, p->stage_count);
+        int later = t->second_stage > t->first_stage || (t->second_stage == t->first_stage && t->second_param > t->first_param);
+        if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
+            return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i, t->first_stage, t->second_stage,
+                                 p->stage_count);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
             if (p->schedule->stage_rank[stage] == p->rank && (index < 0 || index >= d->stages[stage].param_count))

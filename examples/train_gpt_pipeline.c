@@ -1,0 +1,455 @@
+/*  train_gpt_pipeline.c - train_gpt with the model cut into stages that lie on different ranks, and the same bits.
+
+USAGE
+    cc -O3 -march=native examples/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
+    ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1 and its like; --help lists the flags
+    mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
+
+A STEP
+    Embedding, blocks and head are the model's units. They are cut into as many stages as there are ranks, times --chunks, of about equal cost:
+
+        rank 0   embedding  h.0  h.1          F0 F1 .  .  .  B0 F2 B1 F3 ...
+        rank 1   h.2  h.3  head               .  F0 B0 F1 B1 F2 B2 ...
+
+    The stages' callbacks compute; ddp_pipeline_step runs them as the schedule says, carries activations and their gradients, and adds the gradients of
+    micro-batches pairwise. The embedding's matrix is the head's too: each end has a copy, and a tie adds both gradients. So the hash in the last line
+    is that of train_gpt with the same --batch and --micro-batch, whatever the schedule and on any number of ranks.
+
+    schedule.svg is the last step as it really ran, trace.json the same for chrome://tracing or ui.perfetto.dev. */
+#define DDP_IMPLEMENTATION
+#include "../ddp_pipeline.h"
+#include "train.h"
+
+#define SCHEDULE_PATH "schedule.svg"
+#define TRACE_PATH "trace.json"
+
+static const flag FLAGS[] = {
+    TRAIN_FLAGS,
+    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-H2, ZB-V, DualPipeV, ..."},
+    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank; default 1, and 2 where the schedule needs two"},
+    {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
+};
+static const run_program PROGRAM = {"train_gpt_pipeline", "trains a byte-level GPT on text with pipelined ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+
+//== trainer ============================================================================================== >>trainer
+
+/* What a unit keeps of one micro-batch between F and W. */
+typedef struct unit_memory {
+    float *out;                 /* (B, T, C): what the next unit of the stage reads */
+    float *d_out;               /* (B, T, C): its gradient */
+    float *grads;               /* of layer norms, and of the head's matrix: what I finishes and W hands over */
+    gpt_block_acts acts;
+    gpt_block_temps temps;
+    gpt_head_acts head;
+} unit_memory;
+
+/* One rank. */
+typedef struct trainer {
+    run run;
+    ddp_schedule *schedule;
+    ddp_group *group;                /* the same ranks; the pipeline's own */
+    ddp_pipeline *pipeline;
+    int unit_count, stage_count, micro_count; /* micro-batches in a step */
+    int *first_unit;                 /* of each stage, and one more */
+    ddp_param *params;               /* model.param_count; those of other ranks are not used */
+    ddp_param **pointers;            /* the same, in order */
+    float **first, **second;         /* moments of this rank's parameters */
+    unit_memory *units;
+    int64_t *starts;                 /* windows of the global batch */
+    int64_t validating;              /* number of the first validation micro-batch of an evaluation */
+    double *each;                    /* losses */
+} trainer;
+
+static int is_here(const trainer *t, int stage) { return ddp_schedule_stage_rank(t->schedule, stage) == t->run.rank; }
+
+static int stage_of(const trainer *t, int unit) {
+    int stage = 0;
+    while (t->first_unit[stage + 1] <= unit) stage++;
+    return stage;
+}
+
+/* The parameters of a unit are neighbours. */
+static int first_param(const trainer *t, int unit) {
+    return unit == 0 ? 0 : unit > t->run.plan.config.layers ? t->run.model.param_count - 3 : gpt_block_first_param(unit - 1);
+}
+
+static ddp_result make_schedule(trainer *t) {
+    const run_options *o = t->run.options;
+    ddp_schedule_desc desc = DDP_ZERO;
+    if (o->strategy) TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
+    if (desc.kind == DDP_SCHEDULE_PIPEDREAM || desc.kind == DDP_SCHEDULE_PIPEDREAM_2BW)
+        return WRONG("--schedule %s: it trains with delayed weights, and would not end with the weights of train_gpt; use another one", o->strategy);
+    desc.rank_count = t->run.world_size;
+    desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
+    desc.chunk_count = o->chunks;
+    TRY(ddp_schedule_create(&t->schedule, &desc));
+    t->stage_count = ddp_schedule_stage_count(t->schedule);
+    t->unit_count = t->run.plan.config.layers + 2;
+    t->micro_count = desc.microbatch_count;
+    if (t->stage_count > t->unit_count)
+        return WRONG("%d stages for an embedding, %d blocks and a head; use --layers %d or more", t->stage_count, t->unit_count - 2, t->stage_count - 2);
+    return DDP_OK;
+}
+
+/* Rank 0: everything that can be wrong with the input is found here. A pipeline takes the batch as one rank does. */
+static ddp_result plan_run(trainer *t) {
+    TRY(check_options(t->run.options, t->run.world_size));
+    TRY(check_writable(SCHEDULE_PATH));
+    TRY(check_writable(TRACE_PATH));
+    TRY(make_plan(&t->run.plan, t->run.options, 1, NULL, &t->run.text));
+    TRY(make_schedule(t));
+    ddp_schedule_destroy(t->schedule);
+    t->schedule = NULL;
+    return DDP_OK;
+}
+
+/* Cuts the units into stages; describes the parameters of this rank's. */
+static ddp_result build_params(trainer *t) {
+    run *r = &t->run;
+    size_t count = (size_t)r->model.param_count;
+    double *cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
+    ddp_result result;
+    t->first_unit = (int *)calloc((size_t)t->stage_count + 1, sizeof *t->first_unit);
+    t->params = (ddp_param *)calloc(count, sizeof *t->params);
+    t->pointers = (ddp_param **)calloc(count, sizeof *t->pointers);
+    t->first = (float **)calloc(count, sizeof *t->first);
+    t->second = (float **)calloc(count, sizeof *t->second);
+    t->units = (unit_memory *)calloc((size_t)t->unit_count, sizeof *t->units);
+    t->starts = (int64_t *)calloc((size_t)r->plan.config.batch, sizeof *t->starts);
+    t->each = (double *)calloc((size_t)t->micro_count, sizeof *t->each);
+    if (!cost || !t->first_unit || !t->params || !t->pointers || !t->first || !t->second || !t->units || !t->starts || !t->each) {
+        free(cost);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
+    }
+    for (int u = 0; u < t->unit_count; u++) cost[u] = u == 0 ? 0.05 : u + 1 < t->unit_count ? 1 : 256.0 / (12.0 * r->plan.config.channels);
+    result = ddp_pipeline_partition(cost, t->unit_count, t->stage_count, t->first_unit);
+    t->first_unit[t->stage_count] = t->unit_count;
+    free(cost);
+    for (int i = 0; i < r->model.param_count; i++) {
+        int64_t floats = r->infos[i].count;
+        run_describe(r, i, &t->params[i]);
+        t->params[i].value.data = r->model.values[i];
+        t->pointers[i] = &t->params[i];
+        if (result != DDP_OK || !is_here(t, stage_of(t, r->infos[i].unit))) continue;
+        if (r->infos[i].tied_to < 0) gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, i, 0, floats, r->model.values[i]);
+        else gpt_param_init(&r->model.config, (uint64_t)r->plan.config.seed, r->infos[i].tied_to, 0, floats, r->model.values[i]);
+        t->first[i] = (float *)calloc((size_t)floats, sizeof(float));
+        t->second[i] = (float *)calloc((size_t)floats, sizeof(float));
+        if (!t->first[i] || !t->second[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "moments of %s; use a smaller --channels or --layers", r->infos[i].name);
+    }
+    return result;
+}
+
+//== stages ================================================================================================ >>stages
+
+/* Lays a stage's units out in saved memory. Returns the floats needed; memory NULL only counts. */
+static size_t place_units(trainer *t, int stage, float *memory) {
+    const gpt_model *m = &t->run.model;
+    int batch = t->run.plan.config.micro_batch, length = t->run.plan.config.context;
+    size_t used = 0, n = (size_t)batch * (size_t)length * (size_t)m->config.channels;
+    for (int u = t->first_unit[stage]; u < t->first_unit[stage + 1]; u++) {
+        unit_memory *unit = &t->units[u];
+        unit->out = gpt__take(memory, &used, n);
+        unit->d_out = gpt__take(memory, &used, n);
+        if (u == 0) continue;
+        unit->grads = gpt__take(memory, &used, (size_t)m->config.channels * (u + 1 < t->unit_count ? 4 : 2 + (size_t)m->config.vocab));
+        if (u + 1 == t->unit_count) {
+            used += gpt_head_acts_place(&m->config, batch, length, memory ? memory + used : NULL, &unit->head);
+            continue;
+        }
+        used += gpt_block_acts_place(&m->config, batch, length, memory ? memory + used : NULL, &unit->acts);
+        used += gpt_block_temps_place(&m->config, batch, length, memory ? memory + used : NULL, &unit->temps);
+    }
+    return used;
+}
+
+/* The micro-batch's tokens and targets are where the model looks for them; the stage's memory is laid out. */
+static gpt_pass begin(trainer *t, const ddp_pipeline_call *c) {
+    run *r = &t->run;
+    int rows = r->plan.config.micro_batch;
+    int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
+    if (c->evaluating) take_validation_windows(r, index < last ? index : last);
+    else for (int row = 0; row < rows; row++) take_window(r, row, t->starts[c->microbatch * rows + row]);
+    place_units(t, c->stage, (float *)c->saved);
+    return gpt_model_pass(&r->model, rows, r->plan.config.context);
+}
+
+/* What unit u of the stage reads; the gradient of what it writes. */
+static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u) {
+    return u > t->first_unit[c->stage] ? t->units[u - 1].out : c->input_count ? (const float *)c->inputs[0].data : NULL;
+}
+static const float *gradient_at(const trainer *t, const ddp_pipeline_call *c, int u) {
+    return u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].d_out : (const float *)c->output_grads[0].data;
+}
+
+static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
+    trainer *t = (trainer *)user;
+    gpt_model *m = &t->run.model;
+    gpt_pass pass = begin(t, c);
+    for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
+        const float *in = input_of(t, c, u);
+        float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out : (float *)c->outputs[0].data;
+        if (u == 0) {
+            gpt_embed embed = gpt_embed_view(m->values);
+            gpt_embed_forward(&pass, &embed, t->run.tokens, out);
+        } else if (u + 1 < t->unit_count) {
+            gpt_block block = gpt_block_view(m->values, u - 1);
+            gpt_block_forward(&pass, &block, in, &t->units[u].acts, out);
+        } else {
+            gpt_head head = gpt_head_view(&m->config, m->values);
+            *c->loss = gpt_head_loss_forward(&pass, &head, in, t->run.targets, &t->units[u].head) / ((double)pass.batch * pass.length);
+        }
+    }
+    return DDP_OK;
+}
+
+/* I: gradients of the stage's input. What layer norms and the head find on the way is kept for W. */
+static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
+    trainer *t = (trainer *)user;
+    gpt_model *m = &t->run.model;
+    gpt_pass pass = begin(t, c);
+    size_t C = (size_t)m->config.channels;
+    for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage] && u > 0; u--) {
+        unit_memory *unit = &t->units[u];
+        float *d_in = u > t->first_unit[c->stage] ? t->units[u - 1].d_out : (float *)c->input_grads[0].data;
+        if (u + 1 == t->unit_count) {
+            gpt_head head = gpt_head_view(&m->config, m->values), d_head = head;
+            d_head.ln_weight = unit->grads, d_head.ln_bias = unit->grads + C, d_head.weight = unit->grads + 2 * C;
+            gpt_head_backward(&pass, &head, &d_head, input_of(t, c, u), t->run.targets, &unit->head, 1.0f / (float)(pass.batch * pass.length), d_in);
+        } else {
+            gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
+            d_block.ln1_weight = unit->grads, d_block.ln1_bias = unit->grads + C, d_block.ln2_weight = unit->grads + 2 * C, d_block.ln2_bias = unit->grads + 3 * C;
+            pass.parts = GPT_INPUT_GRADS;
+            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps, gradient_at(t, c, u), d_in);
+            pass.parts = 0;
+        }
+    }
+    return DDP_OK;
+}
+
+/* W: gradients of the stage's parameters. */
+static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
+    trainer *t = (trainer *)user;
+    gpt_model *m = &t->run.model;
+    gpt_pass pass = begin(t, c);
+    size_t C = (size_t)m->config.channels, line = C * sizeof(float);
+    for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
+        unit_memory *unit = &t->units[u];
+        if (u == 0) {
+            gpt_embed d_embed = gpt_embed_view(m->grads);
+            gpt_embed_backward(&pass, &d_embed, t->run.tokens, gradient_at(t, c, u));
+        } else if (u + 1 == t->unit_count) {
+            gpt_head d_head = gpt_head_view(&m->config, m->grads);
+            memcpy(d_head.ln_weight, unit->grads, line);
+            memcpy(d_head.ln_bias, unit->grads + C, line);
+            memcpy(d_head.weight, unit->grads + 2 * C, line * (size_t)m->config.vocab);
+        } else {
+            gpt_block block = gpt_block_view(m->values, u - 1), d_block = gpt_block_view(m->grads, u - 1);
+            pass.parts = GPT_WEIGHT_GRADS;
+            gpt_block_backward(&pass, &block, &d_block, input_of(t, c, u), &unit->acts, &unit->temps, gradient_at(t, c, u), NULL);
+            pass.parts = 0;
+            memcpy(d_block.ln1_weight, unit->grads, line);
+            memcpy(d_block.ln1_bias, unit->grads + C, line);
+            memcpy(d_block.ln2_weight, unit->grads + 2 * C, line);
+            memcpy(d_block.ln2_bias, unit->grads + 3 * C, line);
+        }
+    }
+    return DDP_OK;
+}
+
+/* What makes the trainer parallel. Collective. */
+static ddp_result build_parallel(trainer *t) {
+    run *r = &t->run;
+    ddp_pipeline_desc desc = DDP_ZERO;
+    ddp_pipeline_tie tie = {0, 0, t->stage_count - 1, 0};
+    ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)t->stage_count, sizeof *stages);
+    ddp_result result;
+    if (!stages) return ddp_fail(DDP_ERR_NO_MEMORY, "%d stages", t->stage_count);
+    for (int s = 0; s < t->stage_count; s++) {
+        int begin_at = first_param(t, t->first_unit[s]), end = t->first_unit[s + 1] < t->unit_count ? first_param(t, t->first_unit[s + 1]) : r->model.param_count;
+        stages[s].forward = stage_forward;
+        stages[s].input_grad = stage_input_grad;
+        stages[s].weight_grad = stage_weight_grad;
+        stages[s].user = t;
+        stages[s].saved_bytes = place_units(t, s, NULL) * sizeof(float);
+        stages[s].params = t->pointers + begin_at;
+        stages[s].param_count = end - begin_at;
+        tie.second_param = stages[s].param_count - 1; /* of the last stage: the head's matrix */
+    }
+    desc.schedule = t->schedule;
+    desc.stages = stages;
+    desc.boundary.dtype = DDP_F32;
+    desc.boundary.ndim = 3;
+    desc.boundary.shape[0] = r->plan.config.micro_batch, desc.boundary.shape[1] = r->plan.config.context, desc.boundary.shape[2] = r->plan.config.channels;
+    desc.ties = &tie;
+    desc.tie_count = 1;
+    result = ddp_group_split(r->world, 0, r->rank, &t->group);
+    if (result == DDP_OK) result = ddp_pipeline_create(&t->pipeline, t->group, &desc);
+    free(stages);
+    TRY(result);
+    for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
+    return run_build_sampler(r, 1, 0);
+}
+
+//== training ============================================================================================ >>training
+
+/* AdamW on this rank's values. Where both uses of the tied matrix lie here, they are one value. */
+static void update(trainer *t, int64_t step) {
+    run *r = &t->run;
+    float lr = learning_rate(&r->plan.config, step);
+    for (int i = 0; i < r->model.param_count; i++) {
+        if (!t->first[i] || (r->infos[i].tied_to >= 0 && t->first[r->infos[i].tied_to])) continue;
+        gpt_adamw(r->model.values[i], r->model.grads[i], t->first[i], t->second[i], (size_t)r->infos[i].count, lr, 0.9f, 0.95f, 1e-8f,
+                  r->infos[i].ndim > 1 ? 0.1f : 0.0f, (int)step, 1.0f);
+    }
+}
+
+/* One optimizer step. *loss is the global batch's, *norm that of the gradient before clipping. Collective. */
+static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm) {
+    run *r = &t->run;
+    double start = ddp_now();
+    for (int i = 0; i < r->plan.config.batch; i++) t->starts[i] = next_window(r);
+    TRY(ddp_pipeline_step(t->pipeline));
+    TRY(ddp_pipeline_clip_grad_norm(t->pipeline, 1.0f, norm));
+    update(t, step);
+    TRY(ddp_pipeline_get_loss(t->pipeline, loss, r->rank == 0 ? r->losses : NULL));
+    TRY(run_mean_loss(r, t->micro_count, loss)); /* in train_gpt's order */
+    r->train_seconds += ddp_now() - start;
+    return run_check_step(step, *loss, *norm);
+}
+
+/* Mean loss over the validation windows, as many micro-batches at a time as a step has. Collective. */
+static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
+    run *r = &t->run;
+    int64_t count = validation_micro_batches(&r->plan);
+    for (t->validating = 0; t->validating < count; t->validating += t->micro_count) {
+        TRY(ddp_pipeline_evaluate(t->pipeline));
+        TRY(ddp_pipeline_get_loss(t->pipeline, loss, t->each));
+        for (int64_t i = 0; r->rank == 0 && i < t->micro_count && t->validating + i < count; i++) r->losses[t->validating + i] = t->each[i];
+    }
+    TRY(run_mean_loss(r, count, loss));
+    if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
+    return DDP_OK;
+}
+
+/* A picture of the last step, as it was. */
+static ddp_result draw(const trainer *t, ddp_schedule_format format, const char *path, const ddp_stage_cost *costs, const ddp_action_time *times) {
+    size_t size_bytes = 0;
+    char *text;
+    ddp_result result;
+    FILE *file;
+    TRY(ddp_schedule_draw(t->schedule, format, costs, times, NULL, &size_bytes));
+    text = (char *)malloc(size_bytes);
+    if (!text) return ddp_fail(DDP_ERR_NO_MEMORY, "a picture of %zu bytes", size_bytes);
+    result = ddp_schedule_draw(t->schedule, format, costs, times, text, &size_bytes);
+    file = result == DDP_OK ? fopen(path, "wb") : NULL;
+    if (result == DDP_OK && (!file || fwrite(text, 1, size_bytes - 1, file) != size_bytes - 1))
+        result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+    if (file && fclose(file) != 0 && result == DDP_OK) result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
+    free(text);
+    return result;
+}
+
+/* After the last training step: how it went. Collective. */
+static ddp_result report_pipeline(trainer *t) {
+    run *r = &t->run;
+    ddp_pipeline_stats stats;
+    ddp_stage_cost *costs = (ddp_stage_cost *)calloc((size_t)t->stage_count, sizeof *costs);
+    ddp_action_time *times;
+    ddp_result result;
+    int count = 0, actions;
+    for (int rank = 0; rank < r->world_size; rank++) {
+        ddp_schedule_actions(t->schedule, rank, &actions);
+        count += actions;
+    }
+    times = (ddp_action_time *)calloc((size_t)count, sizeof *times);
+    result = costs && times ? ddp_pipeline_get_times(t->pipeline, costs, times) : ddp_fail(DDP_ERR_NO_MEMORY, "times of %d actions", count);
+    if (result == DDP_OK) result = ddp_pipeline_get_stats(t->pipeline, &stats);
+    if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_SVG, SCHEDULE_PATH, costs, times);
+    if (result == DDP_OK && r->rank == 0) result = draw(t, DDP_SCHEDULE_TRACE, TRACE_PATH, costs, times);
+    free(costs);
+    free(times);
+    TRY(share_result(r->world, result));
+    if (r->rank != 0) return DDP_OK;
+    printf("\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
+    printf("  %-18s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", ddp_schedule_kind_name(ddp_schedule_get_kind(t->schedule)), r->world_size, t->stage_count,
+           t->micro_count, tokens_per_second(r, r->plan.config.steps), 100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
+    return DDP_OK;
+}
+
+/* Every rank gets all values, and rank 0 the sample. Collective. */
+static ddp_result finish(trainer *t, double validation) {
+    run *r = &t->run;
+    uint64_t hash = HASH_START;
+    for (int i = 0; i < r->model.param_count; i++) {
+        if (r->infos[i].tied_to >= 0) continue;
+        TRY(ddp_broadcast(r->world, r->model.values[i], (size_t)r->infos[i].count, DDP_F32, ddp_schedule_stage_rank(t->schedule, stage_of(t, r->infos[i].unit)), NULL));
+        hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
+    }
+    if (r->rank == 0) {
+        int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
+        gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
+        print_sample(tokens, prompt);
+    }
+    return run_finish(r, validation, hash);
+}
+
+static ddp_result train(trainer *t) {
+    run *r = &t->run;
+    double validation = 0, loss;
+    float norm;
+    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    TRY(make_schedule(t));
+    TRY(run_build_model(r, GPT_OWN_VALUES));
+    TRY(build_params(t));
+    TRY(build_parallel(t));
+    run_report_start(r);
+    TRY(evaluate(t, 0, &validation));
+    for (int64_t step = 1; step <= r->plan.config.steps; step++) {
+        TRY(train_step(t, step, &loss, &norm));
+        run_report_step(r, step, loss, norm);
+        if (step == r->plan.config.steps) TRY(report_pipeline(t));
+        if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
+    }
+    return finish(t, validation);
+}
+
+static void trainer_free(trainer *t) {
+    ddp_pipeline_destroy(t->pipeline);
+    ddp_group_destroy(t->group);
+    for (int i = 0; i < t->run.model.param_count && t->first && t->second; i++) {
+        free(t->first[i]);
+        free(t->second[i]);
+    }
+    run_free(&t->run);
+    ddp_schedule_destroy(t->schedule);
+    free(t->first_unit);
+    free(t->params);
+    free(t->pointers);
+    free(t->first);
+    free(t->second);
+    free(t->units);
+    free(t->starts);
+    free(t->each);
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    trainer *t = (trainer *)calloc(1, sizeof *t);
+    ddp_result result;
+    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
+    run_init(&t->run, world, (job *)user);
+    result = train(t);
+    if (result != DDP_OK && t->run.report.terminal && t->run.report.shown > 0) printf("\n");
+    trainer_free(t);
+    free(t);
+    return result;
+}
+
+int main(int argc, char **argv) {
+    job j;
+    memset(&j, 0, sizeof j);
+    parse_options(&PROGRAM, argc, argv, &j.options);
+    return run_main(&j, rank_main);
+}
+
+/* MIT License: see LICENSE. */
