@@ -230,8 +230,8 @@ typedef struct ddp_pipeline_stage {
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
     /* NULL = the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to param->grad.data, the
        runner adds them pairwise by micro-batch index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
-       each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there. PipeDream and 2BW: the newest values
-       stay where they are, and hooks see them there; during a callback that takes older ones, value.data points to the runner's copy, read alone */
+       each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; unless unshard is set, which sets it.
+       PipeDream and 2BW: the newest values stay where they are, and hooks see them there; while a callback takes older ones, value.data points to a copy */
     ddp_param *const *params;
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
@@ -274,8 +274,8 @@ typedef struct ddp_pipeline_stats {
     double update_seconds;   /* hooks, ties, division */
     double bubble_rate;      /* measured: (longest span - most compute) / longest span, over all ranks */
     double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs */
-    size_t bytes_sent;
-    size_t bytes_handed_over;   /* of these: read in place by the receiver */
+    size_t bytes_sent;          /* to other ranks */
+    size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read where they were made */
     size_t activation_bytes;    /* what this object holds: inputs, saved memory, gradients that travel */
     size_t accumulation_bytes;  /* partial sums of gradients */
     size_t version_bytes;       /* stashed weights */
@@ -366,7 +366,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
-   earlier stage); what ddp_schedule_check finds; DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ; DDP_ERR_NO_MEMORY. */
+   earlier stage; none with a gradient from a stage to the next one; a loss without an edge), on every rank; what ddp_schedule_check finds;
+   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ; DDP_ERR_UNSUPPORTED: several ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, both ways, with the updates that fall into it. Collective, blocks. Afterwards gradients of the last
@@ -2732,8 +2733,11 @@ static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int
 }
 
 static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (pool->kind == DDP__PIPE_NONE || pool->kind == DDP__PIPE_IN || p->rehearsing) return DDP_OK;
-    if (pool->kind == DDP__PIPE_HERE) return DDP_OK;
+    if (pool->kind == DDP__PIPE_NONE || p->rehearsing) return DDP_OK;
+    if (pool->kind == DDP__PIPE_HERE) {
+        p->stats.bytes_handed_over += pool->bytes;
+        return DDP_OK;
+    }
     p->stats.bytes_sent += pool->bytes;
     return ddp_send(p->group, ddp__pipe_at(pool, microbatch), (size_t)ddp_tensor_count(&pool->tensor), pool->tensor.dtype, pool->peer, pool->tag,
                     &pool->works[pool->slot[microbatch]]);

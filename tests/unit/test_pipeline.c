@@ -314,6 +314,7 @@ static ddp_result times(ddp_group *world) {
     RANKS_CHECK(world, stats.steps == 2 && stats.step_seconds > 0 && stats.compute_seconds > 0 && stats.activation_bytes > 0, "stats");
     RANKS_CHECK(world, stats.bubble_rate >= 0 && stats.bubble_rate < 1 && stats.predicted_bubble_rate >= 0 && stats.predicted_bubble_rate < 1, "bubble");
     RANKS_CHECK(world, (stats.bytes_sent > 0) == (w > 1), "bytes_sent");
+    RANKS_CHECK(world, stats.bytes_handed_over == (ddp_rank(world) + 1 == w ? 2 * (size_t)w * sizeof(float) * PIPE_CELLS : 0), "%zu bytes", stats.bytes_handed_over);
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
     free(all);
