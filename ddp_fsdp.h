@@ -2568,6 +2568,7 @@ typedef struct ddp__slot { /* memory for one unit's whole values, or whole gradi
     unsigned char *memory;
     struct ddp__unit *reducing; /* gradients: whose reduction still reads it */
     uint64_t given;             /* gradients: number of the last reduction from here, which peers read */
+    int number;                 /* gradients: how many were made before, on every rank */
     int busy;
     struct ddp__slot *next;
 } ddp__slot;
@@ -2626,6 +2627,8 @@ struct ddp_fsdp {
     uint64_t order_hash;
     uint64_t **turns;              /* direct: every rank's words by which ranks keep in step, see impl-shard-reduce */
     ddp__unit **given_units;       /* whose reductions this rank has handed in, by number */
+    unsigned char **slot_memory;   /* of grad_slots, by number */
+    int grad_slot_count;
     uint64_t given, taken, cast_given; /* numbers of the last reduction handed in, carried out, and handed in through cast */
     ddp_optimizer *optimizer;
     ddp_param *masters;            /* what the optimizer sees */
@@ -3136,11 +3139,9 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
     }
 }
 
-/* Sums over ranks from where the whole gradients lie: at from in this rank's memory, and at the same place in its peers'. */
-static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int layout) {
-    const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
+/* Sums over ranks from where each one's whole gradients lie. */
+static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs, int layout) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    for (int r = 0; r < f->world; r++) theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
     for (int i = 0; i < unit->count; i++) {
         const ddp__weight *w = &unit->weights[i];
         size_t at = (layout == DDP__CASTED ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
@@ -3277,14 +3278,14 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 }
 
 /* Ranks that read each other's gradients number the reductions of a step as they hand them in, and keep in step by words of group memory: how many a rank
-   has given and how many it has taken, that is, added up its own rows of; behind them which units. A rank adds up what all have given when it comes by, and
+   has given and how many it has taken, that is, added up its own rows of; behind them which units, and in which slots. A rank adds up what all have given when it comes by, and
    waits only where it has no memory for more gradients, or the step ends:
 
        rank 0   give 1 . give 2 take 1 . . . give 3 take 2 3 . .      it may write over the gradients of 1 once all have taken 1
        rank 1   . . give 1 take 1 . . give 2 take 2 give 3 . take 3 */
 enum { DDP__TURN_GIVEN = 0, DDP__TURN_TAKEN = 8, DDP__TURN_UNITS = 16 }; /* words; the first two on lines of their own */
 
-static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; } /* of which units is known: more are never under way */
+static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; } /* of which units is known: more are never under way; nor are there more slots */
 
 static int ddp__turn_reached(const ddp_fsdp *f, int word, uint64_t number) {
     for (int r = 0; r < f->world; r++)
@@ -3297,21 +3298,26 @@ static ddp_result ddp__turn_await(ddp_fsdp *f, int word, uint64_t number) {
 }
 
 static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
-    uint64_t slot = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = f->turns[rank][slot];
+    uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
     if (ddp_group_cause(f->group) != DDP_OK) return ddp_barrier(f->group); /* says why: a rank that has failed may have freed its memory */
     return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_unit_reduce group=%s: rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank", f->rank,
-                    f->world, ddp_group_name(f->group), rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[f->turns[f->rank][slot]].name);
+                    f->world, ddp_group_name(f->group), rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
 }
 
 /* Carries out the next reduction; waits until all ranks have handed it in. */
 static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     uint64_t number = f->taken + 1, at = number % (uint64_t)ddp__turns_kept(f);
+    const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
     ddp__unit *unit = f->given_units[at];
     int layout = ddp__unit_layout_on_wire(unit);
     DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
-    for (int r = 0; r < f->world; r++)
-        if (f->turns[r][DDP__TURN_UNITS + at] != (uint64_t)unit->index) return ddp__turn_mismatch(f, number, r);
-    ddp__reduce_direct(f, unit, layout == DDP__CASTED ? f->cast : unit->reducing_slot ? unit->reducing_slot->memory : unit->grads, layout);
+    for (int r = 0; r < f->world; r++) { /* ranks that released units at other times have other slots free */
+        uint64_t word = f->turns[r][DDP__TURN_UNITS + at];
+        if ((uint32_t)word != (uint32_t)unit->index) return ddp__turn_mismatch(f, number, r);
+        const unsigned char *from = layout == DDP__CASTED ? f->cast : unit->reducing_slot ? f->slot_memory[word >> 32] : unit->grads;
+        theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
+    }
+    ddp__reduce_direct(f, unit, theirs, layout);
     ddp_group_raise(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
     return ddp__reduce_rest(f, unit);
 }
@@ -3361,10 +3367,11 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
         if (number + 1 < f->desc.micro_batch_count) return DDP_OK;
     }
     unit->given = ++f->given;
+    uint64_t slot_number = unit->reducing_slot ? (uint64_t)unit->reducing_slot->number : 0;
     if (layout == DDP__CASTED) f->cast_given = f->given;
     if (unit->reducing_slot) unit->reducing_slot->given = f->given;
     f->given_units[f->given % (uint64_t)ddp__turns_kept(f)] = unit;
-    mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index;
+    mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index | slot_number << 32;
     ddp_group_raise(f->group, mine + DDP__TURN_GIVEN, f->given);
     if (!f->copy_count) return ddp__reduce_take(f, 0);
     DDP__FSDP_TRY(ddp_group_enqueue(f->group, ddp__take_task, f, &unit->reducing));
@@ -3399,6 +3406,8 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
         DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot->memory));
         slot->next = f->grad_slots;
         f->grad_slots = slot;
+        slot->number = f->grad_slot_count++;
+        if (f->turns) f->slot_memory[slot->number] = slot->memory;
     }
     for (link = &f->grad_slots; *link != slot;) link = &(*link)->next; /* to the end: the list is in the order of use */
     *link = slot->next;
@@ -4014,6 +4023,7 @@ static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
     int kept = ddp__turns_kept(f);
     if (f->world == 1 || !f->direct) return DDP_OK;
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->given_units, &f->given_units));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)kept * sizeof *f->slot_memory, &f->slot_memory));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_GROUP, (size_t)(DDP__TURN_UNITS + kept) * sizeof *mine, &mine));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->world * sizeof *f->turns, &f->turns));
     for (int r = 0; r < f->world; r++) f->turns[r] = (uint64_t *)ddp_group_peer(f->group, mine, r);

@@ -608,6 +608,39 @@ static ddp_result orders_differ(ddp_group *group) {
     return DDP_OK;
 }
 
+/* A rank alone gathers one unit more, or releases one later: its slots are free in another order from then on, and the sums are right all the same. */
+static ddp_result slots_differ(ddp_group *group) {
+    for (int turn = 0; turn < 4; turn++) {
+        uint64_t values[2];
+        for (int with = 0; with < 2; with++) {
+            int first = ddp_rank(group) == 0;
+            model m;
+            ddp_fsdp *fsdp;
+            blocks(&m, 4, 5, 3);
+            m.desc.strategy = turn & 1 ? DDP_FSDP_SHARD_GRAD : DDP_FSDP_FULL_SHARD;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+            RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
+            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, 1));
+            if (with && turn < 2 && ddp_world_size(group) > 1) {
+                RANKS_OK(group, pass(group, fsdp, &m, 1));
+                FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
+                RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+            }
+            for (int u = 0; u < 3 && with && turn >= 2; u++) { /* the others release one behind */
+                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+                if (u && !first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u - 1));
+                if (u == 2 || first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            }
+            RANKS_OK(group, train(group, fsdp, &m, 2, 5));
+            RANKS_OK(group, digest(group, fsdp, &m, &values[with]));
+            ddp_fsdp_destroy(fsdp);
+        }
+        RANKS_CHECK(group, values[0] == values[1], "turn %d", turn);
+    }
+    return DDP_OK;
+}
+
 //== memory =================================================================================
 
 static ddp_result bytes_add_up(ddp_group *group) {
@@ -1487,6 +1520,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(detours);
     CASE(one_looks);
     CASE(orders_differ);
+    CASE(slots_differ);
     CASE(bytes_add_up);
     CASE(hooks);
     CASE(bytes_predicted);
