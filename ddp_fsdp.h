@@ -3278,14 +3278,15 @@ static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
 }
 
 /* Ranks that read each other's gradients number the reductions of a step as they hand them in, and keep in step by words of group memory: how many a rank
-   has given and how many it has taken, that is, added up its own rows of; behind them which units, and in which slots. A rank adds up what all have given when it comes by, and
-   waits only where it has no memory for more gradients, or the step ends:
+   has given and how many it has taken, that is, added up its own rows of; behind them which units, and in which slots. A rank adds up what all have
+   given when it comes by, and waits only where it has no memory for more gradients, or the step ends:
 
        rank 0   give 1 . give 2 take 1 . . . give 3 take 2 3 . .      it may write over the gradients of 1 once all have taken 1
        rank 1   . . give 1 take 1 . . give 2 take 2 give 3 . take 3 */
 enum { DDP__TURN_GIVEN = 0, DDP__TURN_TAKEN = 8, DDP__TURN_UNITS = 16 }; /* words; the first two on lines of their own */
 
-static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; } /* of which units is known: more are never under way; nor are there more slots */
+/* Of how many units and slots is known: more are never under way. */
+static int ddp__turns_kept(const ddp_fsdp *f) { return 2 * f->unit_count + 2; }
 
 static int ddp__turn_reached(const ddp_fsdp *f, int word, uint64_t number) {
     for (int r = 0; r < f->world; r++)
@@ -3297,9 +3298,15 @@ static ddp_result ddp__turn_await(ddp_fsdp *f, int word, uint64_t number) {
     return ddp__turn_reached(f, word, number) ? DDP_OK : ddp_group_await(f->group, f->turns[f->rank] + word, number);
 }
 
+/* A rank that gave up may have freed its gradients while they were read. */
+static ddp_result ddp__turn_alive(ddp_fsdp *f) {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return ddp_group_cause(f->group) == DDP_OK ? DDP_OK : ddp_barrier(f->group);
+}
+
 static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
     uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
-    if (ddp_group_cause(f->group) != DDP_OK) return ddp_barrier(f->group); /* says why: a rank that has failed may have freed its memory */
+    DDP__FSDP_TRY(ddp__turn_alive(f));
     return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_unit_reduce group=%s: rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank", f->rank,
                     f->world, ddp_group_name(f->group), rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
 }
@@ -3311,6 +3318,7 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     ddp__unit *unit = f->given_units[at];
     int layout = ddp__unit_layout_on_wire(unit);
     DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
+    DDP__FSDP_TRY(ddp__turn_alive(f)); /* or else this rank may have given the slot up */
     for (int r = 0; r < f->world; r++) { /* ranks that released units at other times have other slots free */
         uint64_t word = f->turns[r][DDP__TURN_UNITS + at];
         if ((uint32_t)word != (uint32_t)unit->index) return ddp__turn_mismatch(f, number, r);
@@ -3318,6 +3326,7 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
         theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
     }
     ddp__reduce_direct(f, unit, theirs, layout);
+    DDP__FSDP_TRY(ddp__turn_alive(f));
     ddp_group_raise(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
     return ddp__reduce_rest(f, unit);
 }

@@ -641,6 +641,38 @@ static ddp_result slots_differ(ddp_group *group) {
     return DDP_OK;
 }
 
+/* Rank 0 hands its gradients in, and gives up, after which it may free them: whoever adds them up then hears of it, and has no sums. */
+static ddp_result one_gives_up(ddp_group *group) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_group *part;
+    int first = ddp_rank(group) == 0;
+    if (ddp_world_size(group) == 1) return DDP_OK;
+    RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &part));
+    blocks(&m, 2, 5, 3);
+    m.desc.strategy = DDP_FSDP_SHARD_GRAD;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 1, 1));
+    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+    backward(&m, 0, 3);
+    RANKS_OK(group, ddp_barrier(group));
+    if (first) {
+        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_group_abort(part));
+    }
+    RANKS_OK(group, ddp_barrier(group));
+    if (!first) {
+        ddp_tensor grad;
+        ddp_result result = ddp_fsdp_unit_reduce(fsdp, 0);
+        if (result == DDP_OK) result = ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, NULL);
+        RANKS_CHECK(group, result == DDP_ERR_POISONED && says("rank 0") && says("ddp_group_abort"), "%s", ddp_result_name(result));
+    }
+    ddp_fsdp_destroy(fsdp);
+    RANKS_OK(group, ddp_barrier(group));
+    ddp_group_destroy(part);
+    return DDP_OK;
+}
+
 //== memory =================================================================================
 
 static ddp_result bytes_add_up(ddp_group *group) {
@@ -1521,6 +1553,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(one_looks);
     CASE(orders_differ);
     CASE(slots_differ);
+    CASE(one_gives_up);
     CASE(bytes_add_up);
     CASE(hooks);
     CASE(bytes_predicted);
