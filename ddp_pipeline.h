@@ -2235,7 +2235,7 @@ static const char ddp__pipe_create_name[] = "ddp_pipeline_create", ddp__pipe_ste
 #define DDP__PIPE_TRY(call) do { ddp_result ddp__pipe_tried = (call); if (ddp__pipe_tried != DDP_OK) return ddp__pipe_tried; } while (0)
 #define DDP__PIPE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: " __VA_ARGS__)
 
-static size_t ddp__pipe_pad(size_t size) { return (size + 63) / 64 * 64; }
+static size_t ddp__pipe_pad(size_t size) { return size > SIZE_MAX - 64 ? size : (size + 63) / 64 * 64; }
 static int ddp__pipe_min(int a, int b) { return a < b ? a : b; }
 
 /* Zeroed host memory until destroy. */
@@ -2327,10 +2327,11 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     const ddp_param *param = s->params[index];
     ddp__action_text label = ddp__pipe_stage_label(p, stage);
     ddp_tensor grad;
+    int64_t count;
     if (!param) return DDP__PIPE_BAD("%s: params[%d] is NULL", label.text, index);
     grad = ddp__pipe_grad(param);
-    if (ddp_tensor_count(&param->value) < 0 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) ||
-        ddp_tensor_count(&grad) != ddp_tensor_count(&param->value))
+    count = ddp_tensor_count(&param->value);
+    if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
         return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label.text, index,
                              param->name ? param->name : "no name");
     return DDP_OK;
@@ -2357,11 +2358,13 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
     if (d->tie_count < 0 || (d->tie_count && !d->ties)) return DDP__PIPE_BAD("tie_count=%d, or ties is NULL", d->tie_count);
-    if (d->tie_count && p->interval != p->microbatch_count)
+    if (d->tie_count && (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW))
         return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
+        ddp_tensor grad[2];
         int later = t->second_stage > t->first_stage || (t->second_stage == t->first_stage && t->second_param > t->first_param);
+        memset(grad, 0, sizeof grad);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
             return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i, t->first_stage, t->second_stage,
                                  p->stage_count);
@@ -2369,7 +2372,10 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
             int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
             if (p->schedule->stage_rank[stage] == p->rank && (index < 0 || index >= d->stages[stage].param_count))
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
+            if (p->schedule->stage_rank[stage] == p->rank) grad[end] = ddp__pipe_grad(d->stages[stage].params[index]);
         }
+        if (grad[0].dtype && grad[1].dtype && (grad[0].dtype != grad[1].dtype || ddp_tensor_count(&grad[0]) != ddp_tensor_count(&grad[1])))
+            return DDP__PIPE_BAD("ties[%d]: the two parameters differ in dtype or number of elements", i);
         for (int k = 0; k < d->tie_count; k++)
             if (k != i && t->second_stage == d->ties[k].second_stage && t->second_param == d->ties[k].second_param)
                 return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k, i < k ? k : i);
@@ -2573,6 +2579,8 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, int peer) {
 static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
     if (!pool->kind) return DDP_OK;
     if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
+    if (pool->stride > (SIZE_MAX / 2 - *bytes) / ((size_t)pool->count + 1))
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
     if (pool->kind != DDP__PIPE_HERE) p->works += pool->count;
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
@@ -3011,18 +3019,23 @@ static ddp_result ddp__pipe_call_stage(ddp_pipeline *p, ddp__pipe_stage *s, cons
     return ddp__pipe_callback(p, s->desc.weight_grad, &call, s->desc.user, a, what, who);
 }
 
-/* The last gradient of an update is in: division, replicas, and, for those that do not wait for the end of the step, the weights. */
-static ddp_result ddp__pipe_summed(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
-    if (++s->summed < p->interval) return DDP_OK;
-    s->summed = 0;
-    if (!p->rehearsing) ddp__pipe_divide(p, s);
-    if (!s->has_reduce) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
+/* At the end of an update, or at REDUCE_GRAD: replicas, and, for those that do not wait for the end of the step, the weights. */
+static ddp_result ddp__pipe_reduce(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
+    DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who));
     if (!s->stash_room) return DDP_OK;
     DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.wait_grad, "wait_grad", who));
     ddp__pipe_keep_version(p, s);
     DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.update, "update", who));
     s->updates++;
     return DDP_OK;
+}
+
+/* The last gradient of an update is in. */
+static ddp_result ddp__pipe_summed(ddp_pipeline *p, ddp__pipe_stage *s, const char *who) {
+    if (++s->summed < p->interval) return DDP_OK;
+    s->summed = 0;
+    if (!p->rehearsing) ddp__pipe_divide(p, s);
+    return s->has_reduce ? DDP_OK : ddp__pipe_reduce(p, s, who);
 }
 
 /* What an action needs is there and has a place to go. */
@@ -3081,7 +3094,7 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *wh
     s = &p->stages[a->stage];
     if (a->kind == DDP_ACTION_UNSHARD) return ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who);
     if (a->kind == DDP_ACTION_RESHARD) return ddp__pipe_hook(p, s, s->desc.reshard, "reshard", who);
-    if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_hook(p, s, s->desc.reduce_grad, "reduce_grad", who);
+    if (a->kind == DDP_ACTION_REDUCE_GRAD) return ddp__pipe_reduce(p, s, who);
     if (!ddp__action_computes(a->kind)) return DDP_OK; /* messages follow from what computes */
     if (!s->has_unshard && position == s->first) DDP__PIPE_TRY(ddp__pipe_hook(p, s, s->desc.unshard, "unshard", who));
     DDP__PIPE_TRY(ddp__pipe_prepare(p, s, a, who));
@@ -3144,7 +3157,7 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
         last = time->end;
     }
     p->starts[p->rank] = begin;
-    p->spans[p->rank] = last - first;
+    p->spans[p->rank] = first < 0 ? 0 : last - first; /* nothing to do: no span */
     p->computes[p->rank] = p->stats.compute_seconds;
     return ddp__pipe_sum_over_ranks(p, p->shares, p->share_count, DDP_F64);
 }

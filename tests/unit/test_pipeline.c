@@ -283,6 +283,51 @@ static ddp_result ties_and_norm(ddp_group *world) {
     return DDP_OK;
 }
 
+/* Replicas first, then the weights: also where the list says when. */
+static ddp_result on_late_update(int stage, void *user) {
+    pipe_model *m = (pipe_model *)user;
+    PIPE_SEE(m, m->hooks[stage][4] + 1 == m->hooks[stage][2] && m->hooks[stage][2] == m->hooks[stage][3]);
+    return on_update(stage, user);
+}
+
+static ddp_result updates_in_lists(ddp_group *world) {
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s, *low;
+    int w = ddp_world_size(world), mine = ddp_rank(world);
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_PIPEDREAM, 4 * w, 1, 2));
+    RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
+    pipe_build(&m, w, 1);
+    for (int i = 0; i < w; i++) m.stage[i].reduce_grad = on_reduce, m.stage[i].wait_grad = on_wait, m.stage[i].update = on_late_update;
+    pipe_desc(&m, low, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_CHECK(world, !m.wrong && m.hooks[mine][4] == 2 * w, "%d updates: %s", m.hooks[mine][4], m.wrong ? m.wrong : "");
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(low);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+/* A rank that has nothing to do has no span. */
+static ddp_result idle_rank(ddp_group *world) {
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    if (ddp_world_size(world) != 2) return DDP_OK;
+    RANKS_OK(world, ddp_schedule_parse(&s, ",\n0F0,0B0\n"));
+    pipe_build(&m, 1, 1);
+    pipe_desc(&m, s, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    RANKS_CHECK(world, pipeline->spans[0] == 0 && pipeline->spans[1] > 0, "spans %g and %g", pipeline->spans[0], pipeline->spans[1]);
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
 /* Costs and times of every rank's actions on every rank, fit to be drawn and simulated. */
 static ddp_result times(ddp_group *world) {
     pipe_model m;
@@ -335,7 +380,7 @@ static ddp_result bad_input(ddp_group *world) {
     pipe_model m;
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
-    ddp_schedule *s, *other;
+    ddp_schedule *s, *other, *twice;
     ddp_schedule_desc wide = DDP_ZERO;
     ddp_pipeline_tie tie = {0, 0, 1, 7};
     int w = ddp_world_size(world), stages = 2 * w;
@@ -371,12 +416,26 @@ static ddp_result bad_input(ddp_group *world) {
     if (stages > 1) EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[7]");
+    tie.second_stage = w, tie.second_param = 1; /* stages 0 and w are on one rank */
+    desc.ties = &tie, desc.tie_count = 1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: the two parameters differ");
+    m.stage[w].saved_bytes = SIZE_MAX;
+    EXPECT_BAD(world, pipeline, DDP_ERR_NO_MEMORY, "micro-batches at a time of");
+    m.params[0][0].value.shape[0] = INT64_MAX / 5;
+    m.params[0][0].grad.data = NULL, m.params[0][0].grad.ndim = 0;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "parameter 0 (weight)");
     desc.prefetch = -1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "prefetch=-1");
     if (w > 1) {
         if (ddp_rank(world) == 1) m.edges[0].tensor.shape[0]++;
         EXPECT_BAD(world, pipeline, DDP_ERR_MISMATCH, "edges of ranks 0 and 1 differ");
     }
+    RANKS_OK(world, make(world, &twice, DDP_SCHEDULE_PIPEDREAM_2BW, 2 * w, 1, 0));
+    tie.second_stage = w - 1, tie.second_param = 0;
+    for (int i = 0; i < w; i++) m.stage[i].update = on_update;
+    desc.schedule = twice, desc.ties = &tie, desc.tie_count = 1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties do not go with PipeDream-2BW");
+    ddp_schedule_destroy(twice);
     m.stage[w - 1].params = NULL, m.stage[w - 1].param_count = 0;
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "no params"), "%s", ddp_last_error());
@@ -473,6 +532,8 @@ static ddp_result all(ddp_group *world, void *user) {
     RANKS_RUN(world, own_order(world));
     RANKS_RUN(world, weight_versions(world));
     RANKS_RUN(world, ties_and_norm(world));
+    RANKS_RUN(world, updates_in_lists(world));
+    RANKS_RUN(world, idle_rank(world));
     RANKS_RUN(world, times(world));
     RANKS_RUN(world, bad_input(world));
     return DDP_OK;
