@@ -2334,6 +2334,10 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     if (count < 0 || (uint64_t)count > SIZE_MAX >> 16 || !ddp_dtype_size(param->value.dtype) || !ddp_dtype_size(grad.dtype) || ddp_tensor_count(&grad) != count)
         return DDP__PIPE_BAD("%s: parameter %d (%.60s) has no dtype, or an impossible shape; fill in its value", label.text, index,
                              param->name ? param->name : "no name");
+    for (int i = 0; i <= stage; i++) /* a gradient is one use's own until ties are added */
+        for (int k = 0; p->schedule->stage_rank[i] == p->rank && k < (i < stage ? p->desc.stages[i].param_count : index); k++)
+            if (p->desc.stages[i].params[k] == param)
+                return DDP__PIPE_BAD("%s: params[%d] is params[%d] of stage %d too; give each use its own ddp_param, and tie them", label.text, index, k, i);
     return DDP_OK;
 }
 

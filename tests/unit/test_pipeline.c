@@ -424,6 +424,8 @@ static ddp_result bad_input(ddp_group *world) {
     m.params[0][0].value.shape[0] = INT64_MAX / 5;
     m.params[0][0].grad.data = NULL, m.params[0][0].grad.ndim = 0;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "parameter 0 (weight)");
+    m.pointers[w][1] = &m.params[0][1];
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "params[1] is params[1] of stage 0 too");
     desc.prefetch = -1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "prefetch=-1");
     if (w > 1) {
