@@ -987,11 +987,12 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 }
 
 /* A collective that a public function makes inside carries that function in call->tag: it is part of the fingerprint and its name in messages. */
-enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST };
+enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST, DDP__FOR_AWAIT };
 
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {"ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue"};
-    return !ddp__is_p2p(call->kind) && call->tag >= DDP__FOR_SPLIT && call->tag <= DDP__FOR_TASK ? names[call->tag - 1] : ddp_call_name(call->kind);
+    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", NULL, "ddp_group_await"};
+    const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
+    return name ? name : ddp_call_name(call->kind);
 }
 
 /* "ddp_all_reduce f32 count=10 sum": what ranks compare of a collective, in words. */
@@ -4941,6 +4942,8 @@ static ddp_result ddp__await_task(ddp_group *group, void *argument) {
     const ddp__goal *goal = (const ddp__goal *)argument;
     ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
     ddp_result result = group->backend->await(group, group->state, goal->word, goal->target);
+    call.tag = DDP__FOR_AWAIT;
+    call.seq = group->seq; /* the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
 }
 

@@ -275,8 +275,9 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit);
    ddp_fsdp_unit_reduce are dropped. Never blocks. */
 DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit);
 
-/* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective, does not block; grad.data is this object's from here on.
-   Call it with the unit gathered. More often than micro_batch_count in one step is DDP_ERR_INVALID. */
+/* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective; grad.data is this object's from here on. Does
+   not block, except where gradients are cast on their way (reduce_dtype): until all ranks have read the last ones that were. Call it with the unit
+   gathered. More often than micro_batch_count in one step is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit);
 
 /* on = 1: forward alone. Gathers bring no gradients and releases free, whatever keep_after_forward says; the order of gathers is not recorded. */
