@@ -67,7 +67,7 @@ CONFIG MACROS (define before including)
 
 NOT DONE HERE
     No autograd: the caller's callbacks compute. No sharding of a stage over ranks: hooks call ddp_fsdp.h, the reducer or tensor parallelism.
-    No tied parameters with PipeDream and PipeDream-2BW, and no recomputation with them.
+    No tied parameters with PipeDream and PipeDream-2BW, and no recomputation with them. No ties, and no norm over all stages, of sharded gradients.
 */
 #ifndef DDP_PIPELINE_H
 #define DDP_PIPELINE_H
@@ -230,8 +230,8 @@ typedef struct ddp_pipeline_stage {
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
     /* NULL = the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to param->grad.data, the
        runner adds them pairwise by micro-batch index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
-       each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; unless unshard is set, which sets it.
-       PipeDream and 2BW: the newest values stay where they are, and hooks see them there; while a callback takes older ones, value.data points to a copy */
+       each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; with unshard: what that sets, until
+       reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes older ones, value.data is a copy */
     ddp_param *const *params;
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
@@ -240,8 +240,8 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_unit_release */
     ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_unit_reduce */
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
-    ddp_stage_hook update;        /* gradients are final: the optimizer's step on the newest values. Required by PipeDream and 2BW; NULL elsewhere =
-                                     the caller steps after ddp_pipeline_step */
+    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL (not with PipeDream, 2BW) = the caller steps later */
+    int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
 } ddp_pipeline_stage;
 
 /* One parameter used by two stages, such as the embedding and the last projection: equal shapes and first values. */
@@ -261,8 +261,8 @@ typedef struct ddp_pipeline_desc {
     void *loss_user;
     const ddp_pipeline_tie *ties;     /* the same on every rank; copied */
     int tie_count;
-    int no_divide;                    /* 1 = gradients stay sums. 0 = after the last addition the runner divides once by update_interval, but for stages with
-                                         reduce_grad: whoever adds over replicas divides (ddp_reducer_desc.micro_batch_count = update_interval) */
+    int no_divide;                    /* 1 = gradients stay sums. 0 = after the last addition the runner divides once by update_interval; not where reduce_grad
+                                         is set without divide: whoever adds over replicas divides (ddp_reducer_desc.micro_batch_count = update_interval) */
     int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs them */
 } ddp_pipeline_desc;
 
@@ -362,7 +362,24 @@ DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double
    */
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost);
 
-/* --- runner --- */
+/* --- runner ---
+
+   With data parallelism ranks are a mesh of shape {stages' ranks, replicas}, names {"pp", "dp"}. Replica r feeds its callbacks micro-batches r m to r m + m - 1
+   of the step's; with m a power of two, weights end with the bits of one process. Groups of "pp" and "dp" run calls of their own:
+
+       ddp_result reduce(int stage, void *user) {                            // a ddp_reducer for each stage, on "dp"; micro_batch_count = m
+           for (int i = model->param_count[stage] - 1; i >= 0; i--) TRY(ddp_reducer_ready(model->reducer[stage], i));
+           return DDP_OK;
+       }
+       ddp_result wait(int stage, void *user) { return ddp_reducer_wait(model->reducer[stage]); }
+       ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], model->lr); }
+       stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
+
+       ddp_result gather(int stage, void *user) { return ddp_fsdp_unit_gather(model->fsdp[stage], 0); }     // or a ddp_fsdp of one unit
+       ddp_result release(int stage, void *user) { return ddp_fsdp_unit_release(model->fsdp[stage], 0); }
+       ddp_result reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(model->fsdp[stage], 0); }
+       ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
+       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update, stage->divide = 1; */
 
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
@@ -2221,7 +2238,7 @@ struct ddp_pipeline {
     int works;                    /* messages that may be under way at once; after create, of any rank */
     int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
     int evaluating;
-    int no_clip;                  /* a stage of some rank has no params */
+    int no_clip;                  /* a stage of some rank has no params, or gradients that come with unshard */
     double *shares;               /* exchanged after each step: losses, starts, spans, compute of ranks, F I W B seconds of stages */
     size_t share_count;
     double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
@@ -2341,6 +2358,9 @@ static ddp_result ddp__pipe_check_param(const ddp_pipeline *p, int stage, int in
     return DDP_OK;
 }
 
+/* Its gradient is in memory from unshard to reduce_grad alone. */
+static int ddp__pipe_comes_and_goes(const ddp_pipeline_stage *s, int param) { return s->unshard && !s->params[param]->grad.data; }
+
 /* A stage of this rank. */
 static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
     const ddp_pipeline_stage *s = &p->desc.stages[stage];
@@ -2374,9 +2394,13 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
                                  p->stage_count);
         for (int end = 0; end < 2; end++) {
             int stage = end ? t->second_stage : t->first_stage, index = end ? t->second_param : t->first_param;
-            if (p->schedule->stage_rank[stage] == p->rank && (index < 0 || index >= d->stages[stage].param_count))
+            if (p->schedule->stage_rank[stage] != p->rank) continue;
+            if (index < 0 || index >= d->stages[stage].param_count)
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
-            if (p->schedule->stage_rank[stage] == p->rank) grad[end] = ddp__pipe_grad(d->stages[stage].params[index]);
+            if (ddp__pipe_comes_and_goes(&d->stages[stage], index))
+                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; ties need one that stays, as with a ddp_reducer", i, index,
+                                     ddp__pipe_stage_label(p, stage).text);
+            grad[end] = ddp__pipe_grad(d->stages[stage].params[index]);
         }
         if (grad[0].dtype && grad[1].dtype && (grad[0].dtype != grad[1].dtype || ddp_tensor_count(&grad[0]) != ddp_tensor_count(&grad[1])))
             return DDP__PIPE_BAD("ties[%d]: the two parameters differ in dtype or number of elements", i);
@@ -2653,6 +2677,7 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         if (s->output_count > most) most = s->output_count;
         if (s->desc.param_count > params) params = s->desc.param_count;
         p->no_clip |= !s->desc.params;
+        for (int i = 0; i < s->desc.param_count; i++) p->no_clip |= ddp__pipe_comes_and_goes(&s->desc, i);
     }
     for (int peer = 0; peer < p->world_size; peer++) if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, peer));
     for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
@@ -2811,7 +2836,7 @@ static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int 
 }
 
 static void ddp__pipe_divide(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    for (int i = 0; i < s->desc.param_count && !p->desc.no_divide && !s->desc.reduce_grad; i++) {
+    for (int i = 0; i < s->desc.param_count && !p->desc.no_divide && (!s->desc.reduce_grad || s->desc.divide); i++) {
         ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
         if (p->interval > 1 && ddp_tensor_count(&grad) > 0)
             p->device->divide(grad.data, (size_t)ddp_tensor_count(&grad), grad.dtype, (uint64_t)p->interval);
@@ -3462,7 +3487,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     float length;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
     if (!(max_norm > 0)) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    if (p->no_clip) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: a stage has no params; name them in its ddp_pipeline_stage");
+    if (p->no_clip) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: a stage has no params, or gradients that come with unshard; name whole ones in its ddp_pipeline_stage");
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
