@@ -19,6 +19,7 @@ typedef struct pipe_fault { int stage, microbatch, step, loss; ddp_action_kind k
 
 typedef struct pipe_model {
     int stages, with_loss, steps;
+    int first;                   /* number of the runner's micro-batch 0 among those of all replicas */
     float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE];
     float d_weight[PIPE_STAGES][PIPE_WEIGHTS], d_bias[PIPE_STAGES][PIPE_SIDE];
     ddp_param params[PIPE_STAGES][2], *pointers[PIPE_STAGES][2];
@@ -94,9 +95,8 @@ static int pipe_skips(const pipe_model *m) { return m->stages >= 3; }
 
 /* The arrays of a call: boundary first, then notes, then skip, as edges are listed. */
 static const float *pipe_x(const pipe_model *m, const ddp_pipeline_call *c, float *drawn) {
-    (void)m;
     if (c->stage) return (const float *)c->inputs[0].data;
-    pipe_input(drawn, c->microbatch);
+    pipe_input(drawn, m->first + c->microbatch);
     return drawn;
 }
 
@@ -118,12 +118,12 @@ static ddp_result pipe_on_forward(const ddp_pipeline_call *c, void *user) {
     PIPE_SEE(m, (last != 0) == (c->loss != NULL));
     for (int k = 0; k < PIPE_NOTES && s; k++) PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
     for (int k = 0; k < PIPE_NOTES && !last; k++) ((int32_t *)c->outputs[1].data)[k] = c->microbatch * 100 + (s + 1) * 10 + k;
-    pipe_forward((const float *)m->params[s][0].value.data, (const float *)m->params[s][1].value.data, x,
+    pipe_forward((const float *)m->pointers[s][0]->value.data, (const float *)m->pointers[s][1]->value.data, x,
                  last && pipe_skips(m) ? (const double *)c->inputs[2].data : NULL, y);
     if (s == 0 && pipe_skips(m)) pipe_skip_out(y, (double *)c->outputs[2].data);
     if (!last) memcpy(((pipe_saved *)c->saved)->y, y, sizeof(float) * PIPE_CELLS);
     if (last && m->with_loss) memcpy(c->outputs[0].data, y, sizeof(float) * PIPE_CELLS);
-    if (last && !m->with_loss) *c->loss = pipe_loss(y, c->microbatch, NULL);
+    if (last && !m->with_loss) *c->loss = pipe_loss(y, m->first + c->microbatch, NULL);
     m->recomputed += c->recomputing;
     m->evaluated += c->evaluating;
     return pipe_misbehave(m, c, 0);
@@ -132,7 +132,7 @@ static ddp_result pipe_on_forward(const ddp_pipeline_call *c, void *user) {
 static ddp_result pipe_on_loss(const ddp_pipeline_call *c, void *user) {
     pipe_model *m = (pipe_model *)user;
     PIPE_SEE(m, c->output_count == 1 && (c->evaluating != 0) == (c->output_grads == NULL));
-    *c->loss = pipe_loss((const float *)c->outputs[0].data, c->microbatch, c->output_grads ? (float *)c->output_grads[0].data : NULL);
+    *c->loss = pipe_loss((const float *)c->outputs[0].data, m->first + c->microbatch, c->output_grads ? (float *)c->output_grads[0].data : NULL);
     return pipe_misbehave(m, c, 1);
 }
 
@@ -142,12 +142,12 @@ static ddp_result pipe_on_input_grad(const ddp_pipeline_call *c, void *user) {
     int s = c->stage, last = s + 1 == m->stages;
     float own[PIPE_CELLS];
     const float *dy = own;
-    if (last && !m->with_loss) pipe_loss(saved->y, c->microbatch, own);
+    if (last && !m->with_loss) pipe_loss(saved->y, m->first + c->microbatch, own);
     else dy = (const float *)c->output_grads[0].data;
     PIPE_SEE(m, c->outputs == NULL && !c->evaluating && !c->recomputing);
     PIPE_SEE(m, last || c->output_grads[1].data == NULL);
     PIPE_SEE(m, !s || c->input_grads[1].data == NULL);
-    pipe_input_grad((const float *)m->params[s][0].value.data, saved->y, dy, s == 0 && pipe_skips(m) ? (const double *)c->output_grads[2].data : NULL, saved->dz,
+    pipe_input_grad((const float *)m->pointers[s][0]->value.data, saved->y, dy, s == 0 && pipe_skips(m) ? (const double *)c->output_grads[2].data : NULL, saved->dz,
                     s ? (float *)c->input_grads[0].data : NULL, last && pipe_skips(m) ? (double *)c->input_grads[2].data : NULL);
     return pipe_misbehave(m, c, 0);
 }
@@ -158,7 +158,7 @@ static ddp_result pipe_on_weight_grad(const ddp_pipeline_call *c, void *user) {
     float drawn[PIPE_CELLS];
     PIPE_SEE(m, c->input_grads == NULL && c->saved);
     for (int k = 0; k < PIPE_NOTES && s; k++) PIPE_SEE(m, ((const int32_t *)c->inputs[1].data)[k] == c->microbatch * 100 + s * 10 + k);
-    pipe_weight_grad(((pipe_saved *)c->saved)->dz, pipe_x(m, c, drawn), (float *)m->params[s][0].grad.data, (float *)m->params[s][1].grad.data);
+    pipe_weight_grad(((pipe_saved *)c->saved)->dz, pipe_x(m, c, drawn), (float *)m->pointers[s][0]->grad.data, (float *)m->pointers[s][1]->grad.data);
     return pipe_misbehave(m, c, 0);
 }
 
@@ -173,7 +173,7 @@ static ddp_result pipe_on_backward(const ddp_pipeline_call *c, void *user) {
 /* w = w - rate g */
 static RANKS_UNUSED void pipe_descend(const pipe_model *m, int s) {
     for (int i = 0; i < 2; i++)
-        for (int k = 0; k < (i ? PIPE_SIDE : PIPE_WEIGHTS); k++) ((float *)m->params[s][i].value.data)[k] -= 0.05f * ((const float *)m->params[s][i].grad.data)[k];
+        for (int k = 0; k < (i ? PIPE_SIDE : PIPE_WEIGHTS); k++) ((float *)m->pointers[s][i]->value.data)[k] -= 0.05f * ((const float *)m->pointers[s][i]->grad.data)[k];
 }
 
 //== building it ================================================================================
