@@ -280,9 +280,9 @@ static ddp_result wait_rank(ddp_group *world, void *user) {
     const setup *u = (const setup *)user;
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* otherwise a sleep ends 50 us late */
     if (ddp_rank(world) == 0)
-        printf("%d ranks, %d micro-batches, F = I = W = %.4g ms, medians of %d steps\n\n| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | "
-               "measured | in flight | as they ran, ms | next, us | handed on, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n", u->ranks, u->microbatches,
-               u->seconds * 1e3, u->steps);
+        printf("%d ranks, %d micro-batches, F = I = W = %.4g ms, medians of %d steps\n\n"
+               "| schedule | chunks | simulated, ms | measured, ms | ratio | bubble predicted | measured | in flight | as they ran, ms | next, us | "
+               "handed on, us |\n|---|---|---|---|---|---|---|---|---|---|---|\n", u->ranks, u->microbatches, u->seconds * 1e3, u->steps);
     for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) TRY(measure_waits(world, u, &plans[i]));
     return DDP_OK;
 }
@@ -323,7 +323,8 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
     }
     if (ddp_rank(world) == 0) {
         double of_ideal = median(f->of[OF_IDEAL], u->steps), step = median(f->of[STEP], u->steps);
-        printf("| %s | %d | %.1f | %.1f | %.1f | %.1f | %.0f | %.1f%%%s | %.1f%% | %.1f%% | %.0f | %.0f |\n", name, chunks, median(f->of[IDEAL], u->steps) * 1e3,
+        printf("| %s | %d | %.1f | %.1f | %.1f | %.1f | %.0f | %.1f%%%s | %.1f%% | %.1f%% | %.0f | %.0f |\n", name, chunks,
+               median(f->of[IDEAL], u->steps) * 1e3,
                median(f->of[REPLAYED], u->steps) * 1e3, median(f->of[MAKESPAN], u->steps) * 1e3, step * 1e3,
                t->run.plan.config.batch * t->run.plan.config.context / step, 100 * of_ideal, of_ideal < 0.95 ? " missed" : "",
                100 * median(f->of[PREDICTED], u->steps), 100 * median(f->of[BUBBLE], u->steps), median(f->of[NEXT], u->steps) * 1e6,
@@ -337,19 +338,21 @@ static ddp_result measure_gpt(ddp_group *world, const setup *u, const char *name
 }
 
 static ddp_result gpt_rank(ddp_group *world, void *user) {
-    static const struct { const char *name; int chunks; } ways[] = {{"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1}, {"interleaved-1F1B", 2}, {"ZB-V", 2}};
+    static const struct { const char *name; int chunks; } ways[] = {{"1F1B", 1}, {"GPipe", 1}, {"ZB-H1", 1}, {"ZB-H2", 1},
+                                                                    {"interleaved-1F1B", 2}, {"ZB-V", 2}};
     const setup *u = (const setup *)user;
     if (ddp_rank(world) == 0)
-        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; required: 95%% of the ideal\n\n| schedule | chunks | "
-               "ideal, ms | as they ran, ms | makespan, ms | whole step, ms | tokens/s | of the ideal | bubble predicted | measured | next, us | handed on, us |\n"
-               "|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
+        printf("%d layers, %d channels, %d micro-batches of 4 x 128 tokens, 2 ranks, medians of %d steps; required: 95%% of the ideal\n\n"
+               "| schedule | chunks | ideal, ms | as they ran, ms | makespan, ms | whole step, ms | tokens/s | of the ideal | bubble predicted | measured | "
+               "next, us | handed on, us |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n", u->layers, u->channels, u->microbatches, u->steps);
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) TRY(measure_gpt(world, u, ways[i].name, ways[i].chunks));
     return DDP_OK;
 }
 
 static int usage(void) {
     fprintf(stderr, "usage: bench_pipeline waits [ranks 1-%d [micro-batches 1-512 [milliseconds [steps 1-%d [dat]]]]]\n"
-                    "       bench_pipeline gpt [layers 2-1000 [channels, divisible by 4 [micro-batches 1-512, even [steps 1-%d]]]]\n", DDP_MAX_LOCAL_RANKS, STEPS_MAX, STEPS_MAX);
+                    "       bench_pipeline gpt [layers 2-1000 [channels, divisible by 4 [micro-batches 1-512, even [steps 1-%d]]]]\n",
+            DDP_MAX_LOCAL_RANKS, STEPS_MAX, STEPS_MAX);
     return 1;
 }
 
