@@ -3540,8 +3540,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
     int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
     ddp_result result = DDP_OK;
-    int apart = task && group->device->enter; /* a task is on the communication lane, behind the device work of tasks before it */
-    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues && !apart))) {
+    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
         ddp__queue_leave(group, place);
