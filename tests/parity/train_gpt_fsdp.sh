@@ -8,38 +8,28 @@ whole=$(dirname "$program")/$(basename "$program" | sed 's/_fsdp//')
 seq 1 300 > text # short: the run goes through several epochs
 run="--layers 1 --heads 2 --channels 16 --context 16 --micro-batch 2 --lr 0.01 --seed 7"
 
-# train NAME PROGRAM FLAGS...: NAME.out is what was printed, NAME.same what must not depend on ranks and strategy.
-train() {
-    name=$1
-    shift
-    # shellcheck disable=SC2086
-    timeout "$limit" "$@" text > "$name.all" 2> "$name.err" || fail "$name: status $?: $(cat "$name.err")"
-    sed '/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d' "$name.all" > "$name.out" # without tables
-    comparable "$name"
-    tail -n 1 "$name.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$name: the last line is no hash: $(tail -n 1 "$name.out")"
-}
-same() { cmp -s "$1.same" "$2.same" || { diff "$1.same" "$2.same" >&2; fail "$1 and $2 differ"; }; }
+tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
 hash_of() { grep '^weights hash' "$1.out"; }
 
 # --- every strategy on every number of ranks ---
 
 # shellcheck disable=SC2086
 {
-    train eight "$whole" $run --batch 8 --steps 60 --ranks 1
-    train six "$whole" $run --batch 6 --steps 8 --ranks 1
+    train_with eight "$whole" $run --batch 8 --steps 60 --ranks 1
+    train_with six "$whole" $run --batch 6 --steps 8 --ranks 1
     [ "$(grep -c 'gradient norm' eight.same)" -ge 20 ] || fail "not every twentieth step printed its loss"
     [ "$(grep -c ^ six.same)" -gt 20 ] || fail "nothing is left to compare"
     for strategy in full grad optim none; do
-        train ${strategy}1 "$program" $run --batch 8 --steps 60 --ranks 1 --strategy $strategy
-        train ${strategy}2 "$program" $run --batch 8 --steps 60 --ranks 2 --strategy $strategy
-        train ${strategy}3 "$program" $run --batch 6 --steps 8 --ranks 3 --strategy $strategy --threads-as-ranks
-        train ${strategy}4 "$program" $run --batch 8 --steps 60 --ranks 4 --strategy $strategy --threads-as-ranks
+        train_with ${strategy}1 "$program" $run --batch 8 --steps 60 --ranks 1 --strategy $strategy
+        train_with ${strategy}2 "$program" $run --batch 8 --steps 60 --ranks 2 --strategy $strategy
+        train_with ${strategy}3 "$program" $run --batch 6 --steps 8 --ranks 3 --strategy $strategy --threads-as-ranks
+        train_with ${strategy}4 "$program" $run --batch 8 --steps 60 --ranks 4 --strategy $strategy --threads-as-ranks
         same eight ${strategy}1
         same eight ${strategy}2
         same six ${strategy}3
         same eight ${strategy}4
     done
-    train hybrid "$program" $run --batch 8 --steps 60 --ranks 4 --replicas 2
+    train_with hybrid "$program" $run --batch 8 --steps 60 --ranks 4 --replicas 2
     same eight hybrid
 }
 
@@ -52,19 +42,19 @@ peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
 
 # shellcheck disable=SC2086
 {
-    train saved "$program" $run --batch 8 --steps 60 --ranks 2 --checkpoint here
+    train_with saved "$program" $run --batch 8 --steps 60 --ranks 2 --checkpoint here
     same eight saved
     # What flags leave out comes from the checkpoint.
-    train one "$program" --resume here.1 --ranks 1 --strategy none
-    train four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there
-    train hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad
-    train end "$program" --resume there --ranks 2 --strategy optim
+    train_with one "$program" --resume here.1 --ranks 1 --strategy none
+    train_with four "$program" --resume here.1 --ranks 4 --threads-as-ranks --checkpoint there
+    train_with hybrid "$program" --resume here.1 --ranks 4 --replicas 2 --strategy grad
+    train_with end "$program" --resume there --ranks 2 --strategy optim
     for name in one four hybrid end; do
         grep -q 'goes on from step' $name.out || fail "$name did not say where it goes on"
         [ "$(hash_of $name)" = "$(hash_of eight)" ] || fail "$name: resumed $(hash_of $name), uninterrupted $(hash_of eight)"
     done
 
-    train uncut "$whole" $run --batch 8 --steps 400 --ranks 1
+    train_with uncut "$whole" $run --batch 8 --steps 400 --ranks 1
     "$program" $run --batch 8 --steps 400 --ranks 1 --strategy grad --checkpoint killed text > killed.out 2> killed.err &
     pid=$!
     tries=0
@@ -76,7 +66,7 @@ peak() { sed -n "s/^  $2 *[0-9]* *\([0-9]*\).*/\1/p" "$1.all"; }
     done
     kill -9 $pid
     wait $pid 2> /dev/null
-    train again "$program" --resume killed --ranks 2 --checkpoint killed
+    train_with again "$program" --resume killed --ranks 2 --checkpoint killed
     [ "$(hash_of again)" = "$(hash_of uncut)" ] || fail "after a kill: $(hash_of again), uninterrupted $(hash_of uncut)"
 }
 
@@ -91,20 +81,7 @@ printf 'damage' | dd of="$data" bs=1 seek=$(($(wc -c < "$data") - 64)) conv=notr
 rm dd.log
 cp -r here older
 echo '{"format": "another"}' > older/state.json
-state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
 before=$(state)
-
-# wrong EXPECTED FLAGS...: exit status 1, one sentence on stderr with EXPECTED in it, and no file is made or changed.
-wrong() {
-    expected=$1
-    shift
-    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
-    status=$?
-    [ $status -eq 1 ] || fail "$*: status $status: $output"
-    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || fail "$*: not one line: $output"
-    case $output in "train_gpt_fsdp: "*"$expected"*) ;; *) fail "$*: no '$expected': $output" ;; esac
-    [ "$(state)" = "$before" ] || fail "$*: files changed"
-}
 
 # shellcheck disable=SC2086
 for ranks in 1 2; do

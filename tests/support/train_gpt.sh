@@ -10,3 +10,35 @@ cd "$work" || exit 1
 # comparable NAME: NAME.same is what of NAME.out must not depend on the ranks.
 comparable() { sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' "$1.out" > "$1.same"; }
 fail() { echo "FAILED: $*" >&2; exit 1; }
+# ended NAME: the last line of NAME.out is the hash of the weights.
+ended() { tail -n 1 "$1.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$1: the last line is no hash: $(tail -n 1 "$1.out")"; }
+same() { cmp -s "$1.same" "$2.same" || { diff "$1.same" "$2.same" >&2; fail "$1 and $2 differ"; }; }
+# train_with NAME PROGRAM FLAGS...: NAME.all is what was printed, NAME.out is without the tables that the sed script $tables deletes.
+train_with() {
+    name=$1
+    shift
+    timeout "$limit" "$@" text > "$name.all" 2> "$name.err" || fail "$name: status $?: $(cat "$name.err")"
+    sed "$tables" "$name.all" > "$name.out"
+    comparable "$name"
+    ended "$name"
+}
+state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
+# refused EXPECTED FLAGS...: $problem says what is not as it should be: exit status 1, one sentence on stderr, after the program's name, with EXPECTED in it, and
+# no file made or changed since before=$(state). $output is what was said.
+refused() {
+    expected=$1
+    shift
+    output=$(timeout "$limit" "$program" "$@" 2>&1 > /dev/null)
+    status=$?
+    problem=
+    [ $status -eq 1 ] || problem="status $status"
+    [ "$(printf '%s\n' "$output" | wc -l)" -eq 1 ] || problem="$problem, not one line"
+    case $output in "$(basename "$program" | sed 's/\..*//'): "*"$expected"*) ;; *) problem="$problem, no '$expected'" ;; esac
+    [ "$(state)" = "$before" ] || problem="$problem, files changed"
+}
+# wrong EXPECTED FLAGS...: is refused.
+wrong() {
+    refused "$@"
+    shift
+    [ -z "$problem" ] || fail "$*: $problem: $output"
+}
