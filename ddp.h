@@ -499,6 +499,7 @@ typedef struct ddp_sampler {
     int ended;                    /* ddp_sampler_next has given -1 */
     int half_bits[2], round_count;/* HASHED: the Feistel network */
     uint64_t round_keys[32];
+    uint64_t ahead[32];           /* HASHED: the window's samples */
     void *memory;                 /* TORCH: one allocation, table and mt */
     uint64_t *table;              /* window_count samples; during a pass a hash table of them */
     int64_t window_first, window_count;
@@ -6790,7 +6791,7 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
 #define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
 #endif
-enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397 };
+enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__SAMPLER_AHEAD = 32 };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 #define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
 
@@ -6819,17 +6820,16 @@ static inline uint64_t ddp__sampler_scramble(uint64_t half, uint64_t key) {
     return y >> 32 ^ y >> 51;
 }
 
-static uint64_t ddp__sampler_hash(const ddp_sampler *s, uint64_t x) {
+/* Several positions at once: a round is a chain of instructions that wait for each other, and chains overlap. */
+static void ddp__sampler_hash(const ddp_sampler *s, uint64_t *x, int count) {
     uint64_t mask0 = (UINT64_C(1) << s->half_bits[0]) - 1, mask1 = (UINT64_C(1) << s->half_bits[1]) - 1;
-    do {
-        uint64_t left = x >> s->half_bits[1], right = x & mask1;
-        for (int i = 0; i < s->round_count; i += 2) {
-            left ^= ddp__sampler_scramble(right, s->round_keys[i]) & mask0;
-            right ^= ddp__sampler_scramble(left, s->round_keys[i + 1]) & mask1;
-        }
-        x = left << s->half_bits[1] | right;
-    } while (x >= (uint64_t)s->desc.dataset_size);
-    return x;
+    uint64_t left[DDP__SAMPLER_AHEAD], right[DDP__SAMPLER_AHEAD];
+    for (int k = 0; k < count; k++) left[k] = x[k] >> s->half_bits[1], right[k] = x[k] & mask1;
+    for (int i = 0; i < s->round_count; i += 2) {
+        for (int k = 0; k < count; k++) left[k] ^= ddp__sampler_scramble(right[k], s->round_keys[i]) & mask0;
+        for (int k = 0; k < count; k++) right[k] ^= ddp__sampler_scramble(left[k], s->round_keys[i + 1]) & mask1;
+    }
+    for (int k = 0; k < count; k++) x[k] = left[k] << s->half_bits[1] | right[k];
 }
 
 /* -- Mersenne twister (MT19937, Matsumoto and Nishimura 1998), block by block and in both directions -- */
@@ -6961,6 +6961,26 @@ static void ddp__sampler_start(ddp_sampler *s, uint64_t epoch, uint64_t origin, 
     s->first = s->cursor = s->window_count = 0;
     s->ended = 0;
     if (s->desc.shuffle == DDP_SHUFFLE_HASHED) ddp__sampler_hash_setup(s);
+}
+
+/* HASHED: the window that starts with sample `first` of the dealing; a short one, unless it follows the last. What falls outside [0, N) goes round again
+   together. */
+static void ddp__sampler_fill_hashed(ddp_sampler *s, int64_t first) {
+    int64_t most = s->window_count && first == s->window_first + s->window_count ? DDP__SAMPLER_AHEAD : 4;
+    int count = (int)(s->length - first < most ? s->length - first : most), slot[DDP__SAMPLER_AHEAD];
+    uint64_t x[DDP__SAMPLER_AHEAD];
+    s->window_first = first;
+    s->window_count = count;
+    for (int k = 0; k < count; k++) x[k] = ddp__sampler_position(s, first + k), slot[k] = k;
+    for (int outside; count; count = outside) {
+        ddp__sampler_hash(s, x, count);
+        outside = 0;
+        for (int k = 0; k < count; k++) {
+            s->ahead[slot[k]] = x[outside] = x[k];
+            slot[outside] = slot[k];
+            outside += x[k] >= (uint64_t)s->desc.dataset_size;
+        }
+    }
 }
 
 /* -- TORCH: windows of randperm --
@@ -7130,9 +7150,10 @@ DDPDEF int64_t ddp_sampler_next(ddp_sampler *sampler, int *is_padding) {
     int64_t index = sampler->cursor++;
     if (is_padding) *is_padding = ddp__sampler_deal(sampler, index) >= sampler->left;
     if (sampler->desc.no_shuffle) return (int64_t)ddp__sampler_position(sampler, index);
-    if (sampler->desc.shuffle == DDP_SHUFFLE_HASHED) return (int64_t)ddp__sampler_hash(sampler, ddp__sampler_position(sampler, index));
-    if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count) ddp__sampler_fill(sampler, index);
-    return (int64_t)sampler->table[index - sampler->window_first];
+    int hashed = sampler->desc.shuffle == DDP_SHUFFLE_HASHED;
+    if (index < sampler->window_first || index - sampler->window_first >= sampler->window_count)
+        hashed ? ddp__sampler_fill_hashed(sampler, index) : ddp__sampler_fill(sampler, index);
+    return (int64_t)(hashed ? sampler->ahead : sampler->table)[index - sampler->window_first];
 }
 
 DDPDEF ddp_result ddp_sampler_seek(ddp_sampler *sampler, int64_t position) {
