@@ -3315,14 +3315,16 @@ static ddp_result ddp__all_reduce_divided(ddp_group *group, const void *send, vo
     return ddp__execute(group, &call);
 }
 
-static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
-    return task ? task(group, argument) : ddp__execute(group, call);
-}
-
 /* A failure of a device on one rank takes the group down, since others count on its data. */
 static ddp_result ddp__device_result(ddp_group *group, ddp_result result) {
     if (result != DDP_OK) group->backend->poison(group, group->state, result, ddp_last_error());
     return result;
+}
+
+/* What a task comes to is its own affair; calls inside it are carried out here as well. */
+static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument) {
+    if (task) return task(group, argument);
+    return group->backend->enqueues ? ddp__device_result(group, ddp__execute(group, call)) : ddp__execute(group, call);
 }
 
 /* Makes this thread's device functions go where the caller's own work goes. */
@@ -3350,11 +3352,13 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
     ddp_result result = device->enter(group, DDP_LANE_COMM);
     if (result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
-    if (result == DDP_OK) result = ddp__carry_out(group, &op->call, op->task, op->argument);
-    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMM, op->event);
+    if (ddp__device_result(group, result) == DDP_OK) {
+        result = ddp__carry_out(group, &op->call, op->task, op->argument);
+        if (result == DDP_OK) result = ddp__device_result(group, device->event_record(group, DDP_LANE_COMM, op->event));
+    }
     device->enter(group, DDP_LANE_COMPUTE);
     if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
-    return ddp__device_result(group, result);
+    return result;
 }
 
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
@@ -3540,8 +3544,9 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
     int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
     int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
+    int apart = task && group->device->enter; /* a task is on the communication lane, behind the device work of tasks before it */
     ddp_result result = DDP_OK;
-    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues))) {
+    if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues && !apart))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
         if (result == DDP_OK) result = ddp__carry_out(group, call, task, argument);
         ddp__queue_leave(group, place);

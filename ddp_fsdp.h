@@ -3020,16 +3020,14 @@ static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
     return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
 }
 
-/* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. On a device always by work, so that the
-   task is on the communication lane: a reduction before it may still be reading memory that it writes. */
+/* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
 static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
     ddp_result result;
-    int sends = ahead || f->device->enter;
     if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
-    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, sends ? &unit->gathering : NULL);
-    unit->state = sends ? DDP__UNIT_COMING : DDP__UNIT_THERE;
+    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
+    unit->state = ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
     if (result != DDP_OK) return ddp__unit_forget(unit, result);
-    return ahead ? DDP_OK : ddp__unit_arrive(f, unit);
+    return DDP_OK;
 }
 
 /* The whole values of a unit are not needed, or out of date. */
