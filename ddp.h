@@ -299,8 +299,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
    to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later.
    Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where
    nobody answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0),
-   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is),
-   DDP_ERR_ENGINE. */
+   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is), DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -316,8 +315,7 @@ DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_g
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
 /* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone,
-   in that order. Collective, the same desc. Errors: DDP_ERR_INVALID (names, or not world_size ranks); DDP_ERR_MISMATCH everywhere.
-   */
+   in that order. Collective, the same desc. Errors: DDP_ERR_INVALID (names, or not world_size ranks); DDP_ERR_MISMATCH everywhere. */
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc);
 
 /* The mesh's own: ddp_rank of it is this rank's place along the dimension. NULL, with ddp_last_error set, for an unknown name. */
@@ -603,6 +601,7 @@ struct ddp_backend {
     void *(*peer)(ddp_group *group, void *state, const void *memory, int rank); /* see ddp_group_peer; NULL = no rank reads another's memory */
     void (*raise)(ddp_group *group, void *state, uint64_t *word, uint64_t value);              /* see ddp_group_raise; where peer is, so are these */
     ddp_result (*await)(ddp_group *group, void *state, const uint64_t *word, uint64_t target); /* may run beside run's calls of the ranks that do not wait */
+    void (*p2p_wake)(ddp_group *group, void *state); /* ends p2p_sleep of this rank's threads, or the next one of each; NULL = sleeps are short */
 };
 
 /* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
@@ -789,6 +788,9 @@ extern "C" {
 
 /* --- shared by all ranks of a job, in the heap --- */
 
+#ifndef DDP__P2P_SLICE_MS
+#define DDP__P2P_SLICE_MS 5      /* the longest sleep for messages, to look for lost ranks in between; whoever ends a message wakes who waits */
+#endif
 enum { DDP__INSIDE = 7 };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
 
@@ -825,7 +827,7 @@ typedef struct ddp__post {
 
 typedef struct ddp__sleeper {
     DDP__OWN_LINE uint32_t word; /* futex */
-    uint32_t sleeping;
+    uint32_t sleeping;           /* threads */
     int32_t waits_for;           /* rank, or -1 for any event */
 } ddp__sleeper;
 
@@ -906,6 +908,7 @@ struct ddp_group {
     pthread_cond_t work_cond, done_cond;
     pthread_t thread, runner;
     int thread_started, stopping, running, in_batch;
+    int watched;                 /* threads that sleep in ddp__p2p_wait; meanwhile they, not the communication thread, move messages on */
     int no_thread;               /* 1 = there is no communication thread: the queue moves on inside ddp_wait and ddp_test */
     int on_mpi;                  /* 1 = a world of MPI */
     int queued;                  /* 1 = a blocking call looks for others, or at lanes, before it runs */
@@ -917,6 +920,7 @@ struct ddp_group {
 //== errors ============================================================================================ >>impl-error
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
+static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
@@ -1043,9 +1047,7 @@ static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, s
     return aligned;
 }
 
-static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) {
-    if (memory) free_fn(((void **)memory)[-1], user);
-}
+static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) { if (memory) free_fn(((void **)memory)[-1], user); }
 
 DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
     void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
@@ -1070,8 +1072,7 @@ static int ddp__is_half(ddp_dtype dtype) { return dtype == DDP_F16 || dtype == D
 DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor) {
     int64_t count = 1;
     if (!tensor || tensor->ndim < 0 || tensor->ndim > DDP_MAX_NDIM) return -1;
-    for (int i = 0; i < tensor->ndim; i++)
-        if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
+    for (int i = 0; i < tensor->ndim; i++) if (tensor->shape[i] < 0 || __builtin_mul_overflow(count, tensor->shape[i], &count)) return -1;
     return count;
 }
 
@@ -1495,8 +1496,7 @@ static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const 
     size_t step = DDP__RUN_BYTES / r.size, runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
-        for (int k = 0; k < dst_count; k++)
-            if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
+        for (int k = 0; k < dst_count; k++) if (count && dst[k] != src[0]) memcpy(dst[k], src[0], count * r.size);
         return;
     }
     if (!each || !ddp__reduce_fused(&r, 0, each, runs))
@@ -1910,6 +1910,7 @@ typedef struct ddp__local {
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
     int awaits_word;                 /* inside ddp_group_await */
+    int woken;                       /* a sleep for messages ends, or the next one: 2 = of the communication thread, 1 = of another one */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
     int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
     uint64_t offset;                 /* of the control memory in the heap */
@@ -1992,9 +1993,7 @@ static void ddp__wake_waiters(ddp__local *l) {
 
 /* After each announcement. Reading the sleeper count without a full fence may miss a rank that is just falling asleep; its sleep
    lasts at most one slice (2 ms), and the fence would cost every call the drain of its store buffer. */
-static inline void ddp__announce(ddp__local *l) {
-    if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l);
-}
+static inline void ddp__announce(ddp__local *l) { if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l); }
 
 /* Records the first cause of the group's failure and wakes everybody. */
 static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) {
@@ -2082,7 +2081,7 @@ static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t
     snprintf(out, size, DDP__MISSING_TEXT "%s", timeout_ms, here[0] ? here : "none", missing, inside);
 }
 
-static void ddp__local_progress(ddp_group *group, ddp__local *l);
+static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip);
 
 /* Sleeps until the peer announces something, at most timeout_us. */
 static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_t stride, uint64_t target, int timeout_us) {
@@ -2123,7 +2122,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
     double start = ddp_now(), checked = start;
     for (int tries = 0, slice_us = 500; ddp__word_of(words, stride, peer) < target; tries++) {
         if (ddp__local_cause(l, text, sizeof text) != DDP_OK) return DDP_ERR_POISONED;
-        ddp__local_progress(group, l);
+        ddp__local_progress(group, l, NULL, 1);
         if (l->beside_fn) l->beside_fn(l->beside);
         if (tries < l->yields) { sched_yield(); continue; }
         ddp__sleep_for(l, peer, words, stride, target, slice_us);
@@ -2454,8 +2453,7 @@ DDP__FORCED_INLINE void ddp__move_add(const ddp__local *l, const ddp__move *m, v
     int out_count = 0;
     if (!take.size) return;
     if (!m->shared || ddp__receives(call, l->rank)) outs[out_count++] = m->recv + take.begin;
-    for (int r = 0; r < l->world_size && m->shared; r++)
-        if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
+    for (int r = 0; r < l->world_size && m->shared; r++) if (r != l->rank && ddp__receives(call, r)) outs[out_count++] = out[r];
     in[l->rank] = (void *)(uintptr_t)(m->send + ddp__piece(m, ddp__gives(l->rank, m, l->rank), k, l->rank).begin); /* only read */
     ddp__reduce_tree(outs, out_count, (const void *const *)in, l->world_size, take.size >> __builtin_ctzll(m->element) /* a division takes 5 ns */,
                      call->dtype, call->op, call->divisor, how);
@@ -2673,8 +2671,7 @@ static ddp__route *ddp__route_propose(ddp__local *l, const ddp__move *m, size_t 
 static ddp_result ddp__move_private(ddp_group *group, ddp__local *l, const ddp__move *m, size_t filled, ddp__route *route) {
     int proposed = route ? ddp__proposal_of(l, 0, m->call)->way : (int)DDP__WAY_CACHED, way = proposed;
     double start = route ? ddp_now() : 0;
-    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++)
-        if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
+    for (int r = 0; r < l->world_size && way == DDP__WAY_READ; r++) if (!ddp__proposal_of(l, r, m->call)->readable) way = DDP__WAY_CACHED;
     ddp_result result = way == DDP__WAY_READ ? ddp__move_direct(group, l, *m, DDP__READ) : ddp__move_rounds(group, l, m, filled, way == DDP__WAY_PAST);
     if (route) ddp__route_learn(route, proposed, ddp_now() - start);
     return result;
@@ -2774,8 +2771,7 @@ static void ddp__ring(ddp__local *l, int peer) { __atomic_thread_fence(__ATOMIC_
 
 /* The message that goes out next, or NULL when all are under way. */
 static ddp__message *ddp__free_message(ddp__channel *c) {
-    for (int i = 0; i < DDP__MESSAGES; i++)
-        if (ddp__load(&c->message[i].state) == DDP__FREE) return &c->message[i];
+    for (int i = 0; i < DDP__MESSAGES; i++) if (ddp__load(&c->message[i].state) == DDP__FREE) return &c->message[i];
     return NULL;
 }
 
@@ -2890,8 +2886,17 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
     if (how == DDP__HOW_INLINE) ddp__fetch_next_message(&l->channels[l->rank * l->world_size + r->call.root], r->size);
 }
 
-/* With the lock held, moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. */
-static void ddp__requests_step(ddp__local *l) {
+static void ddp__local_p2p_wake(ddp_group *group, void *state) {
+    ddp__local *l = (ddp__local *)state;
+    (void)group;
+    ddp__store(&l->woken, 3);
+    ddp__ring(l, l->rank);
+}
+
+/* With the lock held, moves every unfinished request on, oldest first, so that sends leave and receives match in the order issued. What ends, other than
+   own, another thread may be waiting for. */
+static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
+    int ended = 0;
     uint64_t blocked = 0; /* peers with an earlier send that found no free message */
     uint64_t looked = 0, end[DDP_MAX_LOCAL_RANKS]; /* peers whose end is known */
     if (ddp__load(&l->control->poison)) return;
@@ -2908,13 +2913,15 @@ static void ddp__requests_step(ddp__local *l) {
             if (!r->message) ddp__recv_match(l, r, end[peer]);
             if (r->message) ddp__recv_progress(l, r);
         }
+        ended |= r->done && r != own;
     }
+    if (ended) ddp__local_p2p_wake(NULL, l);
 }
 
-static void ddp__local_progress(ddp_group *group, ddp__local *l) {
-    if (pthread_mutex_trylock(&l->p2p_lock) != 0) return;
+static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip) {
+    if ((may_skip ? pthread_mutex_trylock : pthread_mutex_lock)(&l->p2p_lock) != 0) return;
     int allowed = ddp__load(&l->vm_read) >= 0;
-    ddp__requests_step(l);
+    ddp__requests_step(l, own);
     int refused = allowed && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
     if (refused) ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
@@ -2927,7 +2934,7 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         if (!ddp__member_gone(l, r->call.root, text, sizeof text)) { alive |= UINT64_C(1) << r->call.root; continue; }
-        ddp__requests_step(l); /* it may have sent before it left */
+        ddp__requests_step(l, NULL); /* it may have sent before it left */
         if (!r->done) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return; }
     }
 }
@@ -2946,7 +2953,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         while (*end) end = &(*end)->next;
         *end = r;
     }
-    if (r) ddp__local_progress(group, l);
+    if (r) ddp__local_progress(group, l, r, 1);
     *out = r;
     return r ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
@@ -2955,7 +2962,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request, **link = &l->requests;
     int failed = 0;
-    ddp__local_progress(group, l);
+    ddp__local_progress(group, l, r, 1);
     DDP__LOCKED(&l->p2p_lock) {
         if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
             l->looked_for_lost = ddp_now();
@@ -2977,18 +2984,18 @@ static void ddp__local_p2p_sleep(ddp_group *group, void *state, int timeout_ms) 
     ddp__local *l = (ddp__local *)state;
     ddp__sleeper *me = &l->line[l->rank].p2p;
     uint32_t value = ddp__load(&me->word);
-    int idle = 1;
+    int bit = 1 << (ddp__thread_of == group);
     if (timeout_ms == 0) {
         if (l->spins > l->yields && !group->polite) ddp__pause();
         else sched_yield();
         return;
     }
-    __atomic_store_n(&me->sleeping, 1u, __ATOMIC_SEQ_CST);
-    ddp__local_progress(group, l);
-    DDP__LOCKED(&l->p2p_lock)
-        for (ddp__request *r = l->requests; r; r = r->next) idle &= !r->done;
-    if (idle && !ddp__load(&l->control->poison)) ddp__futex_wait(&me->word, value, timeout_ms * 1000);
-    __atomic_store_n(&me->sleeping, 0u, __ATOMIC_RELAXED);
+    ddp__fetch_add(&me->sleeping, 1u);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* against ddp__ring: it sees this thread asleep, or the look that follows sees what it rang for */
+    ddp__local_progress(group, l, NULL, 0);
+    if (!(__atomic_fetch_and(&l->woken, ~bit, __ATOMIC_SEQ_CST) & bit) && !ddp__load(&l->control->poison))
+        ddp__futex_wait(&me->word, value, timeout_ms * 1000);
+    ddp__fetch_add(&me->sleeping, (uint32_t)-1);
 }
 
 //== the local backend: groups and group memory ====================================================== >>impl-local-group
@@ -3204,7 +3211,7 @@ static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t
 static const ddp_backend *ddp__backend_local(void) {
     static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
                                       ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
-                                      ddp__local_peer, ddp__local_raise, ddp__local_await};
+                                      ddp__local_peer, ddp__local_raise, ddp__local_await, ddp__local_p2p_wake};
     return &local;
 }
 
@@ -3276,7 +3283,7 @@ static void ddp__self_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__backend_self(void) {
     static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, ddp__self_alloc,
-                                     ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                     ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     return &self;
 }
 
@@ -3333,9 +3340,7 @@ static ddp_result ddp__compute(ddp_group *group) {
 }
 
 /* What this thread's device functions have come to. */
-static ddp_result ddp__device_check(ddp_group *group) {
-    return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK);
-}
+static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_result(group, group->device->check ? group->device->check(group) : DDP_OK); }
 
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
@@ -3361,10 +3366,18 @@ static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     return result;
 }
 
+static void ddp__p2p_wake(ddp_group *group) { if (group->backend->p2p_wake) group->backend->p2p_wake(group, group->state); }
+/* With the lock held: there is something for the communication thread to do, whatever it sleeps for. */
+static void ddp__thread_call(ddp_group *group) {
+    pthread_cond_signal(&group->work_cond);
+    ddp__p2p_wake(group);
+}
+
 static void ddp__op_end(ddp_group *group, ddp__op *op, ddp_result result) {
     ddp__outcome_join(&op->outcome, result);
     op->done = 1;
     pthread_cond_broadcast(&group->done_cond);
+    if (ddp__is_p2p(op->call.kind) && group->watched) ddp__p2p_wake(group);
 }
 
 static void ddp__append(ddp__op **head, ddp__op **tail, ddp__op *op) {
@@ -3384,7 +3397,7 @@ static void ddp__queue_step(ddp_group *group, int polite) {
     DDP__UNLOCKED(&group->lock) result = ddp__op_run(group, op);
     group->running = group->polite = 0;
     ddp__op_end(group, op, result);
-    if (group->head) pthread_cond_signal(&group->work_cond);
+    if (group->head) ddp__thread_call(group);
 }
 
 /* With the lock held, moves one send or receive on; two threads never poll the same one. op->next stays good: only the thread that polls an op
@@ -3405,6 +3418,7 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     ddp__op_end(group, op, result);
 }
 
+static void ddp__p2p_step_all(ddp_group *group) { for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op); }
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
     else if (timeout_ms == 0) sched_yield();
@@ -3414,12 +3428,13 @@ static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
 static void *ddp__thread_main(void *argument) {
     ddp_group *group = (ddp_group *)argument;
     prctl(PR_SET_NAME, "ddp-comm");
+    ddp__thread_of = group;
     DDP__LOCKED(&group->lock) while (!group->stopping) {
         if (group->head && !group->running) ddp__queue_step(group, 1);
-        else if (!group->p2p) pthread_cond_wait(&group->work_cond, &group->lock);
+        else if (!group->p2p || group->watched) pthread_cond_wait(&group->work_cond, &group->lock);
         else {
-            for (ddp__op *op = group->p2p; op; op = op->next) ddp__p2p_step(group, op);
-            if (group->p2p && !(group->head && !group->running)) DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, 1);
+            ddp__p2p_step_all(group);
+            if (group->p2p && !group->watched && !(group->head && !group->running)) DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, DDP__P2P_SLICE_MS);
         }
     }
     return NULL;
@@ -3469,8 +3484,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
     if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
     if (!op->arrays) { ddp__op_free(group, op); return NULL; }
-    for (size_t i = 0; i < 4; i++)
-        if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
+    for (size_t i = 0; i < 4; i++) if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
     return op;
 }
 
@@ -3489,25 +3503,28 @@ static int ddp__queue_enter(ddp_group *group, int take) {
     return place;
 }
 
-static void ddp__queue_leave(ddp_group *group, int place) {
-    if (place == DDP__TOOK_QUEUE) DDP__LOCKED(&group->lock) group->running = 0;
-}
+static void ddp__queue_leave(ddp_group *group, int place) { if (place == DDP__TOOK_QUEUE) DDP__LOCKED(&group->lock) group->running = 0; }
 
-/* With the lock held, waits for a send or receive by moving it on, up to timeout_ms. */
+/* With the lock held, waits for a send or receive by moving it on, up to timeout_ms; what takes longer than a moment is slept for. */
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
-    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__p2p_step(group, op);
-    for (int tries = 0; !op->done; tries++) {
+    double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
+    int sleeps = 0;
+    for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
+        sleeps = now - start > moment;
+        group->watched += sleeps;
         DDP__UNLOCKED(&group->lock) {
-            ddp__p2p_rest(group, tries < 1000 ? 0 : 2);
-            if (tries >= 1000 && ddp_now() > deadline) {
+            ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
+            if (now - start > group->desc.timeout_ms * 1e-3) {
                 ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
                          op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
                 group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, ddp_last_error());
             }
         }
+        group->watched -= sleeps;
         ddp__p2p_step(group, op);
+        if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
+    if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
 }
 
 /* Waits for an op; carries out the queue meanwhile where nobody else does. */
@@ -3563,7 +3580,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     }
     if (!here) DDP__LOCKED(&group->lock) {
         ddp__append(&group->head, &group->tail, op);
-        pthread_cond_signal(&group->work_cond);
+        ddp__thread_call(group);
     }
     return ddp__hand_out(group, op, work);
 }
@@ -3915,8 +3932,7 @@ static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
 }
 
 static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
-    for (int i = 0; i < v->count; i++)
-        if (v->peer[i].fd >= 0) ddp__send_news(v->peer[i].fd, result, text, heap_fd);
+    for (int i = 0; i < v->count; i++) if (v->peer[i].fd >= 0) ddp__send_news(v->peer[i].fd, result, text, heap_fd);
 }
 
 /* Makes *bytes hold size; what it held may go. */
@@ -4047,8 +4063,7 @@ static void ddp__admit(ddp__venue *v) {
         ddp__peer_init(p, fd);
         v->next++;
     }
-    for (; stranger < end && v->result == DDP_OK; stranger++)
-        if (stranger->fd >= 0) ddp__read_hello(v, stranger);
+    for (; stranger < end && v->result == DDP_OK; stranger++) if (stranger->fd >= 0) ddp__read_hello(v, stranger);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
@@ -4071,8 +4086,7 @@ static int ddp__still_waits(ddp__venue *v) {
 /* Rank 0's next news, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
 static int ddp__await_news(ddp__peer *p, double until) {
     int whole;
-    while ((whole = ddp__peer_read(NULL, p)) == 0)
-        if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
+    while ((whole = ddp__peer_read(NULL, p)) == 0) if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
     return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
 }
 
@@ -4288,8 +4302,7 @@ static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
         return ddp_fail(DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", v->token);
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
     do {
-        for (int i = 0; i < v->ports; i++)
-            if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;
+        for (int i = 0; i < v->ports; i++) if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(errno));
     ddp__port_holder(v->port, holder, sizeof holder);
@@ -4307,8 +4320,7 @@ static uint64_t ddp__machine(void) {
     struct stat s;
     if (fd < 0 || read(fd, boot, sizeof boot - 1) <= 0) gethostname(boot, sizeof boot);
     if (fd >= 0) close(fd);
-    for (int i = 0; i < 2; i++)
-        if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
+    for (int i = 0; i < 2; i++) if (stat(i ? "/proc/self/ns/pid" : "/proc/self/ns/net", &s) == 0) number[2 + i] = (uint64_t)s.st_ino;
     return ddp__hash_bytes(ddp__hash_bytes(DDP__HASH, boot, sizeof boot), number, sizeof number);
 }
 
@@ -4544,8 +4556,7 @@ static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *
     frame.size = frame.result ? 0 : total;
     DDP__TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
-    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size)
-        if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
+    for (int r = 0; r < parts && frame.size; at += peer[r++].data.size) if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
     return DDP_OK;
 }
 
@@ -4707,7 +4718,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
 
 static const ddp_backend *ddp__backend_tcp(void) {
     static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
-                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     return &tcp;
 }
 
@@ -4915,7 +4926,7 @@ DDPDEF void ddp_group_destroy(ddp_group *group) {
         pthread_mutex_lock(&group->lock);
         int pending = group->head || group->running || group->p2p;
         group->stopping = 1;
-        pthread_cond_signal(&group->work_cond);
+        ddp__thread_call(group);
         pthread_mutex_unlock(&group->lock);
         if (pending) ddp_group_poison(group, DDP_ERR_PEER_LOST, text);
         if (group->thread_started) pthread_join(group->thread, NULL);
@@ -5060,8 +5071,7 @@ static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, con
     if (__atomic_exchange_n(&s->told, 1u, __ATOMIC_SEQ_CST)) return;
     notice->code = (int32_t)ddp__mpi_status(group, s);
     snprintf(notice->text, sizeof notice->text, "%s", ddp_last_error());
-    for (int r = 0; r < s->world_size; r++)
-        if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
+    for (int r = 0; r < s->world_size; r++) if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
 /* This rank has failed, or found a failure: its error line tells. */
@@ -5561,7 +5571,7 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
 
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     return &mpi;
 }
 
@@ -5802,9 +5812,7 @@ static void ddp__record_end(ddp__launch *launch, int rank, int status) {
     ddp__store(&r->state, (uint32_t)DDP__RANK_LOST);
 }
 
-static void ddp__signal_ranks(const pid_t *pids, int count, int number) {
-    for (int r = 0; r < count; r++) if (pids[r] > 0) kill(pids[r], number);
-}
+static void ddp__signal_ranks(const pid_t *pids, int count, int number) { for (int r = 0; r < count; r++) if (pids[r] > 0) kill(pids[r], number); }
 
 /* Watches the children until the last has ended. SIGINT, SIGTERM and SIGCHLD are blocked and taken here. */
 static void ddp__watch_ranks(ddp__launch *launch, pid_t *pids, const sigset_t *watched) {
@@ -6062,8 +6070,7 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
         int first = walked;
         open[d].bytes += grads[order[k]].size_bytes;
         if (open[d].bytes < open[d].limit && k < open[d].last) continue;
-        for (int j = open[d].first; j <= k; j++)
-            if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
+        for (int j = open[d].first; j <= k; j++) if (grads[order[j]].dtype == d) reducer->walk[walked++] = order[j];
         size_t needed = ddp__bucket_make(reducer, d, first, walked - 1);
         if (needed > flat_bytes) flat_bytes = needed;
         if (open[d].bytes > reducer->stats.largest_bucket_bytes) reducer->stats.largest_bucket_bytes = open[d].bytes;
@@ -6525,8 +6532,7 @@ static ddp_result ddp__reducer_check_missing(ddp_reducer *reducer, int missing) 
 static ddp_result ddp__reducer_rebuild(ddp_reducer *reducer) {
     int n = reducer->desc.param_count, count = reducer->ready_count;
     int *order = reducer->ready_order, *first = (int *)reducer->host;
-    for (int i = n - 1; i >= 0; i--)
-        if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
+    for (int i = n - 1; i >= 0; i--) if (!reducer->grads[i].ready && !(reducer->desc.static_graph && reducer->grads[i].unused)) order[count++] = i;
     for (int k = 0; k < n; k++) first[k] = reducer->group->rank > 0 ? INT32_MAX : k < count ? order[k] : -1; /* rank 0's is the smallest */
     DDP__TRY(ddp__reducer_agree(reducer, (size_t)n, DDP_I32, DDP_OP_MIN));
     for (count = 0; count < n && first[count] >= 0; count++) order[count] = first[count];
@@ -6611,8 +6617,7 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     if (!reducer) return;
     ddp__reducer_drain(reducer, 0);
-    for (int i = 0; i < reducer->desc.param_count; i++)
-        if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
+    for (int i = 0; i < reducer->desc.param_count; i++) if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
     ddp__reducer_free(reducer);
 }
 
@@ -7056,9 +7061,7 @@ static void ddp__sampler_pass(ddp_sampler *s, ddp__tokens *t) {
 }
 
 /* A token is a location up to N and a slot of the window, in 64 bits. */
-static int ddp__sampler_slot_bits(const ddp_sampler *s) {
-    return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31;
-}
+static int ddp__sampler_slot_bits(const ddp_sampler *s) { return s->desc.dataset_size >> 32 ? 63 - ddp__bit_length((uint64_t)s->desc.dataset_size) : 31; }
 
 /* Makes the window that starts with sample `first` of the dealing. It does not run over the start of padding, nor over a repetition
    of the order, so its positions ascend. Each window is three times as long as all before it: few passes, and a quick first sample. */
@@ -7339,9 +7342,7 @@ DDP__BODY(SEND, buf, NULL, count, DDP_OP_SUM, peer, tag)
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work)
 DDP__BODY(RECV, NULL, buf, count, DDP_OP_SUM, peer, tag)
 
-DDPDEF ddp_result ddp_barrier(ddp_group *group) {
-    return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL);
-}
+DDPDEF ddp_result ddp_barrier(ddp_group *group) { return ddp__public(group, DDP_CALL_BARRIER, NULL, NULL, 0, DDP_U8, DDP_OP_SUM, -1, 0, NULL); }
 
 DDPDEF ddp_result ddp_all_gather_v(ddp_group *group, const void *send, size_t send_count, void *recv, const size_t *recv_counts,
                                    const size_t *recv_offsets, ddp_dtype dtype, ddp_work *work) {

@@ -2833,7 +2833,7 @@ static void ddp__nccl_close(ddp_group *group, void *state) {
 
 static const ddp_backend *ddp__cuda_nccl_backend(void) {
     static const ddp_backend nccl = {"nccl", ddp__nccl_open, ddp__nccl_run, NULL, NULL, NULL, ddp__nccl_split, ddp__nccl_alloc, ddp__nccl_free,
-                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL};
+                                     ddp__nccl_status, ddp__nccl_poison, ddp__nccl_close, 1, DDP_ORDER_ANY, ddp__nccl_batch, NULL, NULL, NULL, NULL};
     return &nccl;
 }
 
@@ -3455,7 +3455,7 @@ static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_gro
 static const ddp_backend *ddp__cuda_staged_backend(void) {
     static const ddp_backend staged = {"host-staged", ddp__cuda_staged_open, ddp__cuda_staged_run, ddp__cuda_staged_p2p_start, ddp__cuda_staged_p2p_poll, NULL,
                                        ddp__cuda_staged_split, ddp__cuda_staged_alloc, ddp__cuda_staged_free, ddp__cuda_staged_status,
-                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                       ddp__cuda_staged_poison, ddp__cuda_staged_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     return &staged;
 }
 

@@ -242,7 +242,7 @@ void close(ddp_group *, void *state) {
 ddp_result alloc(ddp_group *, void *state, size_t size_bytes, void **out) { return ddp_group_alloc(((Engine *)state)->control, size_bytes, out); }
 ddp_result release(ddp_group *, void *state, void *memory) { return ddp_group_free(((Engine *)state)->control, memory); }
 
-const ddp_backend backend = {"gloo", open, run, p2p_start, p2p_poll, NULL, split, alloc, release, status, poison, close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+const ddp_backend backend = {"gloo", open, run, p2p_start, p2p_poll, NULL, split, alloc, release, status, poison, close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 } // namespace
 

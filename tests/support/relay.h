@@ -62,7 +62,7 @@ static void relay_close(ddp_group *group, void *state) {
 
 static ddp_result relay_over(ddp_group **out, ddp_group *group) {
     static const ddp_backend relay = {"relay", relay_open, relay_run, NULL, NULL, NULL, NULL, relay_alloc, relay_free, relay_status, relay_poison, relay_close, 0,
-                                      DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                      DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     ddp_group_desc desc = DDP_ZERO;
     desc.backend = &relay;
     return ddp_group_create_on(out, group, &desc);

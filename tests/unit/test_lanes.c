@@ -194,7 +194,7 @@ static ddp_result queue_alloc(ddp_group *group, void *state, size_t size_bytes, 
 static ddp_result queue_free(ddp_group *group, void *state, void *memory) { (void)group; (void)state; (void)memory; return DDP_OK; }
 static void queue_close(ddp_group *group, void *state) { (void)group; (void)state; }
 static const ddp_backend queue_backend = {"queue", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
-                                          queue_close, 1, DDP_ORDER_ANY, queue_batch, NULL, NULL, NULL};
+                                          queue_close, 1, DDP_ORDER_ANY, queue_batch, NULL, NULL, NULL, NULL};
 
 /* The same, but for calls that are carried out when they return, as where ranks share a GPU. */
 static const ddp_backend plain_backend = {"plain", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,

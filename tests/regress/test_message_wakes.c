@@ -1,0 +1,85 @@
+/*  test_message_wakes.c - whoever waits for a message is woken by its end.
+
+    A rank's thread and its communication thread slept on one word with one flag: the first that woke took the flag away, and the other one slept on; who
+    ended a message for the other did not wake it either, nor did a collective wake a communication thread that slept for messages. Sleeps ended after
+    1 or 2 ms and hid it. Here they last 10 s: a few that are slept out, and the watchdog ends the test. */
+#define DDP__P2P_SLICE_MS 10000
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+enum { RANKS = 3, AHEAD = 3, COUNT = 4096, ROUNDS = 200, LAST_TAG = 9 };
+
+typedef struct lane { int32_t out[AHEAD][COUNT], in[AHEAD][COUNT]; ddp_work sent[AHEAD], received[AHEAD]; } lane;
+
+/* The middle of a step of 1F1B: messages go both ways along a chain, receives are posted ahead, and every wait is longer than a moment now and then. */
+static ddp_result chain(ddp_group *world, lane lanes[2]) {
+    int rank = ddp_rank(world);
+    uint32_t random = 12345u * (uint32_t)(rank + 1);
+    for (int i = -AHEAD; i < ROUNDS; i++)
+        for (int way = 0; way < 2; way++) {
+            int peer = way ? rank + 1 : rank - 1, now = i % AHEAD, next = (i + AHEAD) % AHEAD;
+            lane *l = &lanes[way];
+            if (peer < 0 || peer >= RANKS) continue;
+            if (i >= 0) {
+                random = random * 1664525u + 1013904223u;
+                ranks_sleep_us((int)(random >> 16) % 800);
+                RANKS_OK(world, ddp_wait(world, &l->sent[now]));
+                for (int k = 0; k < COUNT; k++) l->out[now][k] = i + k;
+                RANKS_OK(world, ddp_send(world, l->out[now], COUNT, DDP_I32, peer, way, &l->sent[now]));
+                RANKS_OK(world, ddp_wait(world, &l->received[now]));
+                RANKS_CHECK(world, l->in[now][0] == i && l->in[now][COUNT - 1] == i + COUNT - 1, "round %d: %d", i, l->in[now][0]);
+            }
+            if (i + AHEAD < ROUNDS) RANKS_OK(world, ddp_recv(world, l->in[next], COUNT, DDP_I32, peer, !way, &l->received[next]));
+        }
+    for (int way = 0; way < 2; way++)
+        for (int k = 0; k < AHEAD; k++) RANKS_OK(world, ddp_wait(world, &lanes[way].sent[k]));
+    return DDP_OK;
+}
+
+/* A collective that the communication thread is to carry out: nobody helps it, and all it does is sleep. */
+static ddp_result reduce_in_background(ddp_group *world) {
+    int32_t sum = ddp_rank(world);
+    ddp_work work;
+    ranks_sleep_us(2000);
+    RANKS_OK(world, ddp_all_reduce(world, &sum, &sum, 1, DDP_I32, DDP_OP_SUM, &work));
+    for (int done = 0; !done; usleep(200)) RANKS_OK(world, ddp_test(world, &work, &done));
+    RANKS_OK(world, ddp_wait(world, &work));
+    RANKS_CHECK(world, sum == RANKS * (RANKS - 1) / 2, "sum %d", sum);
+    return DDP_OK;
+}
+
+static ddp_result beside_a_receive(ddp_group *world) {
+    int rank = ddp_rank(world), before = (rank + RANKS - 1) % RANKS, after = (rank + 1) % RANKS;
+    for (int i = 0; i < 10; i++) {
+        int32_t in = -1;
+        ddp_work receive;
+        RANKS_OK(world, ddp_recv(world, &in, 1, DDP_I32, before, LAST_TAG, &receive));
+        RANKS_OK(world, reduce_in_background(world));
+        RANKS_OK(world, ddp_send(world, &rank, 1, DDP_I32, after, LAST_TAG, NULL));
+        RANKS_OK(world, ddp_wait(world, &receive));
+        RANKS_CHECK(world, in == before, "in %d", in);
+        RANKS_OK(world, reduce_in_background(world));
+    }
+    return DDP_OK;
+}
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    lane *lanes = (lane *)calloc(2, sizeof *lanes);
+    ddp_result result = lanes ? chain(world, lanes) : DDP_ERR_NO_MEMORY;
+    (void)user;
+    if (result == DDP_OK) result = beside_a_receive(world);
+    free(lanes);
+    return result;
+}
+
+int main(int argc, char **argv) {
+    ddp_launch_desc desc = DDP_ZERO;
+    faults_start(50);
+    faults_begin("wakes");
+    desc.world_size = RANKS;
+    desc.mode = argc > 1 && strcmp(argv[1], "threads") == 0 ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
+    EXPECT(ddp_launch(&desc, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());
+    return faults_end();
+}
