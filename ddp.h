@@ -400,8 +400,7 @@ DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory);
    definition order; after the first step they follow the order in which gradients became ready on rank 0 (PyTorch DDP, Li et al.
    2020). Gradients that lie next to each other are reduced where they lie; NULL ones are placed side by side in group memory and
    desc->params is filled in. Collective; broadcasts values and buffers from rank 0. The params array stays with the caller and
-   must outlive the reducer.
-   Errors: DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs. */
+   must outlive the reducer. Errors: DDP_ERR_MISMATCH on every rank names the first parameter whose count, shape, dtype or order differs. */
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc);
 
 /* This parameter's gradient is final: its bucket may start. Not blocking. Twice in one step is DDP_ERR_INVALID naming it. */
