@@ -195,8 +195,9 @@ typedef struct ddp_pipeline_edge {
     int no_grad;          /* 1 = nothing comes back (integers, masks); always so for integer dtypes */
 } ddp_pipeline_edge;
 
-/* What a callback of a stage is given. Arrays follow the order of the desc's edges: inputs are those that end here, outputs those that
-   begin here. Memory is the group's device's, 64-byte aligned, and the runner's own; pointers are valid during the call alone. */
+/* What a callback of a stage is given. Arrays follow the order of the desc's edges: inputs are those that end here, outputs those that begin here. Memory
+   is the group's device's, 64-byte aligned, and the runner's own; pointers are valid during the call alone. Inputs and output_grads lie where they were
+   made, on one machine in the memory of the rank that made them: nobody writes there until the last call that is given them has returned. */
 typedef struct ddp_pipeline_call {
     ddp_action_kind kind;            /* FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD; FORWARD for the loss too */
     int stage, microbatch;
@@ -274,15 +275,14 @@ typedef struct ddp_pipeline_stats {
     double update_seconds;   /* hooks, ties, division */
     double bubble_rate;      /* measured: (longest span - most compute) / longest span, over all ranks */
     double predicted_bubble_rate; /* ddp_schedule_simulate with the measured costs */
-    size_t bytes_sent;          /* to other ranks */
+    size_t bytes_sent;          /* to other ranks; those of this machine read it where it was made */
     size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read where they were made */
-    size_t activation_bytes;    /* what this object holds: inputs, saved memory, gradients that travel */
+    size_t activation_bytes;    /* what this object holds: outputs, saved memory, gradients that travel; of other machines' ranks inputs as well */
     size_t accumulation_bytes;  /* partial sums of gradients */
     size_t version_bytes;       /* stashed weights */
 } ddp_pipeline_stats;
 
-/* ddp_pipeline_profile */
-typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user); /* runs FORWARD, INPUT_GRAD or WEIGHT_GRAD and returns when it is done */
+typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user); /* for ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD to its end */
 typedef struct ddp_profile_desc {
     int layer_count;     /* required */
     ddp_layer_fn run;    /* required; for each layer and round: F, I, W in this order */
@@ -2156,8 +2156,11 @@ enum { DDP__PIPE_NONE, DDP__PIPE_HERE, DDP__PIPE_OUT, DDP__PIPE_IN };
 /* Slots for one kind of tensor on this rank, one per micro-batch that is under way.
 
        HERE   made and used on this rank: handed over in place                    taken by the maker, given back by the user
-       OUT    sent: as many as its stage has in flight, so that no action waits   taken in turn, once the slot's send is done
-       IN     received: what is in use at once, and `prefetch` more               taken when the receive is posted, given back by the user */
+       OUT    sent: so many that no action waits, see ddp__pipe_out_slots         taken in turn, once the slot's send is done
+       IN     received: what is in use at once, and `prefetch` more               taken when the receive is posted, given back by the user
+
+   Where ranks read each other's memory a message is a note: where in the sender's shared memory the tensor lies. The reader sends it back after the last
+   action that reads the tensor, and only then the slot is free for another one. */
 typedef struct ddp__pipe_pool {
     int kind, peer, tag;
     int count;             /* slots */
@@ -2168,7 +2171,11 @@ typedef struct ddp__pipe_pool {
     int *slot;             /* of each micro-batch; -1: none */
     int *order;            /* IN: of each micro-batch, its place in the peer's stream */
     ddp_work *works;       /* OUT, IN: of each slot */
-    unsigned char *memory;
+    uint64_t *notes;       /* in place: of each slot */
+    uint64_t *returned;    /* in place, OUT: notes that come back, one after the other; IN: those that go */
+    ddp_work *returns;
+    uint64_t lent, back;   /* in place, OUT: notes that went, and that came back, ever */
+    unsigned char *memory; /* in place: the shared memory of the rank that makes the tensor */
     size_t stride, bytes, offset;
     ddp_tensor tensor;
 } ddp__pipe_pool;
@@ -2235,6 +2242,7 @@ struct ddp_pipeline {
     void **values;                /* pointers of parameters while older values stand in for them */
     unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
     void *squares;                /* a ddp_exact_sum on the device */
+    int in_place;                 /* ranks read each other's shared memory */
     int works;                    /* messages that may be under way at once; after create, of any rank */
     int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
     int evaluating;
@@ -2499,6 +2507,20 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
     return peak;
 }
 
+/* Slots of what a link's stages make for each other on different ranks, so that their maker never waits for one that the schedule gives back.
+
+   Way 1, gradients: where the maker's action stands, every lent slot is of a micro-batch whose F of stage `from` has begun, and whose end there, which gives the
+   slot back, has not been heard of. At the latest action of `from` that has been heard of these are all in flight: so many are enough. Way 0: such a micro-batch
+   is in flight at `from` itself, or has ended there; then its I of stage `to` has been, and only its W, if I and W are two, is still to come: it is in flight
+   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it. */
+static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp__pipe_link *link, int way) {
+    const ddp_schedule *s = p->schedule;
+    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0;
+    for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
+    if (p->in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
+    return ddp__pipe_min(slots, p->microbatch_count);
+}
+
 static ddp_result ddp__pipe_pool_tables(ddp_pipeline *p, ddp__pipe_pool *pool) {
     DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
     for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
@@ -2527,7 +2549,7 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edge
             pool->tag = 2 * i + way;
             pool->bytes = ddp__pipe_bytes(&pool->tensor);
             pool->stride = ddp__pipe_pad(pool->bytes);
-            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_in_flight(p->schedule, e->from);
+            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, link, way);
             DDP__PIPE_TRY(ddp__pipe_pool_tables(p, pool));
         }
     }
@@ -2609,15 +2631,22 @@ static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, si
     if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
     if (pool->stride > (SIZE_MAX / 2 - *bytes) / ((size_t)pool->count + 1))
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
-    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count;
+    if (pool->kind != DDP__PIPE_HERE) p->works += (p->in_place ? 2 : 1) * pool->count;
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
     pool->free_count = pool->count;
     for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
+    if (pool->kind != DDP__PIPE_HERE && p->in_place) {
+        DDP__PIPE_NEW(p, pool->notes, uint64_t, pool->count);
+        DDP__PIPE_NEW(p, pool->returned, uint64_t, pool->count);
+        DDP__PIPE_NEW(p, pool->returns, ddp_work, pool->count);
+        if (pool->kind == DDP__PIPE_IN) return DDP_OK;
+    }
     p->stats.activation_bytes += pool->stride * (size_t)pool->count;
     if (pool->kind == DDP__PIPE_OUT) { /* in the shared memory, once it is there */
         pool->offset = *bytes;
         *bytes += pool->stride * (size_t)pool->count;
+        for (int i = 0; i < pool->count && p->in_place; i++) pool->notes[i] = pool->offset + (size_t)i * pool->stride;
         return DDP_OK;
     }
     return ddp__pipe_device(p, pool->stride * (size_t)pool->count, (void **)&pool->memory);
@@ -2711,15 +2740,42 @@ static void ddp__pipe_take(const ddp_pipeline *p, ddp__pipe_pool *pool, int micr
     else if (++pool->taken > pool->count) pool->count = pool->taken;
 }
 
-static void ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
-    if (!pool->kind) return;
-    if (p->rehearsing) { pool->taken--; return; }
-    pool->free_slots[pool->free_count++] = pool->slot[microbatch];
+static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + p->desc.tie_count + pool->tag; }
+
+/* Nobody of this rank reads it any more. What another rank made in place goes back to it. */
+static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    int slot;
+    if (!pool->kind) return DDP_OK;
+    if (p->rehearsing) { pool->taken--; return DDP_OK; }
+    slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
     pool->slot[microbatch] = -1;
+    if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
+    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[slot]));
+    pool->returned[slot] = pool->notes[slot];
+    return ddp_send(p->group, &pool->returned[slot], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[slot]);
 }
 
 static void *ddp__pipe_at(const ddp__pipe_pool *pool, int microbatch) {
-    return pool->kind && pool->slot[microbatch] >= 0 ? pool->memory + (size_t)pool->slot[microbatch] * pool->stride : NULL;
+    int slot = pool->kind ? pool->slot[microbatch] : -1;
+    return slot < 0 ? NULL : pool->memory + (pool->kind == DDP__PIPE_IN && pool->notes ? (size_t)pool->notes[slot] : (size_t)slot * pool->stride);
+}
+
+/* The message of a slot: the tensor that lies there, or the note. */
+static ddp_result ddp__pipe_message_of(ddp_pipeline *p, ddp__pipe_pool *pool, int slot) {
+    void *data = p->in_place ? (void *)&pool->notes[slot] : (void *)(pool->memory + (size_t)slot * pool->stride);
+    size_t count = p->in_place ? 1 : (size_t)ddp_tensor_count(&pool->tensor);
+    ddp_dtype dtype = p->in_place ? DDP_U64 : pool->tensor.dtype;
+    if (pool->kind == DDP__PIPE_OUT) return ddp_send(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+    return ddp_recv(p->group, data, count, dtype, pool->peer, pool->tag, &pool->works[slot]);
+}
+
+/* The slot that comes back next is free; waits for it. */
+static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
+    int place = (int)(pool->back % (uint64_t)pool->count);
+    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[place]));
+    pool->free_slots[pool->free_count++] = (int)((pool->returned[place] - pool->offset) / pool->stride);
+    pool->back++;
+    return DDP_OK;
 }
 
 /* Posts receives in the order of the peer's sends while there are slots. The rehearsal posts as far as `until`, what an action needs, so that slots never keep
@@ -2729,14 +2785,10 @@ static ddp_result ddp__pipe_post(ddp_pipeline *p, int peer, int until) {
     for (; stream->next < stream->count; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
         ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
-        int slot;
         if (p->evaluating && message->way) continue;
         if (p->rehearsing ? stream->next > until : !pool->free_count) break;
         ddp__pipe_take(p, pool, message->microbatch);
-        if (p->rehearsing) continue;
-        slot = pool->slot[message->microbatch];
-        DDP__PIPE_TRY(ddp_recv(p->group, pool->memory + (size_t)slot * pool->stride, (size_t)ddp_tensor_count(&pool->tensor), pool->tensor.dtype, peer, pool->tag,
-                               &pool->works[slot]));
+        if (!p->rehearsing) DDP__PIPE_TRY(ddp__pipe_message_of(p, pool, pool->slot[message->microbatch]));
     }
     return DDP_OK;
 }
@@ -2760,12 +2812,18 @@ static ddp_result ddp__pipe_await(ddp_pipeline *p, ddp__pipe_pool *pool, int mic
     return result;
 }
 
-/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. */
+/* A slot to write to. The send that was last in an OUT slot is done long since: a micro-batch after it has come back. In place there is a slot that has come
+   back; only evaluations, whose F have nothing to wait for, run ahead of those who read. */
 static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
     if (pool->kind == DDP__PIPE_HERE) ddp__pipe_take(p, pool, microbatch);
     if (pool->kind != DDP__PIPE_OUT || p->rehearsing) return DDP_OK;
-    pool->slot[microbatch] = pool->next;
-    pool->next = (pool->next + 1) % pool->count;
+    if (p->in_place) {
+        if (!pool->free_count) DDP__PIPE_TRY(ddp__pipe_take_back(p, pool));
+        ddp__pipe_take(p, pool, microbatch);
+    } else {
+        pool->slot[microbatch] = pool->next;
+        pool->next = (pool->next + 1) % pool->count;
+    }
     return ddp_wait(p->group, &pool->works[pool->slot[microbatch]]);
 }
 
@@ -2776,18 +2834,29 @@ static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int micr
         return DDP_OK;
     }
     p->stats.bytes_sent += pool->bytes;
-    return ddp_send(p->group, ddp__pipe_at(pool, microbatch), (size_t)ddp_tensor_count(&pool->tensor), pool->tensor.dtype, pool->peer, pool->tag,
-                    &pool->works[pool->slot[microbatch]]);
+    if (p->in_place) { /* its way back is ready before it goes */
+        int place = (int)(pool->lent++ % (uint64_t)pool->count);
+        DDP__PIPE_TRY(ddp_recv(p->group, &pool->returned[place], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[place]));
+    }
+    return ddp__pipe_message_of(p, pool, pool->slot[microbatch]);
 }
 
-/* Waits for all that is under way, and empties every slot: after a step, and after a failure. */
-static ddp_result ddp__pipe_drain(ddp_pipeline *p) {
-    ddp_result first = DDP_OK;
+/* Waits for all that is under way. With returns, after the last step: for what was lent in place as well, which others read until the end of theirs; in
+   between it comes back by itself, as a step ends with a call that every rank makes. */
+static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
+    ddp_result first = DDP_OK, result;
     for (int i = 0; i < 2 * p->link_count; i++) {
         ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
         for (int k = 0; k < pool->count && pool->works; k++) {
-            ddp_result result = ddp_wait(p->group, &pool->works[k]);
+            result = ddp_wait(p->group, &pool->works[k]);
             if (first == DDP_OK) first = result;
+            result = returns && pool->kind == DDP__PIPE_IN && p->in_place ? ddp_wait(p->group, &pool->returns[k]) : DDP_OK;
+            if (first == DDP_OK) first = result;
+        }
+        while (returns && pool->back < pool->lent) {
+            result = ddp__pipe_take_back(p, pool);
+            if (first == DDP_OK) first = result;
+            if (result != DDP_OK) pool->back++; /* the group has failed, and has no further step */
         }
     }
     return first;
@@ -3080,17 +3149,26 @@ static ddp_result ddp__pipe_prepare(ddp_pipeline *p, ddp__pipe_stage *s, const d
     }
     for (int i = 0; makes && i < (forward ? s->output_count : s->input_count); i++) {
         ddp__pipe_link *link = &p->links[gives[i]];
-        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for a send"));
+        DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_open_slot(p, &link->way[!forward], a->microbatch), who, "", a, " waited for memory that was sent"));
         if (forward && link->to == p->stage_count && !p->evaluating) ddp__pipe_take(p, &link->way[1], a->microbatch);
     }
     if (forward || (s->desc.recompute && makes)) ddp__pipe_take(p, &s->saved, a->microbatch);
     return DDP_OK;
 }
 
-/* What it made goes on its way, and what nobody reads any more is given back. */
+/* The end of an action: inputs and gradients that this rank reads no more go back first, so that whoever hears of the action finds them free. */
+static ddp_result ddp__pipe_give_back(ddp_pipeline *p, ddp__pipe_stage *s, int microbatch, int ends) {
+    for (int k = 0; k < s->input_count; k++) DDP__PIPE_TRY(ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], microbatch));
+    for (int k = 0; k < s->output_count && ends; k++)
+        if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) DDP__PIPE_TRY(ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], microbatch));
+    return DDP_OK;
+}
+
+/* What nobody reads any more is given back, and what it made goes on its way. */
 static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const ddp_action *a, const char *who) {
     int forward = a->kind == DDP_ACTION_FORWARD, i = a->microbatch, makes = a->kind != DDP_ACTION_WEIGHT_GRAD;
     int ends = a->kind == DDP_ACTION_WEIGHT_GRAD || a->kind == DDP_ACTION_BACKWARD;
+    if (ends || p->evaluating) DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_give_back(p, s, i, ends), who, "", a, " could not give back what it read"));
     for (int k = 0; forward && k < s->output_count; k++) {
         ddp__pipe_link *link = &p->links[s->outputs[k]];
         DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &link->way[0], i), who, "", a, " could not send"));
@@ -3098,11 +3176,6 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
     }
     for (int k = 0; !forward && makes && k < s->input_count; k++)
         DDP__PIPE_TRY(ddp__pipe_fail_here(p, ddp__pipe_send(p, &p->links[s->inputs[k]].way[1], i), who, "", a, " could not send"));
-    if (ends || p->evaluating) {
-        for (int k = 0; k < s->input_count; k++) ddp__pipe_give(p, &p->links[s->inputs[k]].way[0], i);
-        for (int k = 0; k < s->output_count && ends; k++)
-            if (p->links[s->outputs[k]].way[1].kind != DDP__PIPE_OUT) ddp__pipe_give(p, &p->links[s->outputs[k]].way[1], i);
-    }
     if (ends || (forward && (p->evaluating || s->desc.recompute))) ddp__pipe_give(p, &s->saved, i);
     if (ends) {
         ddp__pipe_accumulate(p, s, i);
@@ -3201,14 +3274,14 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who
     p->stats.bytes_sent = p->stats.bytes_handed_over = 0;
     memset(p->shares, 0, p->share_count * sizeof *p->shares);
     result = ddp__pipe_walk(p, who);
-    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_drain(p), who, "", NULL, "sends");
+    if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_drain(p, 0), who, "", NULL, "sends");
     if (result == DDP_OK && !evaluating) result = ddp__pipe_update(p);
     if (result == DDP_OK && p->device->check) result = ddp__pipe_fail_here(p, p->device->check(p->group), who, "", NULL, "the device");
     if (result == DDP_OK) result = ddp__pipe_fail_here(p, ddp__pipe_share(p, p->start), who, "", NULL, "the end of the step");
     if (result != DDP_OK) {
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());
-        ddp__pipe_drain(p);
+        ddp__pipe_drain(p, 1);
         return ddp_fail(result, "%s", text);
     }
     for (int rank = 0; rank < p->world_size; rank++) {
@@ -3326,6 +3399,16 @@ static void ddp__pipe_free(ddp_pipeline *p) {
     ddp_group_mfree(p->group, p);
 }
 
+/* Whether ranks read each other's memory: asked of a piece of it. Collective. */
+static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
+    void *piece;
+    if (p->world_size == 1) return DDP_OK;
+    DDP__PIPE_TRY(ddp_group_alloc(p->group, 64, &piece));
+    p->in_place = 1;
+    for (int rank = 0; rank < p->world_size; rank++) p->in_place &= ddp_group_peer(p->group, piece, rank) != NULL;
+    return ddp_group_free(p->group, piece);
+}
+
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     ddp_pipeline *p;
     ddp_pipeline_edge *edges = NULL;
@@ -3341,6 +3424,8 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     p->group = group;
     p->device = ddp_group_device(group);
     p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
+    result = ddp__pipe_ask_in_place(p);
+    if (result != DDP_OK) { ddp_group_mfree(group, p); return result; }
     if (desc) p->desc = *desc;
     result = desc ? ddp__pipe_check_desc(p) : DDP__PIPE_BAD("desc is NULL");
     if (result == DDP_OK) result = ddp__pipe_edges(p, &edges);
@@ -3360,6 +3445,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     for (int i = 0; i < 2 * p->link_count; i++) {
         ddp__pipe_pool *pool = &p->links[i / 2].way[i % 2];
         if (pool->kind == DDP__PIPE_OUT) pool->memory = (unsigned char *)p->shared + pool->offset;
+        if (pool->kind == DDP__PIPE_IN && p->in_place) pool->memory = (unsigned char *)ddp_group_peer(group, p->shared, pool->peer);
     }
     p->desc.ties = p->ties;
     p->desc.edges = NULL, p->desc.stages = NULL;
@@ -3369,7 +3455,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
 
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline) {
     if (!pipeline) return;
-    ddp__pipe_drain(pipeline);
+    ddp__pipe_drain(pipeline, 1);
     ddp__pipe_free(pipeline);
 }
 

@@ -1,5 +1,5 @@
 /*  test_pipeline.c - the runner of ddp_pipeline.h: every schedule gives the bits of one process; versions of weights against a plain loop with delayed weights;
-    ties, hooks, recomputation, evaluation, the norm; sentences for bad input; a callback that fails.
+    ties, hooks, recomputation, evaluation, the norm; memory of other ranks; sentences for bad input; a callback that fails.
 
     test_pipeline BACKEND [W ...]: see support/ranks.h */
 #define DDP_PIPELINE_IMPLEMENTATION
@@ -366,6 +366,103 @@ static ddp_result times(ddp_group *world) {
     return DDP_OK;
 }
 
+//== memory of other ranks ==========================================================================
+
+enum { READ_CELLS = 2000 };
+
+/* Each stage gives a number to the next one, and another one back, in every cell; who reads looks twice, and at where it lies. */
+typedef struct reader {
+    ddp_group *group;
+    const ddp_schedule *schedule;
+    int stages, in_place;
+    uintptr_t own;       /* what this rank makes for another one lies in its group memory: somewhere there */
+    const char *wrong;
+} reader;
+
+static float read_mark(int stage, int microbatch, int way) { return (float)(1 + 2 * (stage * PIPE_BATCHES + microbatch) + way); }
+
+static int read_same(const ddp_tensor *tensor, float mark) {
+    for (int k = 0; k < READ_CELLS; k++) if (((const float *)tensor->data)[k] != mark) return 0;
+    return 1;
+}
+
+/* Whether an address of this rank is in the group memory of the rank of that stage. */
+static int read_lies(const reader *r, const void *data, int stage) {
+    int rank = ddp_schedule_stage_rank(r->schedule, stage);
+    uintptr_t there = (uintptr_t)ddp_group_peer(r->group, (const void *)r->own, rank);
+    return there && ddp_group_peer(r->group, (const void *)(r->own + ((uintptr_t)data - there)), rank) == data;
+}
+
+static ddp_result read_stage(const ddp_pipeline_call *c, void *user) {
+    reader *r = (reader *)user;
+    int back = c->kind != DDP_ACTION_FORWARD, gets = c->output_grads && c->output_count;
+    ddp_tensor *makes = (ddp_tensor *)(uintptr_t)(back ? c->input_grads : c->outputs);
+    if (c->kind == DDP_ACTION_WEIGHT_GRAD || !(back ? c->input_count : c->output_count)) makes = NULL;
+    for (int look = 0; look < 2; look++) {
+        if (c->input_count) PIPE_SEE(r, read_same(&c->inputs[0], read_mark(c->stage - 1, c->microbatch, 0)));
+        if (gets) PIPE_SEE(r, read_same(&c->output_grads[0], read_mark(c->stage + 1, c->microbatch, 1)));
+        if (!look && c->stage % 2) ranks_sleep_us(500); /* who writes here too early has the time to do so */
+    }
+    if (makes) {
+        for (int k = 0; k < READ_CELLS; k++) ((float *)makes->data)[k] = read_mark(c->stage, c->microbatch, back);
+        r->own = (uintptr_t)makes->data;
+    }
+    if (r->own && c->input_count) PIPE_SEE(r, read_lies(r, c->inputs[0].data, c->stage - 1) == r->in_place);
+    if (r->own && gets) PIPE_SEE(r, read_lies(r, c->output_grads[0].data, c->stage + 1) == r->in_place);
+    if (c->loss) *c->loss = 1;
+    return DDP_OK;
+}
+
+static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots, const char *what) {
+    ddp_pipeline_stage stages[PIPE_STAGES];
+    ddp_pipeline_desc desc = DDP_ZERO;
+    ddp_pipeline_stats stats;
+    ddp_pipeline *pipeline;
+    reader r;
+    void *memory;
+    memset(&r, 0, sizeof r);
+    memset(stages, 0, sizeof stages);
+    RANKS_OK(world, ddp_group_alloc(world, 64, &memory));
+    r.group = world, r.schedule = s, r.stages = ddp_schedule_stage_count(s);
+    r.in_place = ddp_group_peer(world, memory, 1 - ddp_rank(world) % 2) != NULL;
+    for (int i = 0; i < r.stages; i++) stages[i].forward = stages[i].input_grad = stages[i].weight_grad = read_stage, stages[i].user = &r;
+    desc.schedule = s, desc.stages = stages;
+    desc.boundary.dtype = DDP_F32, desc.boundary.ndim = 1, desc.boundary.shape[0] = READ_CELLS;
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+    for (int step = 0; step < 2; step++) {
+        RANKS_OK(world, ddp_pipeline_step(pipeline));
+        RANKS_CHECK(world, !r.wrong, "%s: %s", what, r.wrong);
+        RANKS_OK(world, ddp_pipeline_evaluate(pipeline));
+        RANKS_CHECK(world, !r.wrong, "%s, evaluating: %s", what, r.wrong);
+    }
+    RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
+    if (r.in_place && slots >= 0) RANKS_CHECK(world, stats.activation_bytes == (size_t)slots * READ_CELLS * sizeof(float), "%s: %zu bytes", what, stats.activation_bytes);
+    ddp_pipeline_destroy(pipeline);
+    RANKS_OK(world, ddp_group_free(world, memory));
+    return DDP_OK;
+}
+
+/* Boundaries are read where they were made, and nobody writes there before they have been read for the last time. */
+static ddp_result handed_over(ddp_group *world) {
+    /* Rank 1 keeps micro-batches that rank 0 has long since ended, and gives later ones back first. */
+    static const char late[] = "0F0,0F1,0B0,0B1,0F2,0F3,0B2,0B3,0F4,0F5,0B4,0B5,0F6,0F7,0B6,0B7\n"
+                               "1F0,1F1,1I0,1I1,1W1,1F2,1F3,1I2,1I3,1W3,1W0,1F4,1F5,1I4,1I5,1W5,1W2,1F6,1F7,1I6,1I7,1W7,1W4,1W6\n";
+    static const ddp_schedule_kind kinds[] = {DDP_SCHEDULE_1F1B, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_ZB_H2};
+    int w = ddp_world_size(world), left = w - ddp_rank(world);
+    ddp_schedule *s;
+    for (int k = 0; k < 3 && w > 1; k++) {
+        int slots = k ? -1 : (left > 1 ? left : 0) + (left < w ? left + 1 : 0); /* 1F1B: p-r for what goes on, p-(r-1) for what goes back */
+        RANKS_OK(world, make(world, &s, kinds[k], 4 * w, 1, 0));
+        RANKS_OK(world, read_steps(world, s, slots, ddp_schedule_kind_name(kinds[k])));
+        ddp_schedule_destroy(s);
+    }
+    if (w != 2) return DDP_OK;
+    RANKS_OK(world, ddp_schedule_parse(&s, late));
+    RANKS_OK(world, read_steps(world, s, left == 2 ? 2 + 3 : 2, "late W")); /* in flight: 2 here, 3 there */
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
 //== bad input =====================================================================================
 
 #define EXPECT_BAD(world, pipeline, code, words)                                                                                     \
@@ -537,6 +634,7 @@ static ddp_result all(ddp_group *world, void *user) {
     RANKS_RUN(world, updates_in_lists(world));
     RANKS_RUN(world, idle_rank(world));
     RANKS_RUN(world, times(world));
+    RANKS_RUN(world, handed_over(world));
     RANKS_RUN(world, bad_input(world));
     return DDP_OK;
 }
