@@ -33,7 +33,7 @@ missing_packages() { # one line with the packages that this machine lacks
     have mpirun || list="$list openmpi-bin"
     have mpicc || list="$list libopenmpi-dev"
     have ip || list="$list iproute2"
-    printf '#include <gloo/context.h>\n' | g++ -fsyntax-only -x c++ - 2>/dev/null || list="$list libgloo-dev"
+    have_header ucp/api/ucp.h || list="$list libucx-dev"
     if [ -z "$quick" ]; then have clang++ || list="$list clang"; fi
     echo "${list# }"
 }

@@ -8,9 +8,9 @@
 
 enum { KILLED_IN_COLLECTIVE, KILLED_BEFORE_MESSAGE, LEFT, ABSENT, OTHER_COUNT, OTHER_CALL, SCENARIOS };
 static const struct { const char *what; int processes; ddp_result want; const char *texts[3]; } table[SCENARIOS] = {
-    {"killed in a collective", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}}, /* Gloo or the control group says so, whoever sees it first */
+    {"killed in a collective", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}}, /* UCX or the control group says so, whoever sees it first */
     {"killed before its message", 1, DDP_ERR_PEER_LOST, {"rank 1", "", ""}},
-    {"left", 0, DDP_ERR_PEER_LOST, {"rank 1", "Gloo", ""}},
+    {"left", 0, DDP_ERR_PEER_LOST, {"rank 1", "has destroyed this group", ""}},
     {"absent", 0, DDP_ERR_TIMEOUT, {"timed out after", "missing", "rank 1"}},
     {"another count", 0, DDP_ERR_MISMATCH, {"rank 1", "20 bytes", "16 bytes"}},
     {"another call", 0, DDP_ERR_MISMATCH, {"rank 1", "ddp_broadcast", "ddp_all_reduce"}},
