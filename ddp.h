@@ -1827,8 +1827,7 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small",
-                         (unsigned long long)limit.rlim_cur);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
     }
     ddp__heap *heap = *out = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
@@ -2545,8 +2544,7 @@ static ddp_result ddp__move_direct(ddp_group *group, ddp__local *l, ddp__move m,
         if (adds) ddp__move_add(l, &m, in, out, k, ddp__how(l, m.shared ? m.first_share : m.largest));
     }
     if (how == DDP__PUSH) {
-        DDP__FOR_PEERS(l, p)
-            ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m.call->seq)->recv) + (size_t)l->rank * m.block, m.send, m.block);
+        DDP__FOR_PEERS(l, p) ddp__copy_stream(ddp__resolve(l, ddp__post_of(l, p, m.call->seq)->recv) + (size_t)l->rank * m.block, m.send, m.block);
         ddp__stream_end();
     }
     ddp__reach_end(l);
@@ -3201,8 +3199,7 @@ static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t
     const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0), *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
     l->awaits_word = 1;
-    DDP__FOR_PEERS(l, p)
-        if (result == DDP_OK) result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
+    DDP__FOR_PEERS(l, p) if (result == DDP_OK) result = ddp__await(group, l, p, first, (size_t)(second - first) * sizeof *first, target);
     l->awaits_word = 0;
     return result;
 }
@@ -3743,8 +3740,7 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
                    id->rank < 0 ? from->size : from->rank, id->rank < 0 ? from->rank : from->size);
     DDP__TRY(ddp__env_int(from->local_rank, id->rank, &id->local_rank));
     DDP__TRY(ddp__env_int(from->local_size, id->world_size, &id->local_world_size));
-    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size,
-                   id->world_size - 1);
+    DDP__JOIN_NEED(id->rank < id->world_size, "%s=%d with %s=%d; ranks are 0 to %d", from->rank, id->rank, from->size, id->world_size, id->world_size - 1);
     DDP__JOIN_NEED(id->local_world_size >= 1 && id->local_world_size <= id->world_size && id->local_rank < id->local_world_size,
                    "%s=%d and %s=%d do not fit %s=%d", from->local_rank, id->local_rank, *from->local_size ? from->local_size : "local ranks",
                    id->local_world_size, from->size, id->world_size);
@@ -3970,11 +3966,13 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
 
 /* Sleeps a moment, or until something comes. */
 static void ddp__venue_poll(ddp__venue *v) {
+    nfds_t open = 0; /* poll refuses more places than files may be open */
     for (int i = 0; i < v->count; i++) {
-        v->poll[i].fd = v->peer[i].fd;
-        v->poll[i].events = POLLIN;
+        v->poll[open].fd = v->peer[i].fd;
+        v->poll[open].events = POLLIN;
+        open += v->peer[i].fd >= 0;
     }
-    poll(v->poll, (nfds_t)v->count, 20);
+    poll(v->poll, open, 20);
 }
 
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
@@ -4050,11 +4048,12 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
 /* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
    no rank out, and nobody goes unread. */
 static void ddp__admit(ddp__venue *v) {
-    ddp__peer *stranger = v->peer + v->group->world_size, *end = v->peer + v->count - 1;
+    int w = v->group->world_size, fd, full = 0;
+    ddp__peer *stranger = v->peer + w, *end = v->peer + v->count - 1, *silent = NULL;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
         ddp__peer *p = stranger + v->next % DDP__STRANGERS;
-        int fd = p->fd >= 0 && accepted ? -1 : accept(end->fd, NULL, NULL);
-        if (fd < 0) break;
+        if (p->fd >= 0 && accepted) break;
+        if ((fd = accept(end->fd, NULL, NULL)) < 0) { full = errno == EMFILE || errno == ENFILE; break; }
         if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
         if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
@@ -4062,7 +4061,12 @@ static void ddp__admit(ddp__venue *v) {
         ddp__peer_init(p, fd);
         v->next++;
     }
-    for (; stranger < end && v->result == DDP_OK; stranger++) if (stranger->fd >= 0) ddp__read_hello(v, stranger);
+    for (; stranger < end && v->result == DDP_OK; stranger++) {
+        if (stranger->fd >= 0) ddp__read_hello(v, stranger);
+        if (stranger->fd >= 0) silent = stranger;
+    }
+    if (full && silent) ddp__turn_away(v, silent, "no more files may be open, and others are waiting", 0);
+    else if (full && !v->result) v->result = ddp_fail(DDP_ERR_SYSTEM, "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
@@ -6225,8 +6229,7 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
         hash = ddp__shape_text(hash, &grad, gradient, sizeof gradient);
         hash = ddp__hash_bytes(hash, name, strlen(name));
         if (own->first_use != param) snprintf(tied, sizeof tied, " tied to parameter %d", own->first_use);
-        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient,
-                 own->placed ? "NULL" : "given");
+        snprintf(entry.text, sizeof entry.text, "'%.40s' %.60s%s, gradient %.60s %s", name, value, tied, gradient, own->placed ? "NULL" : "given");
     }
     entry.hash = ddp__hash_bytes(hash, entry.text, strlen(entry.text) + 1);
     return entry;
@@ -6248,8 +6251,7 @@ static ddp_result ddp__reducer_take_param(ddp_reducer *reducer, int index) {
                      "bf16", label.text, ddp_dtype_name(grad.dtype));
     DDP__CREATE_NEED(grad_count == count, "%s: the gradient has %lld elements, the value %lld; give both the same shape", label.text,
                      (long long)grad_count, (long long)count);
-    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data,
-                     ddp_dtype_name(grad.dtype));
+    DDP__CREATE_NEED((uintptr_t)grad.data % size == 0, "%s: grad.data=%p is not aligned to %s", label.text, grad.data, ddp_dtype_name(grad.dtype));
     own->data = (unsigned char *)grad.data;
     own->dtype = grad.dtype;
     own->count = (size_t)count;
@@ -7288,8 +7290,7 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
         DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
-                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv),
-                       "the counts do not fit in memory");
+                       ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv), "the counts do not fit in memory");
         DDP__CALL_NEED(call->send_counts || call->count == call->recv_counts[group->rank], "send_count=%zu but recv_counts[%d]=%zu", call->count,
                        group->rank, call->recv_counts[group->rank]);
         call->count = call->send_counts ? 0 : recv.sum;
