@@ -5077,6 +5077,14 @@ static void ddp__mpi_poison(ddp_group *group, void *state, ddp_result cause, con
     for (int r = 0; r < s->world_size; r++) if (s->machine_of[r] != s->machine_of[s->rank]) ddp__mpi_tell(s, r, DDP__NOTICE_FAILED);
 }
 
+/* From any thread. Where it may not talk to MPI, the next call, or the end, on the thread that may tells the other machines. */
+static void ddp__mpi_call_off(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    int may = 1;
+    if (group->no_thread) MPI_Is_thread_main(&may);
+    if (may) ddp__mpi_poison(group, state, cause, text);
+    else ddp_group_poison(((ddp__mpi *)state)->local, cause, text);
+}
+
 /* This rank has failed, or found a failure: its error line tells. */
 static void ddp__mpi_fail(ddp_group *group, ddp__mpi *s, ddp_result cause) { ddp__mpi_poison(group, s, cause, ddp_last_error()); }
 
@@ -5456,6 +5464,7 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     ddp__mpi *s = (ddp__mpi *)state;
     int healthy = ddp__mpi_status(group, s) == DDP_OK;
     for (int r = 0; r < s->world_size && healthy; r++) ddp__mpi_tell(s, r, DDP__NOTICE_LEFT);
+    if (!healthy) ddp__mpi_fail(group, s, DDP_ERR_POISONED);
     ddp_group_destroy(s->local);
     if (!healthy) return;
     ddp_group_mfree(group, s->scratch);
@@ -5574,7 +5583,7 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
 
 static const ddp_backend *ddp__backend_mpi(void) {
     static const ddp_backend mpi = {"mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_poison, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
+                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     return &mpi;
 }
 
