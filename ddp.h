@@ -1633,8 +1633,7 @@ static double ddp__row_squares(const void *data, size_t count, ddp_dtype dtype) 
         else ddp__squares_f32(lane, (const ddp__any_f32 *)x);
         count -= n;
     }
-    for (int half = DDP__EXACT_LANES / 2; half; half /= 2)
-        for (int e = 0; e < half; e++) lane[e] += lane[e + half];
+    for (int half = DDP__EXACT_LANES / 2; half; half /= 2) for (int e = 0; e < half; e++) lane[e] += lane[e + half];
     return lane[0];
 }
 
@@ -3793,6 +3792,8 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     return DDP_OK;
 }
 
+enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
+
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 reads each visitor's hello. It admits
    ranks of this job, tells others what is wrong, hangs up on strangers, and when all are there, or it is clear that they will not be, sends everybody the
    outcome: on one machine with the heap's descriptor. */
@@ -3801,7 +3802,7 @@ typedef struct ddp__venue {
     char token[416];     /* as in ddp__identity */
     struct sockaddr_un address; /* of this machine, when */
     socklen_t local;     /* its length, is not 0. Otherwise: */
-    char hosts[256];     /* names or addresses with blanks between, asked in turn */
+    char hosts[DDP__ANNOUNCED]; /* names or addresses with blanks between, asked in turn */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
     struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
@@ -3810,8 +3811,6 @@ typedef struct ddp__venue {
     double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
     ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
 } ddp__venue;
-
-enum { DDP__ANNOUNCED = 256 }; /* a text, see ddp__announce_text */
 
 /* All that travels is a frame and what follows it: DATA, or a text. */
 enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
@@ -4698,13 +4697,17 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
 static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     const ddp__tcp *t = (const ddp__tcp *)state;
     int local = child && member_count <= DDP_MAX_LOCAL_RANKS, leads = child && child->rank == 0;
-    char mine[DDP__ANNOUNCED] = "", *all = (char *)ddp_group_malloc(parent, sizeof mine * (size_t)parent->world_size);
+    char mine[DDP__ANNOUNCED] = "", *all = NULL;
+    uint64_t size;
     ddp__venue venue = DDP_ZERO;
     for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
     int listener = leads && !local ? ddp__tcp_listen("", 0) : -1;
     if (leads) ddp__announce_text(listener, mine);
-    ddp_result result = all ? ddp_all_gather(parent, mine, all, sizeof mine, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
-    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + sizeof mine * (size_t)members[0]) || (!local && !venue.port)))
+    size = strlen(mine) + 1;
+    ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
+    if (result == DDP_OK && !(all = (char *)ddp_group_malloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
+    if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);
     *child_state = NULL;
