@@ -229,7 +229,7 @@ typedef struct ddp_pipeline_stage {
     void *user;
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
-    /* NULL = the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to param->grad.data, the
+    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to param->grad.data, the
        runner adds them pairwise by micro-batch index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
        each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; with unshard: what that sets, until
        reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes older ones, value.data is a copy */
@@ -241,11 +241,12 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_unit_release */
     ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_unit_reduce */
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
-    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL (not with PipeDream, 2BW) = the caller steps later */
+    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL (not with PipeDream, 2BW) = the caller steps later. With PipeDream
+                                     or 2BW and unshard, it gathers anew before it returns: actions of this step follow, up to reshard */
     int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
 } ddp_pipeline_stage;
 
-/* One parameter used by two stages, such as the embedding and the last projection: equal shapes and first values. */
+/* One parameter used by two stages, such as the embedding and the last projection: equal shapes, dtypes of gradients, and first values. */
 typedef struct ddp_pipeline_tie {
     int first_stage, first_param;   /* first_param: index in that stage's params */
     int second_stage, second_param; /* a later stage, on the same rank or another one; or a later parameter of the same stage */
@@ -354,7 +355,7 @@ DDPDEF ddp_result ddp_schedule_kind_find(const char *name, ddp_schedule_kind *ki
    begins there. Sums are taken from left to right. DDP_ERR_INVALID: fewer layers than stages, or a cost that is negative or not finite. */
 DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, int stage_count, int *first_layer);
 
-/* The same where stage s may hold at most memory_limit[s] of the sum of its layers' memory. DDP_ERR_INVALID also when no cut fits. */
+/* The same where stage s may hold at most memory_limit[s] (INFINITY = any) of the sum of its layers' memory. DDP_ERR_INVALID also when no cut fits. */
 DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
                                                 int *first_layer);
 
@@ -384,7 +385,7 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
    earlier stage; none with a gradient from a stage to the next one; a loss without an edge), on every rank; what ddp_schedule_check finds;
-   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ; DDP_ERR_UNSUPPORTED: several ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
+   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_UNSUPPORTED: several ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, both ways, with the updates that fall into it. Collective, blocks. Afterwards gradients of the last
@@ -407,8 +408,9 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats);
 
 /* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after ddp_pipeline_step, for whole (unsharded)
-   gradients. A tied parameter counts once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in a fixed order and rows exactly,
-   so that the cut into stages cannot change the result. Collective. A norm that is not finite scales nothing. */
+   gradients of the params that stages name. A tied parameter counts once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in
+   a fixed order and rows exactly, so that the cut into stages cannot change the result. Collective. A norm that is not finite scales nothing.
+   DDP_ERR_INVALID: no stage names any, or gradients of one come with unshard. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
 /* Frees everything; gradient memory it placed is the runner's. Collective. NULL is ignored. */
@@ -1328,197 +1330,272 @@ typedef struct ddp__auto_rules {
     int even;           /* ... 1 = or for less, when waiting would make this rank the one that has waited longest */
 } ddp__auto_rules;
 
-/* A rank's next action is chosen when it is free, ranks in order of time, so that all that can have an effect by then is known. */
+/* A rank while its list is made; kinds of actions are counted from F: 0, 1, 2. */
+typedef struct ddp__auto_rank {
+    double cost[3], transfer;   /* F, I, W; to a neighbour */
+    double saved, left, keep;   /* memory from F to I, from I to W, and the larger one */
+    double first_gradient;      /* the earliest that one can come: all the way down and back up */
+    double begin, free_at, memory;
+    int next[3], last;          /* so far of each kind; the last one, F or I */
+    int length, position;       /* of its list */
+} ddp__auto_rank;
+
+/* A rank's next action is chosen when it is free, ranks in order of time, so that all that can have an effect by then is known. Whose decision comes first is
+   the winner of a tournament: node n of the tree has the winner of nodes 2n and 2n+1, its leaves are the ranks. */
 typedef struct ddp__auto {
-    const ddp_stage_cost *costs;
-    int p, m;
-    double limit;
+    int p, m, leaves;
+    double limit, room;         /* room: the limit, and what rounding may add */
     ddp__auto_rules rules;
-    int *next;          /* per rank: forwards, input gradients, weight gradients so far, and the kind of the last action */
-    double *free_at, *memory, *waited, *first_gradient, *forward_end, *gradient_end; /* ends: rank * m + micro-batch; -1: not begun */
-    ddp_action_kind *order; /* of rank r from order[3 * m * r] on; micro-batches count up */
-    int *length;
+    ddp__auto_rank *ranks;
+    double *end[2];             /* of F and I: rank * m + micro-batch; -1: not begun */
+    double *waited, *at;        /* of each rank; at: of its next decision, or DBL_MAX */
+    int *tree;
+    unsigned char *order, *best; /* of rank r from order[3 * m * r] on; micro-batches count up */
 } ddp__auto;
 
-static double ddp__auto_cost(const ddp__auto *a, ddp_action_kind kind, int rank) {
-    ddp_action action;
-    memset(&action, 0, sizeof action);
-    action.kind = kind;
-    action.stage = rank;
-    return ddp__cost_of(a->costs, &action);
-}
-
-static double ddp__auto_transfer(const ddp__auto *a, int rank) { return a->costs ? a->costs[rank].transfer : 0; }
-
-/* When this rank's next forward or input gradient could start; infinite while what it needs has not begun, or memory is short. */
-static double ddp__auto_ready(const ddp__auto *a, ddp_action_kind kind, int rank) {
-    const int *next = &a->next[4 * rank];
-    int from = kind == DDP_ACTION_FORWARD ? rank - 1 : rank + 1, i = kind == DDP_ACTION_FORWARD ? next[0] : next[1];
-    double end, keep = ddp__cost_activation(a->costs, rank), left = ddp__cost_weight_activation(a->costs, rank);
-    if (i == (kind == DDP_ACTION_FORWARD ? a->m : next[0])) return DBL_MAX;
-    if (kind == DDP_ACTION_FORWARD && a->memory[rank] + (keep > left ? keep : left) > a->limit * (1 + 1e-12)) return DBL_MAX;
-    if (from < 0 || from == a->p) return a->free_at[rank]; /* the ends of the pipeline: the rank's own forward is over when it is free */
-    end = (kind == DDP_ACTION_FORWARD ? a->forward_end : a->gradient_end)[(size_t)from * (size_t)a->m + (size_t)i];
+/* When this rank's next F (0) or I (1) could start; infinite while what it needs has not begun, or memory is short. */
+static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
+    const ddp__auto_rank *r = &a->ranks[rank];
+    int from = which ? rank + 1 : rank - 1, i = r->next[which];
+    double end;
+    if (i == (which ? r->next[0] : a->m) || (!which && r->memory + r->keep > a->room)) return DBL_MAX;
+    if (from < 0 || from == a->p) return r->free_at; /* the ends of the pipeline: the rank's own forward is over when it is free */
+    end = a->end[which][(size_t)from * (size_t)a->m + (size_t)i];
     if (end < 0) return DBL_MAX;
-    end += ddp__auto_transfer(a, from);
-    return end > a->free_at[rank] ? end : a->free_at[rank];
+    end += a->ranks[from].transfer;
+    return end > r->free_at ? end : r->free_at;
 }
 
-static void ddp__auto_start(ddp__auto *a, int rank, ddp_action_kind kind, double at) {
-    int *next = &a->next[4 * rank], which = kind == DDP_ACTION_FORWARD ? 0 : kind == DDP_ACTION_INPUT_GRAD ? 1 : 2, i = next[which]++;
-    double end = at + ddp__auto_cost(a, kind, rank), keep = ddp__cost_activation(a->costs, rank), left = ddp__cost_weight_activation(a->costs, rank);
-    if (left > keep) keep = left;
-    a->memory[rank] += which == 0 ? keep : which == 1 ? left - keep : -left;
-    if (which == 0) a->forward_end[(size_t)rank * (size_t)a->m + (size_t)i] = end;
-    if (which == 1) a->gradient_end[(size_t)rank * (size_t)a->m + (size_t)i] = end;
-    if (which < 2) next[3] = which;
-    a->free_at[rank] = end;
-    a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)a->length[rank]++] = kind;
+static void ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
+    ddp__auto_rank *r = &a->ranks[rank];
+    int i = r->next[which]++;
+    r->free_at = at + r->cost[which];
+    r->memory += which == 0 ? r->keep : which == 1 ? r->left - r->keep : -r->left;
+    if (which < 2) a->end[which][(size_t)rank * (size_t)a->m + (size_t)i] = r->free_at, r->last = which;
+    a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)which;
+}
+
+/* Whether no other rank would have waited as long as this one then. */
+static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) {
+    for (int other = 0; other < a->p; other++) if (other != rank && a->waited[other] >= waited) return 0;
+    return 1;
 }
 
 /* The rank is free: starts what the rules say, or lets it wait for what comes first. */
 static void ddp__auto_decide(ddp__auto *a, int rank) {
-    const int *next = &a->next[4 * rank];
-    double now = a->free_at[rank], forward = ddp__auto_ready(a, DDP_ACTION_FORWARD, rank), gradient = ddp__auto_ready(a, DDP_ACTION_INPUT_GRAD, rank), soon;
-    int weights = next[2] < next[1], fills;
-    if (!a->rules.fill && next[1] == 0 && next[0] > 0 && forward < DBL_MAX &&
-        forward + ddp__auto_cost(a, DDP_ACTION_FORWARD, rank) > a->first_gradient[rank] * (1 + 1e-12) && gradient > forward)
-        forward = gradient < DBL_MAX ? DBL_MAX : a->first_gradient[rank] > now ? a->first_gradient[rank] : forward;
+    ddp__auto_rank *r = &a->ranks[rank];
+    double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank), soon;
+    if (!a->rules.fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && forward + r->cost[0] > r->first_gradient * (1 + 1e-12) && gradient > forward)
+        forward = gradient < DBL_MAX ? DBL_MAX : r->first_gradient > now ? r->first_gradient : forward;
     soon = forward < gradient ? forward : gradient;
-    fills = soon - now >= a->rules.patience * ddp__auto_cost(a, DDP_ACTION_WEIGHT_GRAD, rank);
-    for (int other = 0; a->rules.even && soon > now && weights && !fills; other++)
-        if (other == a->p) fills = 1;
-        else if (other != rank && a->waited[other] >= a->waited[rank] + soon - now) break;
-    if (soon > now && weights && fills) ddp__auto_start(a, rank, DDP_ACTION_WEIGHT_GRAD, now);
+    if (soon > now && r->next[2] < r->next[1] &&
+        (soon - now >= a->rules.patience * r->cost[2] || (a->rules.even && ddp__auto_waits_longest(a, rank, a->waited[rank] + soon - now))))
+        ddp__auto_start(a, rank, 2, now);
     else if (soon > now) {
-        a->waited[rank] += next[0] > 0 ? soon - now : 0;
-        a->free_at[rank] = soon;
+        a->waited[rank] += r->next[0] > 0 ? soon - now : 0;
+        r->free_at = soon;
+    } else ddp__auto_start(a, rank, !(forward <= now && (gradient > now || a->rules.turns == 2 || (a->rules.turns == 1 && r->last == 1))), now);
+}
+
+/* When a rank decides next has changed, perhaps. */
+static void ddp__auto_settle(ddp__auto *a, int rank) {
+    const ddp__auto_rank *r = &a->ranks[rank];
+    double at = r->length == 3 * a->m ? DBL_MAX : r->free_at;
+    if (at < DBL_MAX && r->next[2] == r->next[1]) { /* nothing to fill a gap with */
+        double forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank);
+        at = forward < gradient ? forward : gradient;
     }
-    else if (forward <= now && (gradient > now || a->rules.turns == 2 || (a->rules.turns == 1 && next[3] == 1)))
-        ddp__auto_start(a, rank, DDP_ACTION_FORWARD, now);
-    else ddp__auto_start(a, rank, DDP_ACTION_INPUT_GRAD, now);
+    if (at == a->at[rank]) return;
+    a->at[rank] = at;
+    for (int node = (a->leaves + rank) / 2; node > 0; node /= 2) { /* of two at one time the later rank */
+        int left = a->tree[2 * node], right = a->tree[2 * node + 1];
+        a->tree[node] = a->at[right] <= a->at[left] ? right : left;
+    }
+}
+
+static void ddp__auto_clear(ddp__auto *a) {
+    for (int rank = 0; rank < a->p; rank++) {
+        ddp__auto_rank *r = &a->ranks[rank];
+        r->begin = r->free_at = r->memory = 0;
+        r->next[0] = r->next[1] = r->next[2] = r->last = r->position = 0;
+    }
 }
 
 static void ddp__auto_run(ddp__auto *a) {
     size_t cells = (size_t)a->p * (size_t)a->m;
-    for (size_t i = 0; i < cells; i++) a->forward_end[i] = a->gradient_end[i] = -1;
-    for (int rank = 0; rank < a->p; rank++) {
-        memset(&a->next[4 * rank], 0, 4 * sizeof(int));
-        a->free_at[rank] = a->memory[rank] = a->waited[rank] = 0;
-        a->length[rank] = 0;
+    ddp__auto_clear(a);
+    for (size_t i = 0; i < cells; i++) a->end[0][i] = a->end[1][i] = -1;
+    for (int i = 0; i < a->leaves; i++) a->at[i] = DBL_MAX, a->tree[a->leaves + i] = i;
+    for (int node = a->leaves - 1; node > 0; node--) a->tree[node] = a->tree[2 * node + 1];
+    for (int rank = 0; rank < a->p; rank++) a->ranks[rank].length = 0, a->waited[rank] = 0;
+    for (int rank = 0; rank < a->p; rank++) ddp__auto_settle(a, rank);
+    while (a->at[a->tree[1]] < DBL_MAX) {
+        int rank = a->tree[1];
+        ddp__auto_decide(a, rank);
+        for (int near = rank > 0 ? rank - 1 : 0; near <= rank + 1 && near < a->p; near++) ddp__auto_settle(a, near);
     }
-    for (;;) { /* the rank whose decision comes first */
-        double earliest = DBL_MAX;
-        int chosen = -1;
-        for (int rank = a->p - 1; rank >= 0; rank--) {
-            double at = a->free_at[rank];
-            if (a->length[rank] == 3 * a->m || at >= earliest) continue;
-            if (a->next[4 * rank + 2] == a->next[4 * rank + 1]) { /* nothing to fill a gap with */
-                double forward = ddp__auto_ready(a, DDP_ACTION_FORWARD, rank), gradient = ddp__auto_ready(a, DDP_ACTION_INPUT_GRAD, rank);
-                at = forward < gradient ? forward : gradient;
-            }
-            if (at < earliest) earliest = at, chosen = rank;
+}
+
+/* One rank's list as far as it goes, at the earliest times. Returns how many actions that were. */
+static int ddp__auto_replay(ddp__auto *a, int rank, double *peak) {
+    ddp__auto_rank *r = &a->ranks[rank];
+    const unsigned char *list = a->order + (size_t)rank * 3 * (size_t)a->m;
+    int from = r->position;
+    for (; r->position < r->length; r->position++) {
+        int which = list[r->position], i = r->next[which], near = which == 0 ? rank - 1 : which == 1 ? rank + 1 : -1;
+        double begin = r->free_at;
+        if (near >= 0 && near < a->p) {
+            double arrival;
+            if (a->ranks[near].next[which] <= i) break;
+            arrival = a->end[which][(size_t)near * (size_t)a->m + (size_t)i] + a->ranks[near].transfer;
+            if (arrival > begin) begin = arrival;
         }
-        if (chosen < 0) return;
-        ddp__auto_decide(a, chosen);
+        if (r->position == 0) r->begin = begin;
+        r->free_at = begin + r->cost[which];
+        if (which < 2) a->end[which][(size_t)rank * (size_t)a->m + (size_t)i] = r->free_at;
+        r->memory -= which == 0 ? -r->saved : which == 1 ? r->saved - r->left : r->left;
+        if (r->memory > *peak) *peak = r->memory;
+        r->next[which]++;
     }
+    return r->position - from;
 }
 
-/* The earliest that a rank's first gradient can come: all the way down and back up. */
-static void ddp__auto_first_gradients(ddp__auto *a) {
-    double at = 0;
-    for (int rank = 0; rank < a->p; rank++) at += ddp__auto_cost(a, DDP_ACTION_FORWARD, rank) + (rank + 1 < a->p ? ddp__auto_transfer(a, rank) : 0);
-    for (int rank = a->p - 1; rank >= 0; rank--) {
-        a->first_gradient[rank] = at;
-        at += ddp__auto_cost(a, DDP_ACTION_INPUT_GRAD, rank) + (rank > 0 ? ddp__auto_transfer(a, rank) : 0);
+/* The span that ddp_schedule_simulate finds for the lists; infinite when they do not end, or take more memory than there is. */
+static double ddp__auto_span(ddp__auto *a) {
+    double span = 0, peak = 0;
+    int left = 3 * a->m * a->p, moved = 1;
+    ddp__auto_clear(a);
+    while (moved) {
+        moved = 0;
+        for (int k = 0; k < 2 * a->p; k++) moved += ddp__auto_replay(a, k < a->p ? k : 2 * a->p - 1 - k, &peak);
+        left -= moved;
     }
+    for (int rank = 0; rank < a->p; rank++)
+        if (a->ranks[rank].free_at - a->ranks[rank].begin > span) span = a->ranks[rank].free_at - a->ranks[rank].begin;
+    return left || peak > a->limit * (1 + 1e-9) ? HUGE_VAL : span;
 }
 
-static void ddp__auto_lists(const ddp__auto *a, ddp_schedule *s) {
+static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
+    ddp_schedule *s = ddp__schedule_new(d, a->p);
+    if (!s) return DDP_ERR_NO_MEMORY;
     for (int rank = 0; rank < a->p; rank++) {
-        int next[DDP_ACTION_KIND_COUNT] = {0};
-        for (int i = 0; i < a->length[rank]; i++) {
-            ddp_action_kind kind = a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)i];
-            ddp__schedule_push(s, kind, rank, next[kind]++);
+        int next[3] = {0, 0, 0};
+        for (int i = 0; i < 3 * a->m; i++) {
+            int which = a->best[(size_t)rank * 3 * (size_t)a->m + (size_t)i];
+            ddp__schedule_push(s, (ddp_action_kind)(DDP_ACTION_FORWARD + which), rank, next[which]++);
         }
         ddp__schedule_end_rank(s);
     }
+    return ddp__schedule_finish(out, s, DDP_OK);
 }
 
-/* Takes the candidate in place of *best if it fits into the limit and is faster; frees the other one. */
-static ddp_result ddp__auto_compare(ddp_schedule **best, double *best_span, ddp_schedule *candidate, const ddp__auto *a) {
+/* The schedule of a known kind, if it fits into the limit and is faster than *span; otherwise *out stays. */
+static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule_kind kind, double *span, ddp_schedule **out) {
+    ddp_schedule_desc like = *d;
     ddp_schedule_report report = DDP_ZERO;
-    ddp_schedule *other = NULL;
-    ddp_result result = ddp__schedule_finish(&other, candidate, DDP_OK);
-    if (result != DDP_OK) return result;
-    result = ddp_schedule_simulate(other, a->costs, &report);
-    if (result == DDP_OK && report.peak_memory <= a->limit * (1 + 1e-9) && (!*best || report.span < *best_span * (1 - 1e-12))) {
-        ddp_schedule *slower = *best;
-        *best = other, *best_span = report.span;
+    ddp_schedule *s = ddp__schedule_new(d, a->p), *other = NULL;
+    ddp_result result;
+    if (!s) return DDP_ERR_NO_MEMORY;
+    like.kind = kind;
+    for (int rank = 0; rank < a->p; rank++) {
+        ddp__generate_rank(s, &like, rank, NULL);
+        ddp__schedule_end_rank(s);
+    }
+    result = ddp__schedule_finish(&other, s, DDP_OK);
+    if (result == DDP_OK) result = ddp_schedule_simulate(other, d->costs, &report);
+    if (result == DDP_OK && report.peak_memory <= a->limit * (1 + 1e-9) && report.span < *span * (1 - 1e-12)) {
+        ddp_schedule *slower = *out;
+        *out = other, *span = report.span;
         other = slower;
     }
     ddp_schedule_destroy(other);
     return result;
 }
 
-static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **best) {
-    static const ddp_schedule_kind known[] = {DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2};
+/* Every combination of rules, then what is known; the first of the fastest. */
+static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
     static const double patience[] = {1, 0.9, 0.75, 0.25};
-    ddp_result result = DDP_OK;
-    double span = 0;
-    for (int k = 0; k < 48 + 2 && result == DDP_OK; k++) {
-        ddp_schedule *s = ddp__schedule_new(d, d->rank_count);
-        if (!s) return DDP_ERR_NO_MEMORY;
-        if (k < 48) {
-            a->rules.turns = k % 3;
-            a->rules.fill = k / 3 % 2;
-            a->rules.even = k / 6 % 2;
-            a->rules.patience = patience[k / 12];
-            ddp__auto_run(a);
-            ddp__auto_lists(a, s);
-        } else for (int rank = 0; rank < d->rank_count; rank++) {
-            ddp_schedule_desc like = *d;
-            like.kind = known[k - 48];
-            ddp__generate_rank(s, &like, rank, NULL);
-            ddp__schedule_end_rank(s);
+    ddp_schedule_report report = DDP_ZERO;
+    double best = HUGE_VAL;
+    ddp_result result;
+    for (int k = 0; k < 48; k++) {
+        double span;
+        a->rules.turns = k % 3;
+        a->rules.fill = k / 3 % 2;
+        a->rules.even = k / 6 % 2;
+        a->rules.patience = patience[k / 12];
+        ddp__auto_run(a);
+        span = ddp__auto_span(a);
+        if (span < best * (1 - 1e-12)) {
+            unsigned char *slower = a->best;
+            a->best = a->order, a->order = slower;
+            best = span;
         }
-        result = ddp__auto_compare(best, &span, s, a);
     }
+    if (best < HUGE_VAL) {
+        result = ddp__auto_schedule(a, d, out);
+        if (result == DDP_OK) result = ddp_schedule_simulate(*out, d->costs, &report);
+        if (result != DDP_OK) return result;
+    }
+    result = ddp__auto_known(a, d, DDP_SCHEDULE_ZB_H1, &best, out);
+    if (result == DDP_OK) result = ddp__auto_known(a, d, DDP_SCHEDULE_ZB_H2, &best, out);
+    if (result == DDP_OK && !*out) return DDP__SCHEDULE_BAD("costs: %d micro-batches take longer than a number tells; give smaller ones", a->m);
     return result;
 }
 
+/* What ranks take, and the earliest that each one's first gradient can come. */
+static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
+    double at = 0;
+    for (int rank = 0; rank < a->p; rank++) {
+        ddp__auto_rank *r = &a->ranks[rank];
+        r->cost[0] = costs ? costs[rank].forward : 1;
+        r->cost[1] = costs ? costs[rank].input_grad : 1;
+        r->cost[2] = costs ? costs[rank].weight_grad : 1;
+        r->transfer = costs ? costs[rank].transfer : 0;
+        r->saved = ddp__cost_activation(costs, rank), r->left = ddp__cost_weight_activation(costs, rank);
+        r->keep = r->left > r->saved ? r->left : r->saved;
+        at += r->cost[0] + (rank + 1 < a->p ? r->transfer : 0);
+    }
+    for (int rank = a->p - 1; rank >= 0; rank--) {
+        a->ranks[rank].first_gradient = at;
+        at += a->ranks[rank].cost[1] + (rank > 0 ? a->ranks[rank].transfer : 0);
+    }
+}
+
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
-    size_t p = (size_t)d->rank_count, m = (size_t)d->microbatch_count, doubles = 4 * p + 2 * p * m, ints = 5 * p;
+    size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1;
     ddp_schedule shape, *best = NULL;
     ddp__auto a;
     double most = 0;
-    void *memory;
     ddp_result result;
     memset(&a, 0, sizeof a);
     memset(&shape, 0, sizeof shape);
     shape.stage_count = d->rank_count;
     result = ddp__costs_check(&shape, d->costs, "ddp_schedule_create");
     if (result != DDP_OK) return result;
-    a.costs = d->costs, a.p = d->rank_count, a.m = d->microbatch_count;
-    for (int rank = 0; rank < a.p; rank++) {
-        double keep = ddp__cost_activation(a.costs, rank), left = ddp__cost_weight_activation(a.costs, rank);
-        if (keep > most) most = keep;
-        if (left > most) most = left;
+    for (int rank = 0; rank < d->rank_count; rank++) {
+        double saved = ddp__cost_activation(d->costs, rank), left = ddp__cost_weight_activation(d->costs, rank);
+        most = saved > most ? saved : most;
+        most = left > most ? left : most;
     }
+    a.p = d->rank_count, a.m = d->microbatch_count;
     a.limit = d->memory_limit > 0 ? d->memory_limit : most * a.p;
+    a.room = a.limit * (1 + 1e-12);
     if (a.limit < most) return DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", a.limit, most, most);
     shape.alloc_fn = d->alloc_fn ? d->alloc_fn : ddp__schedule_malloc;
     shape.free_fn = d->alloc_fn ? d->free_fn : ddp__schedule_mfree;
     shape.user = d->user;
-    memory = ddp__schedule_alloc(&shape, 1, doubles * sizeof(double) + ints * sizeof(int) + 3 * p * m * sizeof(ddp_action_kind));
-    if (!memory) return DDP_ERR_NO_MEMORY;
-    a.free_at = (double *)memory, a.memory = a.free_at + p, a.first_gradient = a.memory + p;
-    a.waited = a.first_gradient + p, a.forward_end = a.waited + p, a.gradient_end = a.forward_end + p * m;
-    a.next = (int *)(a.gradient_end + p * m), a.length = a.next + 4 * p;
-    a.order = (ddp_action_kind *)(a.length + p);
-    ddp__auto_first_gradients(&a);
+    while (leaves < p) leaves *= 2;
+    a.leaves = (int)leaves;
+    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, p * sizeof *a.ranks + (2 * cells + p + leaves) * sizeof(double) + 2 * leaves * sizeof(int) + 6 * cells);
+    if (!a.ranks) return DDP_ERR_NO_MEMORY;
+    a.end[0] = (double *)(a.ranks + p), a.end[1] = a.end[0] + cells;
+    a.waited = a.end[1] + cells, a.at = a.waited + p;
+    a.tree = (int *)(a.at + leaves);
+    a.order = (unsigned char *)(a.tree + 2 * leaves), a.best = a.order + 3 * cells;
+    ddp__auto_costs(&a, d->costs);
     result = ddp__auto_try(&a, d, &best);
-    ddp__schedule_free(&shape, memory);
+    ddp__schedule_free(&shape, a.ranks);
     if (result == DDP_OK) *out = best;
     else ddp_schedule_destroy(best);
     return result;
@@ -2097,6 +2174,9 @@ DDPDEF ddp_result ddp_pipeline_partition(const double *cost, int layer_count, in
 DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double *memory, const double *memory_limit, int layer_count, int stage_count,
                                                 int *first_layer) {
     if (!memory || !memory_limit) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory or memory_limit is NULL");
+    for (int stage = 0; stage < stage_count; stage++)
+        if (!(memory_limit[stage] >= 0))
+            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory_limit[%d]=%g; it is a number that is not negative", stage, memory_limit[stage]);
     return ddp__partition("ddp_pipeline_partition_memory", cost, memory, memory_limit, layer_count, stage_count, first_layer);
 }
 
@@ -2246,7 +2326,7 @@ struct ddp_pipeline {
     int works;                    /* messages that may be under way at once; after create, of any rank */
     int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
     int evaluating;
-    int no_clip;                  /* a stage of some rank has no params, or gradients that come with unshard */
+    int no_clip;                  /* no stage of any rank has params, or one has gradients that come with unshard */
     double *shares;               /* exchanged after each step: losses, starts, spans, compute of ranks, F I W B seconds of stages */
     size_t share_count;
     double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
@@ -2380,7 +2460,8 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
     if (kinds & 1u << DDP_ACTION_WEIGHT_GRAD && !s->weight_grad) return DDP__PIPE_BAD("%s: weight_grad is NULL, and the schedule has W", label.text);
     if (kinds & 1u << DDP_ACTION_BACKWARD && !s->backward && !(s->input_grad && s->weight_grad))
         return DDP__PIPE_BAD("%s: backward is NULL, and the schedule has B; set it, or input_grad and weight_grad", label.text);
-    if (s->param_count < 0 || (s->param_count && !s->params)) return DDP__PIPE_BAD("%s: param_count=%d, params=%p", label.text, s->param_count, (const void *)s->params);
+    if (s->param_count < 0 || (s->param_count && !s->params))
+        return DDP__PIPE_BAD("%s: param_count=%d, params=%p; name all of them, or set neither", label.text, s->param_count, (const void *)s->params);
     if (asynchronous && !s->update) return DDP__PIPE_BAD("%s: update is NULL; %s changes weights inside of a step", label.text, ddp_schedule_kind_name(p->schedule->kind));
     if (asynchronous && s->recompute) return DDP__PIPE_BAD("%s: recompute=1 does not go with %s", label.text, ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < s->param_count; i++) DDP__PIPE_TRY(ddp__pipe_check_param(p, stage, i));
@@ -2389,14 +2470,12 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
 
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
-    if (d->tie_count < 0 || (d->tie_count && !d->ties)) return DDP__PIPE_BAD("tie_count=%d, or ties is NULL", d->tie_count);
+    if (d->tie_count < 0 || (d->tie_count && !d->ties)) return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count, (const void *)d->ties);
     if (d->tie_count && (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW))
         return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {
         const ddp_pipeline_tie *t = &d->ties[i];
-        ddp_tensor grad[2];
         int later = t->second_stage > t->first_stage || (t->second_stage == t->first_stage && t->second_param > t->first_param);
-        memset(grad, 0, sizeof grad);
         if (t->first_stage < 0 || !later || t->second_stage >= p->stage_count)
             return DDP__PIPE_BAD("ties[%d]: stages %d and %d; the second use is a later one, and there are %d stages", i, t->first_stage, t->second_stage,
                                  p->stage_count);
@@ -2408,10 +2487,7 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
             if (ddp__pipe_comes_and_goes(&d->stages[stage], index))
                 return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; ties need one that stays, as with a ddp_reducer", i, index,
                                      ddp__pipe_stage_label(p, stage).text);
-            grad[end] = ddp__pipe_grad(d->stages[stage].params[index]);
         }
-        if (grad[0].dtype && grad[1].dtype && (grad[0].dtype != grad[1].dtype || ddp_tensor_count(&grad[0]) != ddp_tensor_count(&grad[1])))
-            return DDP__PIPE_BAD("ties[%d]: the two parameters differ in dtype or number of elements", i);
         for (int k = 0; k < d->tie_count; k++)
             if (k != i && t->second_stage == d->ties[k].second_stage && t->second_param == d->ties[k].second_param)
                 return DDP__PIPE_BAD("ties[%d] and ties[%d] have the same second parameter", i < k ? i : k, i < k ? k : i);
@@ -2438,7 +2514,8 @@ static ddp_result ddp__pipe_edges(ddp_pipeline *p, ddp_pipeline_edge **out) {
     const ddp_pipeline_desc *d = &p->desc;
     int count = d->edges ? d->edge_count : p->stage_count - 1 + (d->output.dtype != DDP_DTYPE_DEFAULT), to_loss = 0;
     ddp_pipeline_edge *edges;
-    if (d->edges && (count < 0 || count > (1 << 20))) return DDP__PIPE_BAD("edge_count=%d", count);
+    if (d->edge_count < 0 || d->edge_count > (1 << 20) || (d->edge_count && !d->edges))
+        return DDP__PIPE_BAD("edge_count=%d, edges=%p; list all edges, at most %d, or set neither", d->edge_count, (const void *)d->edges, 1 << 20);
     DDP__PIPE_NEW(p, edges, ddp_pipeline_edge, count);
     for (int i = 0; i < count; i++) {
         ddp_pipeline_edge *e = &edges[i];
@@ -2705,8 +2782,6 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         if (s->input_count > most) most = s->input_count;
         if (s->output_count > most) most = s->output_count;
         if (s->desc.param_count > params) params = s->desc.param_count;
-        p->no_clip |= !s->desc.params;
-        for (int i = 0; i < s->desc.param_count; i++) p->no_clip |= ddp__pipe_comes_and_goes(&s->desc, i);
     }
     for (int peer = 0; peer < p->world_size; peer++) if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, peer));
     for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
@@ -3314,7 +3389,7 @@ static uint64_t ddp__pipe_hash(uint64_t hash, const void *data, size_t size) { /
 
 /* What ranks tell each other before they share memory. */
 typedef struct ddp__pipe_notice {
-    int64_t result, no_clip;
+    int64_t result, params, no_clip;
     uint64_t schedule, edges, ties, bytes, works;
     char text[512];
 } ddp__pipe_notice;
@@ -3333,12 +3408,25 @@ static void ddp__pipe_notice_fill(const ddp_pipeline *p, const ddp_pipeline_edge
         own->edges = ddp__pipe_hash(own->edges, t->shape, (size_t)t->ndim * sizeof *t->shape);
     }
     own->ties = ddp__pipe_hash(start, p->desc.ties, (size_t)p->desc.tie_count * sizeof *p->desc.ties);
-    own->no_clip = p->no_clip;
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        const ddp_pipeline_stage *desc = &p->stages[stage].desc; /* of another rank's: empty */
+        own->params += desc->param_count;
+        for (int i = 0; i < desc->param_count; i++) own->no_clip |= ddp__pipe_comes_and_goes(desc, i);
+    }
+}
+
+/* A call of the group failed: its first cause, if it has one, as the sentence of `who`. */
+static ddp_result ddp__pipe_group_failed(ddp_pipeline *p, ddp_result result, const char *who) {
+    if (result == DDP_OK) return DDP_OK;
+    snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    if (ddp_group_cause(p->group) != DDP_OK) snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
+    return ddp_fail(result, "rank %d/%d %s group=%s: %.400s", p->rank, p->world_size, who, ddp_group_name(p->group), p->text);
 }
 
 /* Whatever is wrong on one rank is known to all; *bytes becomes what the rank with the most to send needs. */
 static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t *bytes) {
     ddp__pipe_notice *all = (ddp__pipe_notice *)ddp__pipe_host(p, (size_t)p->world_size, sizeof *all);
+    int64_t params = 0;
     ddp_call call;
     if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
     memset(&call, 0, sizeof call);
@@ -3349,7 +3437,7 @@ static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t
     call.send = own;
     call.recv = all;
     call.count = sizeof *own;
-    if (p->world_size > 1) DDP__PIPE_TRY(ddp_group_call(p->group, &call, NULL));
+    if (p->world_size > 1) DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp_group_call(p->group, &call, NULL), ddp__pipe_create_name));
     else all[0] = *own;
     if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
     for (int rank = 0; rank < p->world_size; rank++)
@@ -3359,7 +3447,55 @@ static ddp_result ddp__pipe_agree(ddp_pipeline *p, ddp__pipe_notice *own, size_t
         if (what) return ddp_fail(DDP_ERR_MISMATCH, "ddp_pipeline_create group=%s: %s of ranks 0 and %d differ; give every rank the same", ddp_group_name(p->group), what, rank);
         if (all[rank].bytes > *bytes) *bytes = (size_t)all[rank].bytes;
         p->no_clip |= (int)all[rank].no_clip;
+        params += all[rank].params;
         if (all[rank].works > (uint64_t)p->works) p->works = (int)all[rank].works;
+    }
+    p->no_clip |= !params;
+    return DDP_OK;
+}
+
+/* An end of a tie: the gradient's dtype, the value's ndim and shape. Each lies on one rank: a sum with zeros tells all. */
+enum { DDP__PIPE_END = 2 + DDP_MAX_NDIM };
+
+static ddp_result ddp__pipe_ends(ddp_pipeline *p, int64_t **out) {
+    int64_t *ends;
+    DDP__PIPE_NEW(p, ends, int64_t, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END);
+    for (int i = 0; i < 2 * p->desc.tie_count; i++) {
+        const ddp_pipeline_tie *t = &p->desc.ties[i / 2];
+        int stage = i % 2 ? t->second_stage : t->first_stage;
+        const ddp_param *param = p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].params[i % 2 ? t->second_param : t->first_param] : NULL;
+        int64_t *end = &ends[i * DDP__PIPE_END];
+        if (!param) continue;
+        end[0] = (int64_t)ddp__pipe_grad(param).dtype;
+        end[1] = param->value.ndim;
+        for (int k = 0; k < param->value.ndim; k++) end[2 + k] = param->value.shape[k];
+    }
+    *out = ends;
+    return DDP_OK;
+}
+
+/* "f32 [65,32]" */
+static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
+    int used = snprintf(out, size, "%s [", ddp_dtype_name((ddp_dtype)end[0]));
+    for (int k = 0; k < (int)end[1]; k++) used += snprintf(out + used, size - (size_t)used, "%s%lld", k ? "," : "", (long long)end[2 + k]);
+    snprintf(out + used, size - (size_t)used, "]");
+}
+
+/* Both ends of a tie are alike, wherever they lie. */
+static ddp_result ddp__pipe_agree_ties(ddp_pipeline *p, int64_t *ends) {
+    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, ends, 2 * (size_t)p->desc.tie_count * DDP__PIPE_END, DDP_I64), ddp__pipe_create_name));
+    for (int i = 0; i < p->desc.tie_count; i++) {
+        const ddp_pipeline_tie *t = &p->desc.ties[i];
+        const int64_t *end = &ends[2 * i * DDP__PIPE_END];
+        const int *rank_of = p->schedule->stage_rank;
+        char first[224], second[224];
+        if (memcmp(end, end + DDP__PIPE_END, DDP__PIPE_END * sizeof *end) == 0) continue;
+        ddp__pipe_end_text(end, first, sizeof first);
+        ddp__pipe_end_text(end + DDP__PIPE_END, second, sizeof second);
+        return ddp_fail(rank_of[t->first_stage] == rank_of[t->second_stage] ? DDP_ERR_INVALID : DDP_ERR_MISMATCH,
+                        "ddp_pipeline_create: ties[%d]: params[%d] of stage %d on rank %d is %s, params[%d] of stage %d on rank %d is %s; "
+                        "both uses have one shape, and gradients of one dtype", i, t->first_param, t->first_stage, rank_of[t->first_stage], first,
+                        t->second_param, t->second_stage, rank_of[t->second_stage], second);
     }
     return DDP_OK;
 }
@@ -3409,14 +3545,25 @@ static ddp_result ddp__pipe_ask_in_place(ddp_pipeline *p) {
     return ddp_group_free(p->group, piece);
 }
 
+/* All that a rank can find out alone. */
+static ddp_result ddp__pipe_describe(ddp_pipeline *p, ddp__pipe_notice *own, int64_t **ends, size_t *bytes) {
+    ddp_pipeline_edge *edges = NULL;
+    DDP__PIPE_TRY(ddp__pipe_check_desc(p));
+    DDP__PIPE_TRY(ddp__pipe_edges(p, &edges));
+    DDP__PIPE_TRY(ddp__pipe_layout(p, edges, bytes));
+    DDP__PIPE_TRY(ddp__pipe_ends(p, ends));
+    ddp__pipe_notice_fill(p, edges, own);
+    return DDP_OK;
+}
+
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc) {
     ddp_pipeline *p;
-    ddp_pipeline_edge *edges = NULL;
     ddp__pipe_notice own;
+    int64_t *ends = NULL;
     size_t bytes = 0;
     ddp_result result;
     if (out) *out = NULL;
-    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_create: out or group is NULL");
+    if (!group) return DDP__PIPE_BAD("group is NULL");
     p = (ddp_pipeline *)ddp_group_malloc(group, sizeof *p);
     if (!p) { ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
     memset(p, 0, sizeof *p);
@@ -3424,18 +3571,16 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     p->group = group;
     p->device = ddp_group_device(group);
     p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
-    result = ddp__pipe_ask_in_place(p);
+    result = ddp__pipe_group_failed(p, ddp__pipe_ask_in_place(p), ddp__pipe_create_name);
     if (result != DDP_OK) { ddp_group_mfree(group, p); return result; }
     if (desc) p->desc = *desc;
-    result = desc ? ddp__pipe_check_desc(p) : DDP__PIPE_BAD("desc is NULL");
-    if (result == DDP_OK) result = ddp__pipe_edges(p, &edges);
-    if (result == DDP_OK) result = ddp__pipe_layout(p, edges, &bytes);
-    if (result == DDP_OK) ddp__pipe_notice_fill(p, edges, &own);
-    else snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
+    result = out && desc ? ddp__pipe_describe(p, &own, &ends, &bytes) : DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out");
+    if (result != DDP_OK) snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
     own.result = result, own.bytes = bytes, own.works = (uint64_t)p->works;
-    result = ddp__pipe_agree(p, &own, &bytes);
-    if (result == DDP_OK && bytes) result = ddp_group_alloc(group, bytes, &p->shared);
-    if (result == DDP_OK) result = ddp__pipe_warm_up(p);
+    result = ddp__pipe_agree(p, &own, &bytes); /* and so nobody waits for a rank that had to leave */
+    if (result == DDP_OK) result = ddp__pipe_agree_ties(p, ends);
+    if (result == DDP_OK && bytes) result = ddp__pipe_group_failed(p, ddp_group_alloc(group, bytes, &p->shared), ddp__pipe_create_name);
+    if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_warm_up(p), ddp__pipe_create_name);
     if (result != DDP_OK) {
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());
@@ -3525,7 +3670,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
         double shift = one_clock ? p->starts[p->rank] - earliest : 0; /* other machines have other clocks: each from its own start */
         all[i].begin = p->times[i].begin + shift, all[i].end = p->times[i].end + shift;
     }
-    result = ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64);
+    result = ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, all, 2 * count, DDP_F64), "ddp_pipeline_get_times");
     if (result == DDP_OK && costs) {
         ddp__pipe_costs(p, costs);
         if (one_clock) ddp__pipe_transfers(p, all, (double *)(all + count), costs);
@@ -3573,11 +3718,13 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     float length;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: pipeline is NULL");
     if (!(max_norm > 0)) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: max_norm=%g; pass a positive number", (double)max_norm);
-    if (p->no_clip) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: a stage has no params, or gradients that come with unshard; name whole ones in its ddp_pipeline_stage");
+    if (p->no_clip)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
+                        "in ddp_pipeline_stage");
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);
-    DDP__PIPE_TRY(ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64));
+    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_sum_over_ranks(p, sum.cell, DDP_EXACT_CELLS, DDP_I64), "ddp_pipeline_clip_grad_norm"));
     length = (float)sqrt(ddp_exact_sum_value(&sum));
     if (norm) *norm = length;
     if (!(length > max_norm) || length > FLT_MAX) return DDP_OK;

@@ -48,7 +48,7 @@ typedef struct run_program run_program;
 typedef struct run_options {
     const run_program *program;
     run_config config;
-    int32_t ranks, threads_as_ranks, replicas, chunks, help;
+    int32_t ranks, threads_as_ranks, replicas, stages, chunks, micro_batches, help;
     const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;

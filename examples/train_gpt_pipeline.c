@@ -6,7 +6,7 @@ USAGE
     mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
 
 A STEP
-    Embedding, blocks and head are the model's units. They are cut into as many stages as there are ranks, times --chunks, of about equal cost:
+    Embedding, blocks and head are the model's units. They are cut into --stages of about equal cost, one or more on each rank:
 
         rank 0   embedding  h.0  h.1          F0 F1 .  .  .  B0 F2 B1 F3 ...
         rank 1   h.2  h.3  head               .  F0 B0 F1 B1 F2 B2 ...
@@ -26,7 +26,9 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-H2, ZB-V, DualPipeV, ..."},
-    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank; default 1, and 2 where the schedule needs two"},
+    {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536, "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
+    {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank: the same as --stages N x ranks"},
+    {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6, "N micro-batches per step; default --batch / --micro-batch"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
 static const run_program PROGRAM = {"train_gpt_pipeline", "trains a byte-level GPT on text with pipelined ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
@@ -73,6 +75,30 @@ static int first_param(const trainer *t, int unit) {
     return unit == 0 ? 0 : unit > t->run.plan.config.layers ? t->run.model.param_count - 3 : gpt_block_first_param(unit - 1);
 }
 
+/* --stages or --chunks as chunks; 0: the schedule's own number. */
+static ddp_result find_chunks(const trainer *t, int *chunks) {
+    int ranks = t->run.world_size, stages = t->run.options->stages, given = t->run.options->chunks;
+    *chunks = stages ? stages / ranks : given;
+    if (stages % ranks || stages < 0)
+        return WRONG("--stages %d do not lie evenly on %d ranks; use --stages %d", stages, ranks, stages < ranks ? ranks : stages / ranks * ranks);
+    if (stages && given && given != *chunks) return WRONG("--stages %d on %d ranks are not --chunks %d; leave one of them out", stages, ranks, given);
+    return DDP_OK;
+}
+
+/* Of --micro-batches, --batch and --micro-batch two give the third. */
+static ddp_result find_batch(run_config *c, int count) {
+    if (!count) return DDP_OK;
+    if (!c->batch && !c->micro_batch) c->micro_batch = 4;
+    if (!c->batch && (int64_t)count * c->micro_batch > 1000000)
+        return WRONG("--micro-batches %d of %d windows are more than 1000000, the most that --batch takes; use fewer", count, c->micro_batch);
+    if (!c->batch) c->batch = count * c->micro_batch;
+    if (!c->micro_batch && c->batch % count == 0) c->micro_batch = c->batch / count;
+    if (!c->micro_batch) return WRONG("--batch %d does not split into --micro-batches %d; use --batch %d", c->batch, count, (c->batch / count + 1) * count);
+    if ((int64_t)count * c->micro_batch != c->batch)
+        return WRONG("--micro-batches %d of --micro-batch %d are not --batch %d; leave one of the three out", count, c->micro_batch, c->batch);
+    return DDP_OK;
+}
+
 static ddp_result make_schedule(trainer *t) {
     const run_options *o = t->run.options;
     ddp_schedule_desc desc = DDP_ZERO;
@@ -81,7 +107,7 @@ static ddp_result make_schedule(trainer *t) {
         return WRONG("--schedule %s: it trains with delayed weights, and would not end with the weights of train_gpt; use another one", o->strategy);
     desc.rank_count = t->run.world_size;
     desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
-    desc.chunk_count = o->chunks;
+    TRY(find_chunks(t, &desc.chunk_count));
     TRY(ddp_schedule_create(&t->schedule, &desc));
     t->stage_count = ddp_schedule_stage_count(t->schedule);
     t->unit_count = t->run.plan.config.layers + 2;
@@ -93,10 +119,12 @@ static ddp_result make_schedule(trainer *t) {
 
 /* Rank 0: everything that can be wrong with the input is found here. A pipeline takes the batch as one rank does. */
 static ddp_result plan_run(trainer *t) {
-    TRY(check_options(t->run.options, t->run.world_size));
+    run_options options = *t->run.options;
+    TRY(check_options(&options, t->run.world_size));
     TRY(check_writable(SCHEDULE_PATH));
     TRY(check_writable(TRACE_PATH));
-    TRY(make_plan(&t->run.plan, t->run.options, 1, NULL, &t->run.text));
+    TRY(find_batch(&options.config, options.micro_batches));
+    TRY(make_plan(&t->run.plan, &options, 1, NULL, &t->run.text));
     TRY(make_schedule(t));
     ddp_schedule_destroy(t->schedule);
     t->schedule = NULL;

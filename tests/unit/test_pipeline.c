@@ -112,23 +112,28 @@ static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kin
     return DDP_OK;
 }
 
+/* Each kind with each number of chunks up to 3, as it is made and with all that lowering adds. */
 static ddp_result every_schedule(ddp_group *world) {
-    static const struct { ddp_schedule_kind kind; int v, per_rank, more; } all[] = {
-        {DDP_SCHEDULE_1F1B, 1, 1, 3}, {DDP_SCHEDULE_NAIVE, 2, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 2, 1}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 3, 2, 0},
-        {DDP_SCHEDULE_LOOPED_BFS, 2, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 3, 1}, {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 3, 0},
-        {DDP_SCHEDULE_ZB_V, 2, 2, 3}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 3}, {DDP_SCHEDULE_AUTO, 1, 2, 3}, {DDP_SCHEDULE_1F1B, 1, 0, 1}};
-    for (int k = 0; k < (int)(sizeof all / sizeof all[0]); k++) {
-        variant v = {k % 2, k % 3 == 1, k % 4 == 3, k % 5, k % 2 == 0};
-        ddp_schedule *s, *low;
-        RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, all[k].v, 0));
-        RANKS_OK(world, compare(world, s, v, ddp_schedule_kind_name(all[k].kind)));
-        if (k % 4 == 0) {
+    static const struct { ddp_schedule_kind kind; int least, most, per_rank, more; } all[] = {
+        {DDP_SCHEDULE_1F1B, 1, 1, 1, 3}, {DDP_SCHEDULE_1F1B, 1, 1, 0, 1}, {DDP_SCHEDULE_NAIVE, 1, 3, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 1, 2, 1},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 1, 3, 2, 0}, {DDP_SCHEDULE_LOOPED_BFS, 1, 3, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 1, 3, 1},
+        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 1, 3, 3, 0}, {DDP_SCHEDULE_ZB_V, 2, 2, 2, 3}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 2, 3}, {DDP_SCHEDULE_AUTO, 1, 1, 2, 3}};
+    int n = 0;
+    for (int k = 0; k < (int)(sizeof all / sizeof all[0]); k++)
+        for (int chunks = all[k].least; chunks <= all[k].most; chunks++, n++) {
+            ddp_schedule *s, *low;
+            char what[80];
+            snprintf(what, sizeof what, "%s, %d chunks", ddp_schedule_kind_name(all[k].kind), chunks);
+            RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
             RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
-            RANKS_OK(world, compare(world, low, v, "lowered"));
+            for (int lowered = 0; lowered < 2; lowered++) {
+                int i = n + lowered;
+                variant v = {i % 2, i % 3 == 1, i % 4 == 3, i % 5, i % 4 < 2};
+                RANKS_OK(world, compare(world, lowered ? low : s, v, what));
+            }
             ddp_schedule_destroy(low);
+            ddp_schedule_destroy(s);
         }
-        ddp_schedule_destroy(s);
-    }
     return DDP_OK;
 }
 
@@ -186,24 +191,59 @@ static void delayed(versions *all, int kind_2bw, int stages, int count, int inte
         }
 }
 
+/* A stage whose values lie elsewhere, and in m only from unshard to reshard: an update inside of a step gathers anew. */
+typedef struct sharded { pipe_model m; float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } sharded;
+
+static ddp_result on_gather(int stage, void *user) {
+    sharded *me = (sharded *)user;
+    memcpy(me->m.weight[stage], me->weight[stage], sizeof me->weight[stage]);
+    memcpy(me->m.bias[stage], me->bias[stage], sizeof me->bias[stage]);
+    return DDP_OK;
+}
+
+static ddp_result on_release(int stage, void *user) {
+    sharded *me = (sharded *)user;
+    memset(me->m.weight[stage], 0xff, sizeof me->weight[stage]); /* no numbers */
+    memset(me->m.bias[stage], 0xff, sizeof me->bias[stage]);
+    return DDP_OK;
+}
+
+static ddp_result on_shard_update(int stage, void *user) {
+    sharded *me = (sharded *)user;
+    me->m.hooks[stage][4]++;
+    for (int k = 0; k < PIPE_WEIGHTS; k++) me->weight[stage][k] -= 0.05f * me->m.d_weight[stage][k];
+    for (int k = 0; k < PIPE_SIDE; k++) me->bias[stage][k] -= 0.05f * me->m.d_bias[stage][k];
+    on_release(stage, user);
+    return on_gather(stage, user);
+}
+
+/* Case by case as the list is made, with whole values; then lowered, with sharded ones. */
 static ddp_result weight_versions(ddp_group *world) {
     int w = ddp_world_size(world);
     static const struct { int twice, per_rank, interval, scaled; } cases[] = {{0, 4, 1, 0}, {0, 4, 2, 0}, {0, 2, 1, 1}, {1, 3, 1, 1}, {1, 2, 2, 1}};
-    for (int k = 0; k < (int)(sizeof cases / sizeof cases[0]); k++) {
-        int interval = cases[k].interval * (cases[k].scaled ? w : 1), count = cases[k].per_rank * w;
-        pipe_model *m = (pipe_model *)malloc(sizeof *m);
+    enum { CASES = (int)(sizeof cases / sizeof cases[0]) };
+    for (int turn = 0; turn < 2 * CASES; turn++) {
+        int k = turn % CASES, shards = turn >= CASES, interval = cases[k].interval * (cases[k].scaled ? w : 1), count = cases[k].per_rank * w;
+        sharded *me = (sharded *)malloc(sizeof *me);
+        pipe_model *m = &me->m;
         versions *all = (versions *)malloc(sizeof *all);
         ddp_pipeline_desc desc;
         ddp_pipeline *pipeline;
         ddp_pipeline_stats stats;
-        ddp_schedule *s;
-        RANKS_CHECK(world, m && all, "memory");
+        ddp_schedule *s, *low;
+        RANKS_CHECK(world, me && all, "memory");
         RANKS_OK(world, make(world, &s, cases[k].twice ? DDP_SCHEDULE_PIPEDREAM_2BW : DDP_SCHEDULE_PIPEDREAM, count, 1, interval));
+        RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
         pipe_build(m, w, 1);
         memcpy(all->weight[0], m->weight, sizeof m->weight);
         memcpy(all->bias[0], m->bias, sizeof m->bias);
-        for (int stage = 0; stage < w; stage++) m->stage[stage].update = on_update;
-        pipe_desc(m, s, &desc);
+        memcpy(me->weight, m->weight, sizeof m->weight);
+        memcpy(me->bias, m->bias, sizeof m->bias);
+        for (int stage = 0; stage < w; stage++) {
+            m->stage[stage].update = shards ? on_shard_update : on_update;
+            if (shards) m->stage[stage].unshard = on_gather, m->stage[stage].reshard = on_release, on_release(stage, me);
+        }
+        pipe_desc(m, shards ? low : s, &desc);
         RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
         for (int step = 0; step < 3; step++) RANKS_OK(world, ddp_pipeline_step(pipeline));
         delayed(all, cases[k].twice, w, count, interval, 3);
@@ -211,16 +251,19 @@ static ddp_result weight_versions(ddp_group *world) {
             if (stage != ddp_rank(world)) continue;
             RANKS_CHECK(world, m->hooks[stage][4] == 3 * count / interval, "case %d: %d updates", k, m->hooks[stage][4]);
             RANKS_CHECK(world, m->params[stage][0].value.data == m->weight[stage], "case %d: the newest values moved", k);
-            RANKS_CHECK(world, memcmp(m->weight[stage], all->weight[3 * count / interval][stage], sizeof m->weight[stage]) == 0, "case %d stage %d: weight", k, stage);
-            RANKS_CHECK(world, memcmp(m->bias[stage], all->bias[3 * count / interval][stage], sizeof m->bias[stage]) == 0, "case %d stage %d: bias", k, stage);
+            RANKS_CHECK(world, memcmp(shards ? me->weight[stage] : m->weight[stage], all->weight[3 * count / interval][stage], sizeof m->weight[stage]) == 0,
+                        "case %d stage %d: weight", turn, stage);
+            RANKS_CHECK(world, memcmp(shards ? me->bias[stage] : m->bias[stage], all->bias[3 * count / interval][stage], sizeof m->bias[stage]) == 0,
+                        "case %d stage %d: bias", turn, stage);
         }
         RANKS_CHECK(world, !m->wrong, "case %d: %s", k, m->wrong);
         RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
         RANKS_CHECK(world, cases[k].twice ? stats.version_bytes > 0 : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w), "case %d: %zu bytes", k, stats.version_bytes);
         ddp_pipeline_destroy(pipeline);
+        ddp_schedule_destroy(low);
         ddp_schedule_destroy(s);
         free(all);
-        free(m);
+        free(me);
     }
     return DDP_OK;
 }
@@ -278,6 +321,44 @@ static ddp_result ties_and_norm(ddp_group *world) {
         ddp_pipeline_destroy(pipeline);
         ddp_schedule_destroy(s);
     }
+    free(h);
+    free(m);
+    return DDP_OK;
+}
+
+/* The last stage has no parameters that the runner knows, and then none has. */
+static ddp_result norm_without_params(ddp_group *world) {
+    int w = ddp_world_size(world), count = 2 * w;
+    pipe_model *m = (pipe_model *)malloc(sizeof *m);
+    history *h = (history *)malloc(sizeof *h);
+    ddp_schedule *s;
+    RANKS_CHECK(world, m && h, "memory");
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, count, 1, 0));
+    for (int named = 0; named < w; named += w > 1 ? w - 1 : 1) {
+        ddp_pipeline_desc desc;
+        ddp_pipeline *pipeline;
+        ddp_exact_sum sum;
+        ddp_result result;
+        float norm = 0;
+        pipe_build(m, w, 1);
+        plain_begin(h, m);
+        plain_step(h, m, count, 1);
+        for (int stage = named; stage < w; stage++) m->stage[stage].params = NULL, m->stage[stage].param_count = 0;
+        pipe_desc(m, s, &desc);
+        RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+        RANKS_OK(world, ddp_pipeline_step(pipeline));
+        RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 0, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "max_norm"), "%s", ddp_last_error());
+        ddp_exact_sum_clear(&sum);
+        for (int stage = 0; stage < named; stage++) {
+            ddp_device_cpu()->sum_squares(&sum, h->grads[0].weight[stage], PIPE_SIDE, PIPE_SIDE, DDP_F32);
+            ddp_device_cpu()->sum_squares(&sum, h->grads[0].bias[stage], PIPE_SIDE, 1, DDP_F32);
+        }
+        result = ddp_pipeline_clip_grad_norm(pipeline, 1e9f, &norm);
+        if (named) RANKS_CHECK(world, result == DDP_OK && norm == (float)sqrt(ddp_exact_sum_value(&sum)), "norm %.9g", (double)norm);
+        else RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), "no stage has params"), "%s", ddp_last_error());
+        ddp_pipeline_destroy(pipeline);
+    }
+    ddp_schedule_destroy(s);
     free(h);
     free(m);
     return DDP_OK;
@@ -481,6 +562,8 @@ static ddp_result bad_input(ddp_group *world) {
     ddp_schedule_desc wide = DDP_ZERO;
     ddp_pipeline_tie tie = {0, 0, 1, 7};
     int w = ddp_world_size(world), stages = 2 * w;
+    char words[120];
+    snprintf(words, sizeof words, "ties[0]: params[0] of stage 0 on rank 0 is f32 [5,5], params[1] of stage %d on rank %d is f32 [5]", stages - 1, w - 1);
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2 * w, 2, 0));
     wide.rank_count = w + 1, wide.microbatch_count = 2;
     RANKS_OK(world, ddp_schedule_create(&other, &wide));
@@ -510,12 +593,27 @@ static ddp_result bad_input(ddp_group *world) {
     desc.edge_count--;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "no edge goes to it");
     desc.edges = NULL;
-    if (stages > 1) EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "list all edges");
+    desc.edge_count = -1;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge_count=-1");
+    desc.edges = NULL, desc.edge_count = 0;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "edge 0 (stage 0 to 1)");
+    desc.tie_count = 2;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "tie_count=2");
+    m.stage[0].params = NULL;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 0: param_count=2");
     desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: stage 1 has no params[7]");
     tie.second_stage = w, tie.second_param = 1; /* stages 0 and w are on one rank */
     desc.ties = &tie, desc.tie_count = 1;
-    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties[0]: the two parameters differ");
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "f32 [5,5]");
+    tie.second_stage = stages - 1; /* on rank w - 1, and each rank hears of both */
+    desc.ties = &tie, desc.tie_count = 1;
+    EXPECT_BAD(world, pipeline, w > 1 ? DDP_ERR_MISMATCH : DDP_ERR_INVALID, words);
+    tie.second_param = 0; /* alike but for the dtype of the gradient */
+    m.params[stages - 1][0].grad.dtype = DDP_F64;
+    desc.ties = &tie, desc.tie_count = 1;
+    EXPECT_BAD(world, pipeline, w > 1 ? DDP_ERR_MISMATCH : DDP_ERR_INVALID, "is f64 [5,5]");
     m.stage[w].saved_bytes = SIZE_MAX;
     EXPECT_BAD(world, pipeline, DDP_ERR_NO_MEMORY, "micro-batches at a time of");
     m.params[0][0].value.shape[0] = INT64_MAX / 5;
@@ -535,12 +633,48 @@ static ddp_result bad_input(ddp_group *world) {
     desc.schedule = twice, desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties do not go with PipeDream-2BW");
     ddp_schedule_destroy(twice);
-    m.stage[w - 1].params = NULL, m.stage[w - 1].param_count = 0;
-    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
-    RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 1, NULL) == DDP_ERR_INVALID && strstr(ddp_last_error(), "no params"), "%s", ddp_last_error());
-    RANKS_CHECK(world, ddp_pipeline_clip_grad_norm(pipeline, 0, NULL) == DDP_ERR_INVALID, "max_norm");
+    RANKS_CHECK(world, ddp_pipeline_create(&pipeline, NULL, &desc) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
+    for (int k = 0; k < 2; k++) { /* what the last rank alone gets wrong; nobody waits for it */
+        int mine = ddp_rank(world) == w - 1;
+        ddp_result result = ddp_pipeline_create(mine && k ? NULL : &pipeline, world, mine && !k ? NULL : &desc);
+        RANKS_CHECK(world, result == DDP_ERR_INVALID && strstr(ddp_last_error(), k ? "ddp_pipeline_create: out is NULL" : "ddp_pipeline_create: desc is NULL"), "%s",
+                    ddp_last_error());
+        if (!mine) RANKS_CHECK(world, strncmp(ddp_last_error(), "rank ", 5) == 0 && atoi(ddp_last_error() + 5) == w - 1, "%s", ddp_last_error());
+    }
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc)); /* the group works still */
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(other);
+    ddp_schedule_destroy(s);
+    return DDP_OK;
+}
+
+/* What a group that has failed answers names the call, not what it is made of. */
+static ddp_result failed_group(ddp_group *world) {
+    pipe_model m;
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline, *other;
+    ddp_group *group;
+    ddp_schedule *s;
+    char words[80];
+    int w = ddp_world_size(world);
+    RANKS_OK(world, make(world, &s, DDP_SCHEDULE_GPIPE, 2, 1, 0));
+    RANKS_OK(world, ddp_group_split(world, 0, ddp_rank(world), &group));
+    pipe_build(&m, w, 1);
+    pipe_desc(&m, s, &desc);
+    RANKS_OK(world, ddp_pipeline_create(&pipeline, group, &desc));
+    RANKS_OK(world, ddp_pipeline_step(pipeline));
+    if (ddp_rank(world) == w - 1) RANKS_OK(world, ddp_group_abort(group));
+    RANKS_OK(world, ddp_barrier(world));
+    for (int k = 0; k < 4 && w > 1; k++) {
+        static const char *const names[] = {"create", "step", "get_times", "clip_grad_norm"};
+        ddp_result result = k == 0 ? ddp_pipeline_create(&other, group, &desc) : k == 1 ? ddp_pipeline_step(pipeline) :
+                            k == 2 ? ddp_pipeline_get_times(pipeline, NULL, NULL) : ddp_pipeline_clip_grad_norm(pipeline, 1, NULL);
+        snprintf(words, sizeof words, "rank %d/%d ddp_pipeline_%s group=", ddp_rank(world), w, names[k]);
+        RANKS_CHECK(world, result == DDP_ERR_POISONED && strncmp(ddp_last_error(), words, strlen(words)) == 0 && strstr(ddp_last_error(), "called ddp_group_abort"),
+                    "%s: %s: %s", words, ddp_result_name(result), ddp_last_error());
+    }
+    ddp_pipeline_destroy(pipeline);
+    ddp_group_destroy(group);
     ddp_schedule_destroy(s);
     return DDP_OK;
 }
@@ -631,11 +765,13 @@ static ddp_result all(ddp_group *world, void *user) {
     RANKS_RUN(world, own_order(world));
     RANKS_RUN(world, weight_versions(world));
     RANKS_RUN(world, ties_and_norm(world));
+    RANKS_RUN(world, norm_without_params(world));
     RANKS_RUN(world, updates_in_lists(world));
     RANKS_RUN(world, idle_rank(world));
     RANKS_RUN(world, times(world));
     RANKS_RUN(world, handed_over(world));
     RANKS_RUN(world, bad_input(world));
+    RANKS_RUN(world, failed_group(world));
     return DDP_OK;
 }
 

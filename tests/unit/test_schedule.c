@@ -862,7 +862,19 @@ static void partition_refuses(void **state) {
     refused(ddp_pipeline_partition(cost, 3, 4, first), "3 layers for 4 stages");
     refused(ddp_pipeline_partition(cost, 3, 0, first), "3 layers for 0 stages");
     refused(ddp_pipeline_partition(NULL, 3, 1, first), "cost or first_layer is NULL");
+    refused(ddp_pipeline_partition(cost, 3, 1, NULL), "cost or first_layer is NULL");
+    refused(ddp_pipeline_partition(cost, -3, 1, first), "-3 layers for 1 stages");
     refused(ddp_pipeline_partition_memory(cost, NULL, limit, 3, 1, first), "memory or memory_limit is NULL");
+    refused(ddp_pipeline_partition_memory(cost, memory, NULL, 3, 1, first), "memory or memory_limit is NULL");
+    limit[1] = -1;
+    refused(ddp_pipeline_partition_memory(cost, memory, limit, 3, 2, first), "memory_limit[1]=-1");
+    limit[1] = NAN;
+    refused(ddp_pipeline_partition_memory(cost, memory, limit, 3, 2, first), "memory_limit[1]=nan");
+    limit[0] = limit[1] = INFINITY;
+    ok(ddp_pipeline_partition_memory(cost, memory, limit, 3, 2, first));
+    cost[0] = cost[1] = cost[2] = 1e308; /* sums that no number holds are cut all the same */
+    ok(ddp_pipeline_partition(cost, 3, 1, first));
+    assert_int_equal(first[0], 0);
 }
 
 typedef struct runs { int count[3][3], order, fails; } runs;
@@ -892,6 +904,19 @@ static void profile(void **state) {
     assert_non_null(strstr(ddp_last_error(), "input gradient of layer 2 failed"));
     desc.layer_count = 0;
     refused(ddp_pipeline_profile(&desc, cost), "layer_count=0");
+    desc.layer_count = 3, desc.rounds = -1;
+    refused(ddp_pipeline_profile(&desc, cost), "rounds=-1");
+    desc.rounds = 100001;
+    refused(ddp_pipeline_profile(&desc, cost), "rounds=100001");
+    desc.rounds = 0, desc.warmup_rounds = -2;
+    refused(ddp_pipeline_profile(&desc, cost), "warmup_rounds=-2");
+    desc.warmup_rounds = -1; /* none; and 5 rounds */
+    memset(&r, 0, sizeof r);
+    ok(ddp_pipeline_profile(&desc, cost));
+    assert_int_equal(r.count[2][2], 5);
+    refused(ddp_pipeline_profile(&desc, NULL), "desc, its run or cost is NULL");
+    desc.run = NULL;
+    refused(ddp_pipeline_profile(&desc, cost), "desc, its run or cost is NULL");
     refused(ddp_pipeline_profile(NULL, cost), "desc, its run or cost is NULL");
 }
 
