@@ -1889,7 +1889,7 @@ static ddp__action_text ddp__decimal(double value, int decimals) {
     return text;
 }
 
-/* What all pictures need: when things are, and how long the shortest computation is. */
+/* What all pictures need: when things are, and how long the shortest computation is, or a quarter of the mean where one is shorter still. */
 typedef struct ddp__picture {
     const ddp_schedule *s;
     const ddp_action_time *times;
@@ -1900,14 +1900,16 @@ typedef struct ddp__picture {
 static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
     const ddp_schedule *s = picture->s;
     int any = 0;
+    double sum = 0;
     picture->begin = picture->shortest = 0;
     for (int i = 0; i < s->count; i++) {
         double length = picture->times[i].end - picture->times[i].begin;
         if (!ddp__action_computes(s->actions[i].kind)) continue;
         if (!any || picture->times[i].begin < picture->begin) picture->begin = picture->times[i].begin;
         if (length > 0 && (picture->shortest <= 0 || length < picture->shortest)) picture->shortest = length;
-        any = 1;
+        sum += length, any++;
     }
+    if (any && picture->shortest < sum / any / 4) picture->shortest = sum / any / 4;
     memset(&picture->report, 0, sizeof picture->report);
     ddp__report(s, costs, picture->times, &picture->report);
     if (picture->shortest <= 0) picture->shortest = 1;
@@ -1998,42 +2000,55 @@ static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_ac
                        ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
 }
 
+/* What the colours mean, of the kinds that there are. */
+static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x, double y) {
+    for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
+        ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
+        int used = 0;
+        for (int i = 0; i < s->count && !used; i++) used = (int)s->actions[i].kind == kind;
+        if (!used) continue;
+        ddp__draw_box(sheet, s, &sample, x, y, 22, 18);
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n", (int)x + 28, (int)y + 13, ddp__action_words[kind]);
+        x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
+    }
+    if (s->stage_count > s->rank_count)
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">darker: every second chunk</text>\n", (int)x, (int)y + 13);
+}
+
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
     const double left = 64, top = 34, row = 26, gap = 4;
-    double scale = 22 / picture->shortest, span = picture->report.makespan, width, bottom = top + s->rank_count * (row + gap), x = left;
+    double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860, bottom = top + s->rank_count * (row + gap); /* the legend fits */
+    char title[256];
+    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s", ddp__picture_title(s), s->rank_count,
+             s->stage_count, s->microbatch_count, ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight, ddp__decimal(span, 3).text);
     if (scale * span > 16000) scale = 16000 / span;
-    width = left + scale * span + 16 > 760 ? left + scale * span + 16 : 760;
-    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" text-anchor=\"middle\">\n", (int)width,
-                   (int)bottom + 34);
+    if (left + 8.5 * (double)strlen(title) + 16 > width) width = left + 8.5 * (double)strlen(title) + 16;
+    if (left + scale * span + 16 > width) width = left + scale * span + 16;
+    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" text-anchor=\"middle\">\n",
+                   (int)width, (int)bottom + 34, (int)width, (int)bottom + 34);
     ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
-    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, "
-                   "makespan %s</text>\n", (int)left, ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
-                   ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight, ddp__decimal(span, 3).text);
+    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n", (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
         double y = top + rank * (row + gap);
         ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, (int)(y + 17), rank);
         ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, (int)y, ddp__decimal(scale * span, 2).text, (int)row);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             int second = i > s->first[rank] && s->actions[i - 1].overlaps, half = second || s->actions[i].overlaps;
+            double length = scale * (picture->times[i].end - picture->times[i].begin) - 1;
             if (!ddp__action_computes(s->actions[i].kind)) continue;
             ddp__draw_box(sheet, s, &s->actions[i], left + scale * (picture->times[i].begin - picture->begin), y + (second ? row / 2 : 0),
-                          scale * (picture->times[i].end - picture->times[i].begin) - 1 > 0.2 ?
-                          scale * (picture->times[i].end - picture->times[i].begin) - 1 : 0.2, half ? row / 2 - 0.5 : row);
+                          length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
         }
     }
-    for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
-        ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
-        int used = 0;
-        for (int i = 0; i < s->count && !used; i++) used = (int)s->actions[i].kind == kind;
-        if (!used) continue;
-        ddp__draw_box(sheet, s, &sample, x, bottom + 8, 22, 18);
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n", (int)x + 28, (int)bottom + 21, ddp__action_words[kind]);
-        x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
-    }
-    if (s->stage_count > s->rank_count)
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">darker: every second chunk</text>\n", (int)x, (int)bottom + 21);
+    ddp__draw_legend(s, sheet, left, bottom + 8);
     ddp__sheet_put(sheet, "</svg>\n");
+}
+
+/* A row of the trace, in the order of ranks. */
+static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
+    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}", tid, rank, second ? ", overlapped" : "");
+    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}", tid, 2 * rank + second);
 }
 
 static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
@@ -2042,11 +2057,13 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
                    "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":0,\"args\":{\"name\":\"%s\"}}", ddp__picture_title(s),
                    ddp__decimal(picture->report.bubble_rate, 4).text, ddp__picture_title(s));
     for (int rank = 0; rank < s->rank_count; rank++) {
-        ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d\"}}", rank, rank);
+        int named = 0;
+        ddp__draw_trace_row(sheet, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
             int second = i > s->first[rank] && a[-1].overlaps; /* on a row of its own: events of a row nest */
             if (!ddp__action_computes(a->kind)) continue;
+            if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(sheet, ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
                            ddp__action_label(a).text, ddp__action_words[a->kind], second ? s->rank_count + rank : rank,
                            ddp__decimal((picture->times[i].begin - picture->begin) * 1e6, 3).text,

@@ -36,10 +36,13 @@ static int save(const ddp_schedule *schedule, const ddp_stage_cost *costs, const
     for (int i = 0; i < 3; i++) {
         char path[4096], *text = drawn(schedule, files[i].format, costs);
         FILE *file;
+        int written;
         snprintf(path, sizeof path, "%s/%s.%s", folder, name, files[i].ending);
         file = text ? fopen(path, "w") : NULL;
-        if (!file || fputs(text, file) < 0 || fclose(file) != 0) return fprintf(stderr, "schedules: %s cannot be written: %s\n", path, strerror(errno)), 1;
+        written = file && fputs(text, file) >= 0;
+        if (file && fclose(file) != 0) written = 0;
         free(text);
+        if (!written) return fprintf(stderr, "schedules: %s cannot be written: %s\n", path, strerror(errno)), 1;
     }
     return 0;
 }

@@ -127,6 +127,7 @@ static ddp_result every_schedule(ddp_group *world) {
             RANKS_OK(world, make(world, &s, all[k].kind, all[k].per_rank * ddp_world_size(world) + all[k].more, chunks, 0));
             RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
             for (int lowered = 0; lowered < 2; lowered++) {
+                if (DDP_TEST_SLOWDOWN > 1 && lowered != n % 2) continue; /* sanitizers look at memory and threads: one of the two will do */
                 int i = n + lowered;
                 variant v = {i % 2, i % 3 == 1, i % 4 == 3, i % 5, i % 4 < 2};
                 RANKS_OK(world, compare(world, lowered ? low : s, v, what));

@@ -718,6 +718,7 @@ static void pictures(void **state) {
     assert_int_equal(occurrences(text, "<text "), 3 + 1 + 24 + 2 * 2);
     assert_non_null(strstr(text, "1F1B: 3 ranks, 3 stages, 4 micro-batches; bubble rate 0.3333, 3 in flight, makespan 18.000"));
     assert_string_equal(text + strlen(text) - 7, "</svg>\n");
+    assert_non_null(strstr(text, " viewBox=\"0 0 860 158\""));
     free(text);
     text = written(s, DDP_SCHEDULE_TRACE);
     assert_int_equal(occurrences(text, "\"ph\":\"X\""), 24);
@@ -733,6 +734,21 @@ static void pictures(void **state) {
     free(text);
     times[3].end = 0;
     refused(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size), "times[3] is from 8 to 0");
+    for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + (i ? 0.5 : 1e-7); /* one of next to no time: columns stay few */
+    ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
+    assert_true(size < 1500);
+    ddp_schedule_destroy(s);
+    s = made(DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 2, 2); /* wide enough for its title */
+    text = written(s, DDP_SCHEDULE_SVG);
+    assert_true(strstr(text, " width=\"") && atoi(strstr(text, " width=\"") + 8) > 64 + 8 * (int)strlen("interleaved-ZB-1P: 2 ranks, 4 stages, 2 micro-batches; bubble rate 0.0769, 4 in flight, makespan 13.000"));
+    free(text);
+    ddp_schedule_destroy(s);
+    s = made(DDP_SCHEDULE_DUALPIPE_V, 2, 4, 2); /* what overlaps has a row of its own, next to its rank's */
+    text = written(s, DDP_SCHEDULE_TRACE);
+    assert_int_equal(occurrences(text, "\"thread_name\""), 4);
+    assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"name\":\"rank 1, overlapped\"}}"));
+    assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"sort_index\":3}}"));
+    free(text);
     ddp_schedule_destroy(s);
 }
 
