@@ -385,7 +385,8 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
    earlier stage; none with a gradient from a stage to the next one; a loss without an edge), on every rank; what ddp_schedule_check finds;
-   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_UNSUPPORTED: several ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
+   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_UNSUPPORTED: several
+   ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, both ways, with the updates that fall into it. Collective, blocks. Afterwards gradients of the last
@@ -1385,7 +1386,8 @@ static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) 
 static void ddp__auto_decide(ddp__auto *a, int rank) {
     ddp__auto_rank *r = &a->ranks[rank];
     double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank), soon;
-    if (!a->rules.fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && forward + r->cost[0] > r->first_gradient * (1 + 1e-12) && gradient > forward)
+    if (!a->rules.fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
+        forward + r->cost[0] > r->first_gradient * (1 + 1e-12))
         forward = gradient < DBL_MAX ? DBL_MAX : r->first_gradient > now ? r->first_gradient : forward;
     soon = forward < gradient ? forward : gradient;
     if (soon > now && r->next[2] < r->next[1] &&
@@ -1587,7 +1589,8 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     shape.user = d->user;
     while (leaves < p) leaves *= 2;
     a.leaves = (int)leaves;
-    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, p * sizeof *a.ranks + (2 * cells + p + leaves) * sizeof(double) + 2 * leaves * sizeof(int) + 6 * cells);
+    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, p * sizeof *a.ranks + (2 * cells + p + leaves) * sizeof(double) +
+                                                    2 * leaves * sizeof(int) + 6 * cells);
     if (!a.ranks) return DDP_ERR_NO_MEMORY;
     a.end[0] = (double *)(a.ranks + p), a.end[1] = a.end[0] + cells;
     a.waited = a.end[1] + cells, a.at = a.waited + p;
@@ -2020,13 +2023,14 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const double left = 64, top = 34, row = 26, gap = 4;
     double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860, bottom = top + s->rank_count * (row + gap); /* the legend fits */
     char title[256];
-    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s", ddp__picture_title(s), s->rank_count,
-             s->stage_count, s->microbatch_count, ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight, ddp__decimal(span, 3).text);
+    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s",
+             ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count, ddp__decimal(picture->report.bubble_rate, 4).text,
+             picture->report.peak_in_flight, ddp__decimal(span, 3).text);
     if (scale * span > 16000) scale = 16000 / span;
     if (left + 8.5 * (double)strlen(title) + 16 > width) width = left + 8.5 * (double)strlen(title) + 16;
     if (left + scale * span + 16 > width) width = left + scale * span + 16;
-    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" text-anchor=\"middle\">\n",
-                   (int)width, (int)bottom + 34, (int)width, (int)bottom + 34);
+    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" "
+                   "text-anchor=\"middle\">\n", (int)width, (int)bottom + 34, (int)width, (int)bottom + 34);
     ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n", (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
@@ -2047,7 +2051,8 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
 
 /* A row of the trace, in the order of ranks. */
 static void ddp__draw_trace_row(ddp__sheet *sheet, int tid, int rank, int second) {
-    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}", tid, rank, second ? ", overlapped" : "");
+    ddp__sheet_put(sheet, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"name\":\"rank %d%s\"}}", tid, rank,
+                   second ? ", overlapped" : "");
     ddp__sheet_put(sheet, ",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"args\":{\"sort_index\":%d}}", tid, 2 * rank + second);
 }
 
@@ -2193,7 +2198,8 @@ DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double
     if (!memory || !memory_limit) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory or memory_limit is NULL");
     for (int stage = 0; stage < stage_count; stage++)
         if (!(memory_limit[stage] >= 0))
-            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory_limit[%d]=%g; it is a number that is not negative", stage, memory_limit[stage]);
+            return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_partition_memory: memory_limit[%d]=%g; it is a number that is not negative", stage,
+                            memory_limit[stage]);
     return ddp__partition("ddp_pipeline_partition_memory", cost, memory, memory_limit, layer_count, stage_count, first_layer);
 }
 
@@ -2487,7 +2493,8 @@ static ddp_result ddp__pipe_check_stage(const ddp_pipeline *p, int stage) {
 
 static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
     const ddp_pipeline_desc *d = &p->desc;
-    if (d->tie_count < 0 || (d->tie_count && !d->ties)) return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count, (const void *)d->ties);
+    if (d->tie_count < 0 || (d->tie_count && !d->ties))
+        return DDP__PIPE_BAD("tie_count=%d, ties=%p; set both, or neither", d->tie_count, (const void *)d->ties);
     if (d->tie_count && (p->schedule->kind == DDP_SCHEDULE_PIPEDREAM || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW))
         return DDP__PIPE_BAD("ties do not go with %s, whose stages update at different times", ddp_schedule_kind_name(p->schedule->kind));
     for (int i = 0; i < d->tie_count; i++) {

@@ -21,6 +21,7 @@ typedef struct plan {
     int chunks, recompute, lowered, over;
     int tied;    /* the first and the last stage share their bias */
     int clipped; /* the caller clips and steps after ddp_pipeline_step */
+    int interval; /* micro-batches of an update; 0 = COUNT */
 } plan;
 
 //== one process ================================================================================
@@ -95,6 +96,10 @@ static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unit_gather
 static ddp_result on_release(int stage, void *user) { return ddp_fsdp_unit_release(((member *)user)->fsdp[stage], 0); }
 static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(((member *)user)->fsdp[stage], 0); }
 static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((member *)user)->fsdp[stage], RATE); }
+static ddp_result on_step_inside(int stage, void *user) { /* actions of the step follow */
+    ddp_result result = on_step(stage, user);
+    return result == DDP_OK ? on_gather(stage, user) : result;
+}
 
 /* The reducer places the gradients of even stages. */
 static ddp_result stage_reduced(member *me, int s, ddp_group *dp, const plan *plan) {
@@ -103,7 +108,7 @@ static ddp_result stage_reduced(member *me, int s, ddp_group *dp, const plan *pl
     ddp_optimizer_desc steps = DDP_ZERO;
     desc.params = steps.params = me->m.params[s];
     desc.param_count = steps.param_count = 2;
-    desc.micro_batch_count = COUNT;
+    desc.micro_batch_count = plan->interval ? plan->interval : COUNT;
     desc.first_bucket_bytes = 64; /* a bucket for each parameter */
     desc.bucket_cap_bytes = 64;
     for (int i = 0; i < 2 && s % 2 == 0; i++) me->m.params[s][i].grad.data = NULL;
@@ -133,7 +138,7 @@ static ddp_result stage_split(member *me, int s, ddp_group *dp, const plan *plan
     stage->unshard = on_gather;
     stage->reshard = on_release;
     stage->reduce_grad = on_reduce;
-    stage->update = on_step;
+    stage->update = plan->interval ? on_step_inside : on_step;
     stage->divide = 1;
     return DDP_OK;
 }
@@ -191,6 +196,14 @@ static ddp_result refuses_to_clip(ddp_group *pp, ddp_pipeline *pipeline) {
     return DDP_OK;
 }
 
+static void destroy_stages(member *me) {
+    for (int s = 0; s < me->m.stages; s++) {
+        ddp_optimizer_destroy(me->optimizer[s]);
+        ddp_reducer_destroy(me->reducer[s]);
+        ddp_fsdp_destroy(me->fsdp[s]);
+    }
+}
+
 static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, member *me, plain *one) {
     ddp_schedule_desc shape = DDP_ZERO;
     ddp_pipeline_tie tie = {0, 1, 0, 1};
@@ -226,15 +239,50 @@ static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, membe
     RANKS_CHECK(pp, (me->m.recomputed > 0) == plan->recompute, "%s: %d forwards ran again", what, me->m.recomputed);
     if (plan->over == DDP_FSDP_FULL_SHARD) RANKS_OK(pp, refuses_to_clip(pp, pipeline));
     ddp_pipeline_destroy(pipeline);
-    for (int s = 0; s < me->m.stages; s++) {
-        ddp_optimizer_destroy(me->optimizer[s]);
-        ddp_reducer_destroy(me->reducer[s]);
-        ddp_fsdp_destroy(me->fsdp[s]);
-    }
+    destroy_stages(me);
     ddp_optimizer_destroy(optimizer);
     ddp_group_destroy(self);
     ddp_schedule_destroy(lowered);
     ddp_schedule_destroy(schedule);
+    return DDP_OK;
+}
+
+/* Weights that change inside of a step: whoever adds over replicas, the bits are those with a reducer, whose stages are whole. */
+static ddp_result delayed_weights(ddp_group *pp, ddp_group *dp, ddp_schedule_kind kind, member *me) {
+    float weight[PIPE_WEIGHTS], bias[PIPE_SIDE];
+    int s = ddp_rank(pp); /* one stage on each rank */
+    for (int over = OVER_REDUCER; over >= 0; over--) {
+        plan plan = {kind, 1, 0, over % 2, over, 0, 0, COUNT / 4};
+        ddp_schedule_desc shape = DDP_ZERO;
+        ddp_pipeline_desc desc;
+        ddp_pipeline *pipeline;
+        ddp_schedule *schedule, *lowered;
+        shape.kind = kind, shape.update_interval = plan.interval;
+        shape.rank_count = ddp_world_size(pp), shape.microbatch_count = COUNT;
+        RANKS_OK(pp, ddp_schedule_create(&schedule, &shape));
+        RANKS_OK(pp, ddp_schedule_lower(&lowered, schedule, 0));
+        memset(me, 0, sizeof *me);
+        pipe_build(&me->m, shape.rank_count, 1);
+        me->m.first = COUNT * ddp_rank(dp);
+        RANKS_OK(pp, over == OVER_REDUCER ? stage_reduced(me, s, dp, &plan) : stage_split(me, s, dp, &plan));
+        pipe_desc(&me->m, plan.lowered ? lowered : schedule, &desc);
+        for (int other = 0; other < shape.rank_count; other++) me->m.stage[other].update = me->m.stage[s].update;
+        RANKS_OK(pp, ddp_pipeline_create(&pipeline, pp, &desc));
+        for (int step = 0; step < STEPS; step++) RANKS_OK(pp, ddp_pipeline_step(pipeline));
+        RANKS_CHECK(pp, !me->m.wrong, "%s over %s: %s", ddp_schedule_kind_name(kind), over_names[over], me->m.wrong);
+        if (me->fsdp[s]) RANKS_OK(pp, on_gather(s, me));
+        if (over == OVER_REDUCER) {
+            RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, me->m.weight[s], sizeof weight) == 0 && me->m.weight[s][0] == me->m.weight[s][0], "weights");
+            memcpy(weight, me->m.weight[s], sizeof weight);
+            memcpy(bias, me->m.bias[s], sizeof bias);
+        }
+        RANKS_CHECK(pp, memcmp(me->m.pointers[s][0]->value.data, weight, sizeof weight) == 0 && memcmp(me->m.pointers[s][1]->value.data, bias, sizeof bias) == 0,
+                    "%s over %s: weights", ddp_schedule_kind_name(kind), over_names[over]);
+        ddp_pipeline_destroy(pipeline);
+        destroy_stages(me);
+        ddp_schedule_destroy(lowered);
+        ddp_schedule_destroy(schedule);
+    }
     return DDP_OK;
 }
 
@@ -251,11 +299,13 @@ static ddp_result test(ddp_group *world, void *user) {
     RANKS_OK(world, ddp_mesh_create(&mesh, world, &grid));
     for (int k = 0; k < (int)(sizeof kinds / sizeof kinds[0]); k++)
         for (int i = 0; i < 2 * OVERS; i++) {
-            plan plan = {kinds[k].kind, kinds[k].chunks, i % 2, (k + i / 2) % 2, i / 2, 0, 0};
+            plan plan = {kinds[k].kind, kinds[k].chunks, i % 2, (k + i / 2) % 2, i / 2, 0, 0, 0};
             plan.tied = plan.over == OVER_REDUCER && plan.lowered;
             plan.clipped = plan.over == OVER_REDUCER && plan.recompute;
             RANKS_RUN(world, run_plan(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), &plan, me, one));
         }
+    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), DDP_SCHEDULE_PIPEDREAM, me));
+    RANKS_RUN(world, delayed_weights(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), DDP_SCHEDULE_PIPEDREAM_2BW, me));
     ddp_mesh_destroy(mesh);
     free(one);
     free(me);
