@@ -229,8 +229,8 @@ typedef struct ddp_pipeline_stage {
     void *user;
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
-    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to param->grad.data, the
-       runner adds them pairwise by micro-batch index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
+    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to
+       param->grad.data, the runner adds them pairwise by index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
        each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; with unshard: what that sets, until
        reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes older ones, value.data is a copy */
     ddp_param *const *params;
@@ -241,8 +241,8 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_unit_release */
     ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_unit_reduce */
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
-    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL (not with PipeDream, 2BW) = the caller steps later. With PipeDream
-                                     or 2BW and unshard, it gathers anew before it returns: actions of this step follow, up to reshard */
+    ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL = the caller steps later; not with PipeDream and 2BW, where it
+                                     gathers anew if there is unshard, since actions of the step follow, up to reshard */
     int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
 } ddp_pipeline_stage;
 
