@@ -1019,8 +1019,8 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
     if (call->kind != DDP_CALL_BARRIER && ddp__call_title(call) == ddp_call_name(call->kind))
         snprintf(dtype, sizeof dtype, " %s count=%llu", ddp_dtype_name(call->dtype), (unsigned long long)call->count);
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
-    return ddp_fail(result, "rank %d/%d %s group=%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
-                     (unsigned long long)call->seq, dtype, cause);
+    return ddp_fail(result, "rank %d/%d %s group=%s%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
+                     call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT ? " after" : "", (unsigned long long)call->seq, dtype, cause);
 }
 
 /* Nothing failed, but something is not as fast as it could be. */

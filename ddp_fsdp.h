@@ -213,7 +213,7 @@ typedef struct ddp_fsdp_desc {
                                       memory as the largest unit, so that units of like size waste least: an embedding of 8 blocks' size costs 8 for each block ahead */
     size_t max_gathered_bytes;     /* 0 = no limit; no unit is gathered ahead beyond it */
     int keep_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
-    int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise gradient memory is cleared for it */
+    int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise every gather, a forward's too, clears their memory */
     int quantize_gather;           /* FULL_SHARD: 1 = parameters travel in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al. 2023). A value is off by
                                       at most 1/254 of the largest magnitude in its block, alike on every rank; master values stay exact. CPU memory alone */
     ddp_fsdp_offload offload;
@@ -1487,14 +1487,23 @@ static const char *const ddp__kind_names[2] = {"model", "optimizer"};
 
 /* --- agreeing --- */
 
+/* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
+   and all gave the same number. */
+static ddp_result ddp__fsdp_agree(ddp_group *group, uint64_t number, int *same, ddp__told *told, int *first) {
+    uint64_t low[3] = {*same ? number : 0, *same ? ~number : 0, (uint64_t)(told->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group))};
+    DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
+    *same = low[0] == ~low[1];
+    *first = (int)low[2];
+    return *first == ddp_world_size(group) ? DDP_OK : ddp__host_call(group, DDP_CALL_BROADCAST, told, sizeof *told, DDP_U8, DDP_OP_SUM, *first);
+}
+
 /* Collective: DDP_OK when own is DDP_OK on every rank; otherwise the failure of the lowest rank that has one, in the same words everywhere. */
 static ddp_result ddp__save_agree(ddp_group *group, const char *who, ddp_result own) {
-    int32_t first = own == DDP_OK ? INT32_MAX : ddp_rank(group);
-    ddp__told cause = ddp__told_now(own);
-    DDP__FSDP_TRY(ddp__host_reduce(group, &first, 1, DDP_I32, DDP_OP_MIN));
-    if (first == INT32_MAX) return DDP_OK;
-    DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &cause, sizeof cause, DDP_U8, DDP_OP_SUM, first));
-    return ddp_fail((ddp_result)cause.result, "rank %d/%d %s group=%s: %.400s", first, ddp_world_size(group), who, ddp_group_name(group), cause.text);
+    ddp__told told = ddp__told_now(own);
+    int same = 1, first;
+    DDP__FSDP_TRY(ddp__fsdp_agree(group, 0, &same, &told, &first));
+    if (told.result == DDP_OK) return DDP_OK;
+    return ddp_fail((ddp_result)told.result, "rank %d/%d %s group=%s: %.400s", first, ddp_world_size(group), who, ddp_group_name(group), told.text);
 }
 
 /* Collective: the place of the first number that is another one than rank 0's, or count. */
@@ -2556,6 +2565,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
 enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE };
 enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
+enum { DDP__GRADS, DDP__CASTED, DDP__SUMS }; /* layouts of gradients: whole as backward writes them, whole with the wire's dtype, and this rank's rows */
 enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
 
 typedef struct ddp__holding { /* one piece of memory; the host's lies behind this */
@@ -2591,6 +2601,7 @@ typedef struct ddp__unit {
     ddp_fsdp *fsdp;
     char name[64];
     int index, count, trained;
+    int layout;                    /* of its gradients when they are added over ranks */
     ddp__weight *weights;
     size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, quant_bytes, sum_bytes, master_bytes;
     size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
@@ -2870,6 +2881,7 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
         else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
         if (!ddp__is_trained(w)) continue;
         unit->trained++;
+        if (w->wire_dtype != w->grad_dtype) unit->layout = DDP__CASTED;
         w->grad_at = ddp__lay(&unit->grad_bytes, ddp__weight_bytes(w, w->rows, w->grad_dtype));
         w->cast_at = ddp__lay(&unit->cast_bytes, ddp__weight_bytes(w, w->rows, w->wire_dtype));
         w->in_place = !f->reduces_each && w->grad_dtype == w->master_dtype && w->wire_dtype == w->master_dtype && (f->world == 1 || f->copy_count == 0);
@@ -3120,13 +3132,17 @@ static unsigned char *ddp__weight_sum(const ddp__weight *w, int level) {
     return unit->level[level] + w->sum_at;
 }
 
-/* The three layouts that gradients have: whole as backward writes them, whole with the wire's dtype, and this rank's rows. */
-enum { DDP__GRADS, DDP__CASTED, DDP__SUMS };
-
 static ddp_dtype ddp__grads_at(const ddp__weight *w, int layout, size_t *at, size_t *count) {
     *at = layout == DDP__GRADS ? w->grad_at : layout == DDP__CASTED ? w->cast_at : w->sum_at;
     *count = (layout == DDP__SUMS ? w->mine : w->rows) * w->row_count;
     return layout == DDP__GRADS ? w->grad_dtype : layout == DDP__CASTED ? w->wire_dtype : w->master_dtype;
+}
+
+/* Where whole gradients have row first. */
+static size_t ddp__rows_at(const ddp__weight *w, int layout, size_t first) {
+    size_t at, count;
+    ddp_dtype dtype = ddp__grads_at(w, layout, &at, &count);
+    return at + ddp__weight_bytes(w, first, dtype);
 }
 
 /* Adds, or copies where left is NULL, memory of one layout. */
@@ -3142,11 +3158,11 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
 }
 
 /* Sums over ranks from where each one's whole gradients lie. */
-static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs, int layout) {
+static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
     for (int i = 0; i < unit->count; i++) {
         const ddp__weight *w = &unit->weights[i];
-        size_t at = (layout == DDP__CASTED ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, w->first, w->wire_dtype), count = ddp__mine(w);
+        size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w);
         unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
         if (!ddp__is_trained(w) || !count) continue;
         for (int r = 0; r < f->world; r++) sources[r] = theirs[r] + at;
@@ -3156,7 +3172,7 @@ static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char
 }
 
 /* Sums over ranks by a reduce_scatter per dtype on the wire. */
-static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from, int casted) {
+static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigned char *from) {
     size_t send_at = 0, receive_at = 0;
     for (int d = 0; d <= DDP_U64; d++) {
         size_t n = unit->wire_count[d], size = ddp_dtype_size((ddp_dtype)d);
@@ -3168,8 +3184,7 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
             for (int r = 0; r < f->world; r++)
                 if (ddp__rows_of(w, r))
                     f->device->copy(f->send + send_at + ((size_t)r * n + w->wire_at) * size,
-                                    from + (casted ? w->cast_at : w->grad_at) + ddp__weight_bytes(w, ddp__rows_first(w, r), w->wire_dtype),
-                                    ddp__weight_bytes(w, ddp__rows_of(w, r), w->wire_dtype));
+                                    from + ddp__rows_at(w, unit->layout, ddp__rows_first(w, r)), ddp__weight_bytes(w, ddp__rows_of(w, r), w->wire_dtype));
         }
         DDP__FSDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
         for (int i = 0; i < unit->count; i++) {
@@ -3218,10 +3233,10 @@ static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigne
 }
 
 /* A binary counter of micro-batches: sums of equal size are added, older + newer, and after the last one all that are left. newest: where those of
-   micro-batch number (from 0) lie: in level[depth], or, if they are whole, where backward has written them, and there the last sum stays. */
-static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, int number, unsigned char *newest, int layout) {
-    int last = number + 1 == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
-    for (int n = number; unit->depth > 0 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
+   the latest micro-batch lie: in level[depth], or, if they are whole, where backward has written them, and there the last sum stays. */
+static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
+    int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
+    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
         unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
         ddp__unit_add(f, unit, sum, left, newest, layout);
         newest = sum;
@@ -3231,43 +3246,39 @@ static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, int number, unsigned c
     unit->depth++;
 }
 
-/* Gradients with the wire's dtype, where that is another one. */
-static unsigned char *ddp__unit_cast(ddp_fsdp *f, const ddp__unit *unit, unsigned char *from, int layout) {
-    for (int i = 0; i < unit->count && layout == DDP__CASTED; i++) {
+/* The gradients that were handed in, with the wire's dtype. */
+static unsigned char *ddp__unit_cast(ddp_fsdp *f, const ddp__unit *unit) {
+    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
+    if (unit->layout == DDP__GRADS) return from;
+    for (int i = 0; i < unit->count; i++) {
         const ddp__weight *w = &unit->weights[i];
         if (ddp__is_trained(w)) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
     }
-    return layout == DDP__CASTED ? f->cast : from;
+    return f->cast;
 }
 
-static int ddp__unit_layout_on_wire(const ddp__unit *unit) {
-    for (int i = 0; i < unit->count; i++)
-        if (ddp__is_trained(&unit->weights[i]) && unit->weights[i].wire_dtype != unit->weights[i].grad_dtype) return DDP__CASTED;
-    return DDP__GRADS;
-}
+/* Whether the latest micro-batch's gradients are to be added over ranks: each one's, or the sum in the last one's place. */
+static int ddp__has_sum(const ddp_fsdp *f, const ddp__unit *unit) { return f->reduces_each || unit->reduced == f->desc.micro_batch_count; }
 
 /* What follows the sum over ranks, on this rank's rows. */
 static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
     if (f->world > 1 && f->copy_count) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
-    if (f->reduces_each) ddp__unit_carry(f, unit, unit->reduced - 1, unit->level[unit->depth], DDP__SUMS);
+    if (f->reduces_each) ddp__unit_carry(f, unit, unit->level[unit->depth], DDP__SUMS);
     return ddp__fsdp_check(f->group);
 }
 
 /* One micro-batch's gradients of a unit, where no rank reads another's. */
 static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
-    int number = unit->reduced - 1, layout = ddp__unit_layout_on_wire(unit);
-    unsigned char *from = ddp__unit_cast(f, unit, unit->reducing_slot ? unit->reducing_slot->memory : unit->grads, layout);
-    if (!f->reduces_each) {
-        ddp__unit_carry(f, unit, number, from, layout);
-        if (number + 1 < f->desc.micro_batch_count) return ddp__fsdp_check(f->group);
-    }
-    if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, layout));
-    else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from, layout == DDP__CASTED));
+    unsigned char *from = ddp__unit_cast(f, unit);
+    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
+    if (!ddp__has_sum(f, unit)) return ddp__fsdp_check(f->group);
+    if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
+    else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
     for (int i = 0; i < unit->count && f->world == 1; i++) {
         const ddp__weight *w = &unit->weights[i];
         size_t at, count;
-        if (!ddp__is_trained(w) || (w->in_place && layout == DDP__GRADS)) continue;
-        ddp__grads_at(w, layout, &at, &count);
+        if (!ddp__is_trained(w) || (w->in_place && unit->layout == DDP__GRADS)) continue;
+        ddp__grads_at(w, unit->layout, &at, &count);
         f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, w->wire_dtype, count);
     }
     return ddp__reduce_rest(f, unit);
@@ -3318,16 +3329,15 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     uint64_t number = f->taken + 1, at = number % (uint64_t)ddp__turns_kept(f);
     const unsigned char *theirs[DDP_MAX_LOCAL_RANKS];
     ddp__unit *unit = f->given_units[at];
-    int layout = ddp__unit_layout_on_wire(unit);
     DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_GIVEN, number));
     DDP__FSDP_TRY(ddp__turn_alive(f)); /* or else this rank may have given the slot up */
     for (int r = 0; r < f->world; r++) { /* ranks that released units at other times have other slots free */
         uint64_t word = f->turns[r][DDP__TURN_UNITS + at];
         if ((uint32_t)word != (uint32_t)unit->index) return ddp__turn_mismatch(f, number, r);
-        const unsigned char *from = layout == DDP__CASTED ? f->cast : unit->reducing_slot ? f->slot_memory[word >> 32] : unit->grads;
+        const unsigned char *from = unit->layout == DDP__CASTED ? f->cast : unit->reducing_slot ? f->slot_memory[word >> 32] : unit->grads;
         theirs[r] = (const unsigned char *)ddp_group_peer(f->group, from, r);
     }
-    ddp__reduce_direct(f, unit, theirs, layout);
+    ddp__reduce_direct(f, unit, theirs);
     DDP__FSDP_TRY(ddp__turn_alive(f));
     ddp_group_raise(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
     return ddp__reduce_rest(f, unit);
@@ -3365,21 +3375,16 @@ static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
 
 /* Hands one micro-batch's gradients of a unit in. */
 static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
-    int number = unit->reduced - 1, layout = ddp__unit_layout_on_wire(unit);
-    unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
-    uint64_t *mine = f->turns[f->rank];
-    if (layout == DDP__CASTED) { /* all units share the memory for it */
-        if (f->cast_given) DDP__FSDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
+    uint64_t *mine = f->turns[f->rank], slot_number = unit->reducing_slot ? (uint64_t)unit->reducing_slot->number : 0;
+    if (unit->layout == DDP__CASTED && f->cast_given) { /* all units share the memory for it */
+        DDP__FSDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
         DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
-        from = ddp__unit_cast(f, unit, from, layout);
     }
-    if (!f->reduces_each) {
-        ddp__unit_carry(f, unit, number, from, layout);
-        if (number + 1 < f->desc.micro_batch_count) return DDP_OK;
-    }
+    unsigned char *from = ddp__unit_cast(f, unit);
+    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
+    if (!ddp__has_sum(f, unit)) return DDP_OK;
     unit->given = ++f->given;
-    uint64_t slot_number = unit->reducing_slot ? (uint64_t)unit->reducing_slot->number : 0;
-    if (layout == DDP__CASTED) f->cast_given = f->given;
+    if (unit->layout == DDP__CASTED) f->cast_given = f->given;
     if (unit->reducing_slot) unit->reducing_slot->given = f->given;
     f->given_units[f->given % (uint64_t)ddp__turns_kept(f)] = unit;
     mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index | slot_number << 32;
@@ -3519,22 +3524,15 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
 
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
 static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_t number, int *same) {
-    uint64_t low[3] = {number, ~number, 0};
-    ddp__told mine, told;
-    memset(&mine, 0, sizeof mine);
-    mine.result = own;
-    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.500s", ddp_last_error());
-    told = mine;
+    const ddp__told mine = ddp__told_now(own);
+    ddp__told told = mine;
+    int first;
+    *same = 1;
     for (int i = 0; i < 2; i++) { /* what one group found reaches the others by the replicas */
         ddp_group *group = i ? f->desc.replicas : f->group;
-        if (!group || ddp_world_size(group) == 1) continue;
-        low[2] = told.result == DDP_OK ? UINT64_MAX : (uint64_t)ddp_rank(group);
-        DDP__FSDP_TRY(ddp__host_reduce(group, low, 3, DDP_U64, DDP_OP_MIN));
-        if (low[2] != UINT64_MAX) DDP__FSDP_TRY(ddp__host_call(group, DDP_CALL_BROADCAST, &told, sizeof told, DDP_U8, DDP_OP_SUM, (int)low[2]));
-        if (low[0] != ~low[1]) low[0] = low[1] = 0;
+        if (group && ddp_world_size(group) > 1) DDP__FSDP_TRY(ddp__fsdp_agree(group, number, same, &told, &first));
     }
-    *same = low[0] == ~low[1];
-    if (own != DDP_OK) return ddp_fail(own, "%s", mine.text);
+    if (own != DDP_OK) return ddp__told_again(&mine);
     if (told.result == DDP_OK) return DDP_OK;
     return ddp_fail((ddp_result)told.result, "rank %d/%d ddp_fsdp_create group=%s: another rank failed: %.400s", ddp_rank(f->group), ddp_world_size(f->group),
                     ddp_group_name(f->group), told.text);
