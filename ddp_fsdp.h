@@ -385,6 +385,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1469,6 +1470,7 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 #define DDP__DIR_MAX 1000                  /* bytes of a folder's path, ... */
 #define DDP__PATH_MAX (DDP__DIR_MAX + 300) /* ... and of a path in it */
 #define DDP__PIECE ((uint64_t)1 << 20)     /* bytes that are summed up, and then written while they lie in a cache; or brought into memory at once */
+#define DDP__AHEAD 32                      /* pieces that a load reads ahead of those that it sums up */
 #define DDP__POPULATE_READ 22              /* MADV_POPULATE_READ, which older libc headers lack */
 
 /* The box of a tensor that this rank holds: offset and extent in the global tensor, row-major and contiguous at data, in host memory. data NULL or an empty
@@ -1568,6 +1570,13 @@ static ddp_result ddp__transfer(int fd, char *data, uint64_t size, uint64_t at, 
 
 static ddp_result ddp__write_all(int fd, const void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)(uintptr_t)data, size, at, path, 1); }
 static ddp_result ddp__read_all(int fd, void *data, uint64_t size, uint64_t at, const char *path) { return ddp__transfer(fd, (char *)data, size, at, path, 0); }
+
+/* What was written is on its way to the disk before it has to be: a sync waits less. */
+static void ddp__write_begin(int fd, uint64_t at, uint64_t size) {
+#if defined(SYS_sync_file_range)
+    (void)syscall(SYS_sync_file_range, fd, (off_t)at, (off_t)size, 2 /* SYNC_FILE_RANGE_WRITE */);
+#endif
+}
 
 /* Writes data to the start of a file, or makes room for size bytes on the disk. */
 static ddp_result ddp__file_make(const char *dir, const char *name, const void *data, uint64_t size) {
@@ -1962,6 +1971,7 @@ static ddp_result ddp__save_slice(const ddp__slice *slice, int fd, uint64_t at, 
             piece = size - p < DDP__PIECE ? size - p : DDP__PIECE;
             remainder = ddp__crc_feed(remainder, data + p, (size_t)piece);
             DDP__FSDP_TRY(ddp__write_all(fd, data + p, piece, at + to * element + p, path));
+            if (piece == DDP__PIECE) ddp__write_begin(fd, at + to * element + p, piece);
         }
         done = to * element + size;
     }
@@ -2180,6 +2190,9 @@ typedef struct ddp__loading {
     char *text;                /* state.json, or the index of a foreign model */
     uint32_t text_crc;
     ddp_fsdp_state state;
+    int copies, next, stops;   /* of a pass: whether it copies; the next tensor to copy; the helper ends */
+    sem_t room;                /* pieces that the helper may still bring into memory before they are summed up */
+    ddp__told helped;          /* what came of the helper's copies */
 } ddp__loading;
 
 /* A whole small file; *text is NULL, and the result DDP_OK, when there is none. */
@@ -2428,20 +2441,33 @@ static ddp_result ddp__load_touch(const ddp__loading *l, const ddp__source *sour
     return DDP_OK;
 }
 
-/* Sums up rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what this rank copies afterwards. */
-static ddp_result ddp__load_sum(ddp__loading *l) {
-    uint64_t world_size = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group);
-    for (int i = 0; i < l->task.count; i++) {
+/* Where a place of a sequence lies in a part of total bytes that has so many before it. */
+static uint64_t ddp__place_in(uint64_t place, uint64_t before, uint64_t total) {
+    return place < before ? 0 : place - before < total ? place - before : total;
+}
+
+/* Sums up this rank's share. On one machine, whose ranks have one disk, that is one stretch of all tensors one behind the other: where each rank skips the
+   others' rows, reading is slower by a third. Otherwise rows [rank * ceil(rows / ranks), ...) of every tensor, which in the usual sharding is what this rank
+   copies afterwards. ahead: only brings the share into memory, so that the disk does not wait for sums; at most DDP__AHEAD pieces before these. */
+static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
+    uint64_t ranks = (uint64_t)ddp_world_size(l->task.group), rank = (uint64_t)ddp_rank(l->task.group), all = 0, before = 0;
+    int together = ddp_local_world_size(l->task.group) == ddp_world_size(l->task.group);
+    for (int i = 0; i < l->task.count && together; i++) all += l->sources[i].bytes;
+    for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
         const ddp__source *source = &l->sources[i];
         uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
-        uint64_t each = (rows + world_size - 1) / world_size * (total / rows), at = each * rank < total ? each * rank : total;
-        uint64_t end = at + each < total ? at + each : total;
+        uint64_t each = together ? all / ranks + 1 : (rows + ranks - 1) / ranks * (total / rows);
+        uint64_t at = ddp__place_in(each * rank, before, total), end = ddp__place_in(each * (rank + 1), before, total);
         for (uint64_t piece; at < end; at += piece) {
             piece = end - at < DDP__PIECE ? end - at : DDP__PIECE;
+            while (ahead && sem_wait(&l->room) != 0) {}
+            if (ahead && __atomic_load_n(&l->stops, __ATOMIC_RELAXED)) return DDP_OK;
             DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece));
+            if (ahead) continue;
             l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->data + at, (size_t)piece);
+            sem_post(&l->room);
         }
-        l->task.crc[i] = ddp__crc_multiply(l->task.crc[i], ddp__crc_shift(total - end));
+        if (!ahead) l->task.crc[i] = ddp__crc_multiply(l->task.crc[i], ddp__crc_shift(total - end));
     }
     return DDP_OK;
 }
@@ -2483,6 +2509,35 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
     return DDP_OK;
 }
 
+/* Copies tensors that the other thread has not come to. */
+static ddp_result ddp__load_copies(ddp__loading *l) {
+    ddp_result result = DDP_OK;
+    for (int i; result == DDP_OK && (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) result = ddp__load_copy(l, i);
+    return result;
+}
+
+static void *ddp__load_main(void *argument) {
+    ddp__loading *l = (ddp__loading *)argument;
+    if (l->copies) l->helped = ddp__told_now(ddp__load_copies(l));
+    else (void)ddp__load_sum(l, 1); /* what fails here fails for who sums up */
+    return NULL;
+}
+
+/* Sums up or copies, with a helper where there is a thread to be had. */
+static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
+    pthread_t helper;
+    l->copies = copies;
+    sem_init(&l->room, 0, DDP__AHEAD);
+    int helped = pthread_create(&helper, NULL, ddp__load_main, l) == 0;
+    ddp_result result = copies ? ddp__load_copies(l) : ddp__load_sum(l, 0);
+    __atomic_store_n(&l->stops, 1, __ATOMIC_RELAXED);
+    sem_post(&l->room);
+    if (helped) pthread_join(helper, NULL);
+    l->stops = 0;
+    sem_destroy(&l->room);
+    return result == DDP_OK ? ddp__told_again(&l->helped) : result;
+}
+
 /* All that can be wrong, before anything is written to. */
 static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_scaler *scaler) {
     const int64_t option[2] = {0, 0};
@@ -2505,7 +2560,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);
     DDP__FSDP_TRY(ddp__compare_with_first(t->group, &l->text_crc, 1, &other));
     if (other == 0) result = ddp_fail(DDP_ERR_MISMATCH, "%s: another checkpoint than rank 0 finds; is the folder shared, and did a save end just now?", t->dir);
-    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_sum(l)));
+    DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result != DDP_OK ? result : ddp__load_pass(l, 0)));
     DDP__FSDP_TRY(ddp__crc_combine(t->group, t->crc, t->count));
     return ddp__save_agree(t->group, t->who, ddp__load_compare_sums(l));
 }
@@ -2521,9 +2576,8 @@ static ddp_result ddp__load_agree(const ddp__loading *l, ddp_group *replicas, dd
 
 static ddp_result ddp__load_run(ddp__loading *l, ddp_group *replicas, const char *dir, const ddp_scaler *scaler, ddp_fsdp_state *state) {
     ddp__task *t = &l->task;
-    ddp_result result = DDP_OK;
     DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__load_check(l, dir, scaler)));
-    for (int i = 0; i < t->count && result == DDP_OK; i++) result = ddp__load_copy(l, i); /* the first write to the caller's memory */
+    ddp_result result = ddp__load_pass(l, 1); /* the first write to the caller's memory */
     DDP__FSDP_TRY(ddp__load_agree(l, replicas, ddp__save_agree(t->group, t->who, result)));
     if (state && l->foreign) state->step = 0;
     else if (state) *state = l->state;
