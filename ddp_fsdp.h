@@ -2858,6 +2858,10 @@ static size_t ddp__rows_of(const ddp__weight *w, int rank) { return ddp__rows_fi
 /* A use of a parameter that an earlier one in reach of it has brought: the same unit's, or, where values stay whole, any. */
 static int ddp__is_alias(const ddp_fsdp *f, const ddp__weight *w) { return w->source != w && (w->source->unit == w->unit || f->keeps_whole); }
 static int ddp__is_trained(const ddp__weight *w) { return !w->entry->frozen; }
+#define DDP__EACH_WEIGHT(unit, w) for (ddp__weight *w = (unit)->weights; w < (unit)->weights + (unit)->count; w++)
+#define DDP__EACH_TRAINED(unit, w) DDP__EACH_WEIGHT(unit, w) if (ddp__is_trained(w))
+#define DDP__EACH_UNIT(f, unit) for (ddp__unit *unit = (f)->units; unit < (f)->units + (f)->unit_count; unit++)
+
 static int ddp__has_master(const ddp_fsdp *f, const ddp__weight *w) { /* beside what is gathered */
     return w->dtype != w->master_dtype || f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather;
 }
@@ -2924,7 +2928,7 @@ static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned pl
 
 /* Where the parts of a unit lie in its memory of each kind. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
-    for (ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
+    DDP__EACH_WEIGHT(unit, w) {
         size_t shard_count = w->chunk * w->row_count;
         if (w->source == w) {
             w->shard_at = ddp__lay(&unit->shard_bytes, shard_count * ddp_dtype_size(w->dtype));
@@ -2986,8 +2990,7 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
 
 /* Makes this rank's rows of a unit ready for its peers, once the master values have changed. */
 static void ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
-    for (int i = 0; i < unit->count; i++) {
-        ddp__weight *w = &unit->weights[i];
+    DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
         if (f->desc.quantize_gather) ddp__quantize(w, unit->quant + w->quant_at);
         else if (f->host) {
@@ -3006,8 +3009,8 @@ static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
 
 static size_t ddp__unit_wire(const ddp_fsdp *f, const ddp__unit *unit) {
     size_t bytes = 0;
-    for (int i = 0; i < unit->count; i++)
-        if (!ddp__is_alias(f, &unit->weights[i])) bytes += ddp__weight_wire(f, &unit->weights[i]);
+    DDP__EACH_WEIGHT(unit, w)
+        if (!ddp__is_alias(f, w)) bytes += ddp__weight_wire(f, w);
     return bytes;
 }
 
@@ -3036,8 +3039,7 @@ static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
     size_t block = ddp__unit_wire(f, unit), at = 0;
     for (int pack = !f->direct; pack >= 0; pack--) {
         at = 0;
-        for (int i = 0; i < unit->count; i++) {
-            const ddp__weight *w = &unit->weights[i];
+        DDP__EACH_WEIGHT(unit, w) {
             if (ddp__is_alias(f, w)) continue;
             if (pack) f->device->copy(f->send + at, ddp__weight_published(f, w, f->rank),
                                       f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype));
@@ -3201,11 +3203,10 @@ static size_t ddp__rows_at(const ddp__weight *w, int layout, size_t first) {
 
 /* Adds, or copies where left is NULL, memory of one layout. */
 static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst, const unsigned char *left, const unsigned char *right, int layout) {
-    for (int i = 0; i < unit->count; i++) {
-        const ddp__weight *w = &unit->weights[i];
+    DDP__EACH_TRAINED(unit, w) {
         size_t at, count;
         ddp_dtype dtype = ddp__grads_at(w, layout, &at, &count);
-        if (!ddp__is_trained(w) || !count) continue;
+        if (!count) continue;
         if (left) f->device->add(dst + at, left + at, right + at, count, dtype);
         else f->device->copy(dst + at, right + at, count * ddp_dtype_size(dtype));
     }
@@ -3214,11 +3215,10 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
 /* Sums over ranks from where each one's whole gradients lie. */
 static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
-    for (int i = 0; i < unit->count; i++) {
-        const ddp__weight *w = &unit->weights[i];
+    DDP__EACH_TRAINED(unit, w) {
         size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w);
         unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
-        if (!ddp__is_trained(w) || !count) continue;
+        if (!count) continue;
         for (int r = 0; r < f->world; r++) sources[r] = theirs[r] + at;
         ddp_reduce_tree(out, sources, f->world, count, w->wire_dtype, DDP_OP_SUM, 1);
         if (out != sum) f->device->cast(sum, w->master_dtype, out, w->wire_dtype, count);
@@ -3232,20 +3232,15 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
         size_t n = unit->wire_count[d], size = ddp_dtype_size((ddp_dtype)d);
         if (!n) continue;
         f->device->fill_zero(f->send + send_at, n * size * (size_t)f->world);
-        for (int i = 0; i < unit->count; i++) {
-            const ddp__weight *w = &unit->weights[i];
-            if (!ddp__is_trained(w) || w->wire_dtype != (ddp_dtype)d) continue;
-            for (int r = 0; r < f->world; r++)
+        DDP__EACH_TRAINED(unit, w)
+            for (int r = 0; r < f->world && w->wire_dtype == (ddp_dtype)d; r++)
                 if (ddp__rows_of(w, r))
                     f->device->copy(f->send + send_at + ((size_t)r * n + w->wire_at) * size,
                                     from + ddp__rows_at(w, unit->layout, ddp__rows_first(w, r)), ddp__weight_bytes(w, ddp__rows_of(w, r), w->wire_dtype));
-        }
         DDP__FSDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
-        for (int i = 0; i < unit->count; i++) {
-            const ddp__weight *w = &unit->weights[i];
-            if (ddp__is_trained(w) && w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
+        DDP__EACH_TRAINED(unit, w)
+            if (w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
                 f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, f->receive + receive_at + w->wire_at * size, w->wire_dtype, ddp__mine(w));
-        }
         send_at += ddp__fsdp_pad(n * size * (size_t)f->world);
         receive_at += ddp__fsdp_pad(n * size);
     }
@@ -3304,10 +3299,7 @@ static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest,
 static unsigned char *ddp__unit_cast(ddp_fsdp *f, const ddp__unit *unit) {
     unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
     if (unit->layout == DDP__GRADS) return from;
-    for (int i = 0; i < unit->count; i++) {
-        const ddp__weight *w = &unit->weights[i];
-        if (ddp__is_trained(w)) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
-    }
+    DDP__EACH_TRAINED(unit, w) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
     return f->cast;
 }
 
@@ -3328,12 +3320,10 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     if (!ddp__has_sum(f, unit)) return ddp__fsdp_check(f->group);
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
     else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
-    for (int i = 0; i < unit->count && f->world == 1; i++) {
-        const ddp__weight *w = &unit->weights[i];
+    if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
         size_t at, count;
-        if (!ddp__is_trained(w) || (w->in_place && unit->layout == DDP__GRADS)) continue;
-        ddp__grads_at(w, unit->layout, &at, &count);
-        f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, w->wire_dtype, count);
+        ddp_dtype dtype = ddp__grads_at(w, unit->layout, &at, &count);
+        if (!w->in_place || unit->layout == DDP__CASTED) f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
     }
     return ddp__reduce_rest(f, unit);
 }
@@ -3524,13 +3514,13 @@ static ddp_result ddp__fsdp_unscale(ddp_fsdp *f) {
 /* Ends the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (f->finished) return DDP_OK;
-    for (int u = 0; u < f->unit_count; u++)
-        if (f->units[u].trained && f->units[u].reduced != f->desc.micro_batch_count)
+    DDP__EACH_UNIT(f, unit)
+        if (unit->trained && unit->reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_unit_reduce for every unit in every micro-batch",
-                                 f->units[u].name, f->units[u].reduced, f->desc.micro_batch_count);
+                                 unit->name, unit->reduced, f->desc.micro_batch_count);
     if (f->desc.scaler && f->desc.scaler->unscaled)
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
-    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(f, &f->units[u]));
+    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
     DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
     for (int i = 0; i < f->weight_count; i++) {
         const ddp__weight *w = &f->weights[i];
@@ -3595,7 +3585,7 @@ static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_
 /* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
 static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
     int same = 1;
-    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_arrive(f, &f->units[u]));
+    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_arrive(f, unit));
     DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
     return same ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: ranks gathered or reduced units in different orders in this step; make the same calls on every rank",
                                     ddp_rank(f->group), ddp_world_size(f->group), who, ddp_group_name(f->group));
@@ -3604,8 +3594,7 @@ static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
 /* Master values have changed: ranks may read each other's new rows once all have met. */
 static ddp_result ddp__fsdp_publish(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
-    for (int u = 0; u < f->unit_count; u++) {
-        ddp__unit *unit = &f->units[u];
+    DDP__EACH_UNIT(f, unit) {
         ddp__unit_publish(f, unit);
         DDP__FSDP_TRY(ddp__unit_drop(f, unit));
         if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
@@ -3615,8 +3604,7 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f) {
 }
 
 static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int grads) {
-    for (int i = 0; i < unit->count; i++) {
-        ddp__weight *w = &unit->weights[i];
+    DDP__EACH_WEIGHT(unit, w) {
         unsigned char *whole = ddp__is_alias(f, w) ? w->source->unit->whole : unit->whole;
         size_t at = ddp__is_alias(f, w) ? w->source->whole_at : w->whole_at;
         w->entry->param.value.data = values && whole ? whole + at : NULL;
@@ -3627,7 +3615,7 @@ static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int 
 /* Ready for the next step: every gradient is forgotten. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
     int *now = f->order_now;
-    for (int u = 0; u < f->unit_count; u++) f->units[u].reduced = f->units[u].depth = 0;
+    DDP__EACH_UNIT(f, unit) unit->reduced = unit->depth = 0;
     if (f->finished) { /* a step that is begun anew, or a load, tells nothing of the order */
         f->order_now = f->order;
         f->order = now;
@@ -3667,8 +3655,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
         if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
     }
     DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
-    for (int u = 0; u < fsdp->unit_count; u++) {
-        ddp__unit *unit = &fsdp->units[u];
+    DDP__EACH_UNIT(fsdp, unit) {
         unit->in_use = 0;
         ddp__grads_drop(fsdp, unit);
         ddp__unit_point(fsdp, unit, fsdp->keeps_whole, !fsdp->reduces_each);
@@ -3959,7 +3946,7 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
             DDP__FSDP_TRY(ddp__weight_describe(f, w));
         }
     }
-    for (int u = 0; u < f->unit_count; u++) ddp__unit_layout(f, &f->units[u]);
+    DDP__EACH_UNIT(f, unit) ddp__unit_layout(f, unit);
     optimizer.params = &param;
     optimizer.param_count = 1;
     optimizer.state_alloc_fn = NULL;
@@ -4027,7 +4014,7 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
     if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
     if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
-    for (ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
+    DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
         if (!f->desc.quantize_gather) w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
         w->master = ddp__has_master(f, w) ? master + w->master_at : w->shard;
@@ -4058,11 +4045,10 @@ static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
 /* What all units share: the largest of them says how much. */
 static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     int packs = f->world > 1 && !f->direct;
-    for (const ddp__unit *unit = f->units; unit < f->units + f->unit_count; unit++) {
+    DDP__EACH_UNIT(f, unit) {
         ddp__size_at_least(&f->whole_slot_bytes, unit->whole_bytes);
         ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
-        for (const ddp__weight *w = unit->weights; w < unit->weights + unit->count; w++) {
-            if (!ddp__is_trained(w)) continue;
+        DDP__EACH_TRAINED(unit, w) {
             if (w->wire_dtype != w->grad_dtype) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
             if (w->wire_dtype != w->master_dtype && f->world > 1) ddp__size_at_least(&f->narrow_bytes, w->chunk * w->row_count * ddp_dtype_size(w->wire_dtype));
         }
@@ -4104,9 +4090,9 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
             return ddp_fail(DDP_ERR_SYSTEM, "ddp_fsdp_create group=%s: offload_dir=%s: no file can be made there: %s", ddp_group_name(f->group),
                             f->desc.offload_dir, strerror(errno));
     }
-    for (int u = 0; u < f->unit_count; u++) DDP__FSDP_TRY(ddp__unit_take_memory(f, &f->units[u]));
+    DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_take_memory(f, unit));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
-    for (const ddp__unit *unit = f->units; unit < f->units + f->unit_count; unit++) {
+    DDP__EACH_UNIT(f, unit) {
         const unsigned char *shared = unit->quant ? unit->quant : unit->shard ? unit->shard : unit->whole;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
@@ -4189,7 +4175,7 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
         p->grad = p->value;
         p->grad.dtype = f->weights[i].grad_dtype;
     }
-    for (int u = 0; u < f->unit_count; u++) ddp__unit_point(f, &f->units[u], f->keeps_whole, !f->reduces_each);
+    DDP__EACH_UNIT(f, unit) ddp__unit_point(f, unit, f->keeps_whole, !f->reduces_each);
     DDP__FSDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
     DDP__FSDP_TRY(ddp__fsdp_publish(f));
     ddp__fsdp_begin(f);
@@ -4439,8 +4425,8 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
 
 DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    for (int u = 0; u < fsdp->unit_count; u++) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, &fsdp->units[u]));
-    for (ddp__unit *unit = fsdp->units; unit < fsdp->units + fsdp->unit_count; unit++) {
+    DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit));
+    DDP__EACH_UNIT(fsdp, unit) {
         ddp__grads_drop(fsdp, unit);
         ddp__unit_point(fsdp, unit, fsdp->keeps_whole || unit->in_use, !fsdp->reduces_each);
     }
