@@ -426,17 +426,10 @@ static ddp_result ddp__told_again(const ddp__told *told) { return told->result =
 /* Leave the public function unless the condition holds; what follows it is what to tell. */
 #define DDP__FSDP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad(__func__, NULL, __VA_ARGS__); } while (0)
 
-/* Makes this thread's device functions follow the caller's own work. */
-static ddp_result ddp__fsdp_enter(ddp_group *group) {
-    const ddp_device *device = ddp_group_device(group);
-    return device->enter ? device->enter(group, DDP_LANE_COMPUTE) : DDP_OK;
-}
-
-/* What this thread's device functions have come to. */
-static ddp_result ddp__fsdp_check(ddp_group *group) {
-    const ddp_device *device = ddp_group_device(group);
-    return device->check ? device->check(group) : DDP_OK;
-}
+/* Makes this thread's device functions follow the caller's own work; what they have come to. */
+#define DDP__ON_DEVICE(group, call, ...) (ddp_group_device(group)->call ? ddp_group_device(group)->call(__VA_ARGS__) : DDP_OK)
+static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, enter, group, DDP_LANE_COMPUTE); }
+static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
 #define DDP__CALL_BYTES 32768 /* at most so much in one collective: the tcp backend carries twice that */
 
@@ -606,8 +599,6 @@ static ddp_result ddp__optimizer_resolve(ddp_group *group, ddp_optimizer_desc *d
     }
     DDP__OPTIMIZER_NEED(!ddp__optimizer_has_trust(d) || ddp__is_amount(d->trust_coefficient), "trust_coefficient=%g; pass a positive number", (double)d->trust_coefficient);
     DDP__OPTIMIZER_NEED(ddp__is_amount(d->weight_decay), "weight_decay=%g; pass 0 or more", (double)d->weight_decay);
-    DDP__OPTIMIZER_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of parameters to update", d->param_count);
-    DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
     return DDP_OK;
 }
 
@@ -653,8 +644,12 @@ static size_t ddp__optimizer_place(ddp_optimizer *o, unsigned char *memory) {
 }
 
 static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
+    const ddp_optimizer_desc *d = &o->desc;
+    ddp_group *group = o->group;
     void *memory;
-    DDP__FSDP_TRY(ddp__optimizer_resolve(o->group, &o->desc));
+    DDP__FSDP_TRY(ddp__optimizer_resolve(group, &o->desc));
+    DDP__OPTIMIZER_NEED(d->params && d->param_count > 0, "param_count=%d or params is NULL; pass the array of parameters to update", d->param_count);
+    DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
     o->wire = o->desc.shard_group ? ddp_group_device(o->desc.shard_group) : o->device;
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
     o->params = (ddp__optimizer_param *)ddp_group_malloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
@@ -2701,7 +2696,7 @@ struct ddp_fsdp {
     ddp__weight **master_of;       /* the weight behind each of them */
     int master_count;
     ddp_group *lent[2];            /* groups that the scaler has from here */
-    ddp_tensor *sums;              /* their gradients, for the scaler */
+    ddp_tensor *sums;              /* the sums of their gradients, on the device */
     ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
     unsigned char *host_sums, *host_rows; /* there: gradients of this rank's rows; one parameter's rows on their way */
     size_t host_rows_bytes;
@@ -2733,11 +2728,17 @@ static ddp_result ddp__fsdp_failed(const ddp_fsdp *f, ddp_result result) {
     return ddp__told_again(&told);
 }
 
+/* The others will wait for this rank, or have failed too. */
+static ddp_result ddp__fsdp_give_up(const ddp_fsdp *f, ddp_result result) {
+    ddp__told told = ddp__told_now(result);
+    ddp_group_poison(f->group, result, told.text);
+    return ddp__fsdp_failed(f, ddp__told_again(&told));
+}
+
 static ddp_result ddp__fsdp_fail(const ddp_fsdp *f, ddp_result result, const char *who, const ddp__unit *unit) {
     ddp__told told = ddp__told_now(result);
-    ddp_group_poison(f->group, result, told.text); /* the others will wait for this rank */
-    ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
-    return ddp__fsdp_failed(f, result);
+    (void)ddp__fsdp_give_up(f, result);
+    return ddp_fail(result, "%s unit=%s: %s", who, unit->name, told.text);
 }
 
 static void ddp__fsdp_count(ddp_fsdp *f, int purpose, size_t size, int add) {
@@ -2920,6 +2921,16 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     return ddp__weight_find_source(f, w);
 }
 
+/* This rank's rows of the master values. */
+static ddp_tensor ddp__weight_rows(const ddp__weight *w) {
+    ddp_tensor rows = w->entry->param.value;
+    rows.data = w->source->master;
+    rows.dtype = w->master_dtype;
+    if (rows.ndim || !w->mine) rows.shape[0] = (int64_t)w->mine;
+    if (!w->mine && !rows.ndim) rows.ndim = 1;
+    return rows;
+}
+
 static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned place for size bytes */
     size_t place = *at;
     *at += ddp__fsdp_pad(size);
@@ -3052,16 +3063,20 @@ static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
     return ddp__fsdp_check(group);
 }
 
+/* A slot in front of a list. */
+static ddp_result ddp__slot_make(ddp_fsdp *f, ddp__slot **list, int purpose, int kind, size_t size, ddp__slot **out) {
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof **out, out));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, purpose, kind, size, &(*out)->memory));
+    (*out)->next = *list;
+    *list = *out;
+    return DDP_OK;
+}
+
 /* Free memory for a unit's whole values; allocates while the first step finds out how much is needed. */
 static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     ddp__slot *slot = f->whole_slots;
     while (slot && slot->busy) slot = slot->next;
-    if (!slot) {
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *slot, &slot));
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot->memory));
-        slot->next = f->whole_slots;
-        f->whole_slots = slot;
-    }
+    if (!slot) DDP__FSDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
     slot->busy = 1;
     unit->whole_slot = slot;
     unit->whole = slot->memory;
@@ -3101,14 +3116,12 @@ static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
 /* The whole values of a unit are not needed, or out of date. */
 static ddp_result ddp__unit_drop(ddp_fsdp *f, ddp__unit *unit) { return ddp__unit_forget(unit, ddp__unit_arrive(f, unit)); }
 
-/* Whether the recorded order wants the unit within the next `reach` gathers. */
+/* Whether the recorded order wants the unit within the next `reach` gathers, of which the very next one always is. */
 static int ddp__is_next(const ddp_fsdp *f, int unit, int reach) {
-    for (int i = f->now_count; i < f->now_count + reach && i < f->order_count; i++)
+    for (int i = f->now_count; (i == f->now_count || i < f->now_count + reach) && i < f->order_count; i++)
         if (f->following && f->order[i] == unit) return 1;
     return 0;
 }
-
-static int ddp__prefetch(const ddp_fsdp *f) { return f->desc.prefetch < 0 ? 0 : f->desc.prefetch; }
 
 /* What a unit takes while it is gathered: memory for the largest, where units share it. */
 static size_t ddp__gathered_bytes(const ddp_fsdp *f, const ddp__unit *unit) { return ddp__has_own_whole(f) ? unit->whole_bytes : f->whole_slot_bytes; }
@@ -3116,7 +3129,7 @@ static size_t ddp__gathered_bytes(const ddp_fsdp *f, const ddp__unit *unit) { re
 /* How many units are gathered at a time, where so many are in use. */
 static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
     size_t most = f->desc.max_gathered_bytes && f->whole_slot_bytes ? f->desc.max_gathered_bytes / f->whole_slot_bytes : SIZE_MAX;
-    int wanted = in_use + ddp__prefetch(f);
+    int wanted = in_use + f->desc.prefetch;
     if (wanted > f->unit_count) wanted = f->unit_count;
     if ((size_t)wanted > most) wanted = (int)most;
     return wanted > in_use ? wanted : in_use;
@@ -3127,11 +3140,11 @@ static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
     size_t bytes = 0;
     for (int u = 0; u < f->unit_count; u++) {
         ddp__unit *unit = &f->units[u];
-        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, u, ddp__prefetch(f) > 0 ? ddp__prefetch(f) : 1))
+        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, u, f->desc.prefetch))
             DDP__FSDP_TRY(ddp__unit_drop(f, unit));
         if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
     }
-    for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + ddp__prefetch(f) && i < f->order_count; i++) {
+    for (int i = f->now_count; f->following && !f->no_grad && i < f->now_count + f->desc.prefetch && i < f->order_count; i++) {
         ddp__unit *unit = &f->units[f->order[i]];
         if (unit->state != DDP__UNIT_GONE) continue;
         if (!f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
@@ -3148,7 +3161,7 @@ static ddp_result ddp__make_room(ddp_fsdp *f, const ddp__unit *unit) {
     for (int u = 0; u < f->unit_count; u++) held += f->units[u].state != DDP__UNIT_GONE;
     for (int wanted = 0; wanted < 2; wanted++) /* first what the order does not want soon */
         for (int u = 0; u < f->unit_count && held > room; u++) {
-            if (f->units[u].state == DDP__UNIT_GONE || f->units[u].in_use || ddp__is_next(f, u, ddp__prefetch(f) + 1) > wanted) continue;
+            if (f->units[u].state == DDP__UNIT_GONE || f->units[u].in_use || ddp__is_next(f, u, f->desc.prefetch + 1) > wanted) continue;
             DDP__FSDP_TRY(ddp__unit_drop(f, &f->units[u]));
             held--;
         }
@@ -3457,15 +3470,12 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
         if (slot->reducing && !oldest) oldest = slot;
         behind += slot->reducing != NULL;
     }
-    if (!slot && behind > ddp__prefetch(f)) {
+    if (!slot && behind > f->desc.prefetch) {
         DDP__FSDP_TRY(ddp__reduce_wait(f, oldest->reducing));
         slot = oldest;
     }
     if (!slot) {
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *slot, &slot));
-        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot->memory));
-        slot->next = f->grad_slots;
-        f->grad_slots = slot;
+        DDP__FSDP_TRY(ddp__slot_make(f, &f->grad_slots, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, f->grad_slot_bytes, &slot));
         slot->number = f->grad_slot_count++;
         if (f->turns) f->slot_memory[slot->number] = slot->memory;
     }
@@ -3502,15 +3512,6 @@ static void ddp__grads_drop(ddp_fsdp *f, ddp__unit *unit) {
 
 //== sharding: the step =================================================================================== >>impl-step
 
-/* Gradients back to their own scale; whether one of them is not finite on any rank. */
-static ddp_result ddp__fsdp_unscale(ddp_fsdp *f) {
-    for (int i = 0; i < f->master_count; i++) {
-        f->sums[i] = f->masters[i].grad;
-        f->sums[i].data = ddp__weight_sum(f->master_of[i], 0);
-    }
-    return ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares);
-}
-
 /* Ends the reductions of a step: divides the sums once and adds the uses of tied parameters, as ddp_reducer_wait does, then unscales. */
 static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (f->finished) return DDP_OK;
@@ -3531,7 +3532,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     }
     f->finished = 1;
     if (!f->desc.scaler) return ddp__fsdp_check(f->group);
-    return ddp__fsdp_unscale(f);
+    return ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares);
 }
 
 /* The exact sum of squares of all gradients over the ranks that they are split over. Replicas have the same one. */
@@ -3559,10 +3560,8 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     if (norm) *norm = length;
     if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
-    for (int i = 0; i < fsdp->master_count; i++) {
-        const ddp__weight *w = fsdp->master_of[i];
-        if (ddp__mine(w)) fsdp->device->scale(ddp__weight_sum(w, 0), ddp__mine(w), w->master_dtype, max_norm / length);
-    }
+    for (const ddp_tensor *sum = fsdp->sums; sum < fsdp->sums + fsdp->master_count; sum++)
+        if (ddp_tensor_count(sum)) fsdp->device->scale(sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, max_norm / length);
     return ddp__fsdp_check(fsdp->group);
 }
 
@@ -3646,10 +3645,8 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
     if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
         DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
-        for (int i = 0; i < fsdp->master_count && fsdp->host; i++) {
-            const ddp__weight *w = fsdp->master_of[i];
-            fsdp->device->copy(fsdp->masters[i].grad.data, ddp__weight_sum(w, 0), ddp__mine(w) * ddp_dtype_size(w->master_dtype));
-        }
+        for (int i = 0; i < fsdp->master_count && fsdp->host; i++)
+            fsdp->device->copy(fsdp->masters[i].grad.data, fsdp->sums[i].data, ddp__mine(fsdp->master_of[i]) * ddp_dtype_size(fsdp->sums[i].dtype));
         if (fsdp->optimizer) DDP__FSDP_TRY(ddp_optimizer_step(fsdp->optimizer, lr));
         fsdp->step++;
         if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
@@ -3667,16 +3664,10 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
 }
 
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
-    ddp_result result;
-    char text[512];
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
-    DDP__FSDP_NEED(lr >= 0 && lr <= 3.402823466e38f, "lr=%g; pass a number that is not negative", (double)lr);
-    result = ddp__fsdp_step(fsdp, lr);
-    if (result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH) return result;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    ddp_group_poison(fsdp->group, result, text);
-    ddp_fail(result, "%s", text);
-    return ddp__fsdp_failed(fsdp, result);
+    DDP__FSDP_NEED(ddp__is_amount((double)lr), "lr=%g; pass a number that is not negative", (double)lr);
+    ddp_result result = ddp__fsdp_step(fsdp, lr);
+    return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result : ddp__fsdp_give_up(fsdp, result);
 }
 
 //== sharding: checkpoints ================================================================================= >>impl-saver
@@ -3720,11 +3711,12 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     ddp__saver *s = f->saver;
     ddp__slice *slice = &s->slices[s->count];
     const ddp_tensor *value = &w->entry->param.value;
-    size_t ranks = f->world == 1 && list == DDP__LIST_SHARE ? (size_t)ddp_world_size(f->group) : 1, share = (w->rows + ranks - 1) / ranks;
-    size_t skip = ranks > 1 ? share * (size_t)ddp_rank(f->group) : 0, rows = w->mine;
+    size_t ranks = (size_t)ddp_world_size(f->group), share = (w->rows + ranks - 1) / ranks, skip = 0, rows = w->mine;
     int64_t global = 0;
-    if (skip > w->rows) skip = w->rows;
-    if (ranks > 1) rows = w->rows - skip < share ? w->rows - skip : share;
+    if (f->world == 1 && list == DDP__LIST_SHARE) {
+        skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, w->rows);
+        rows = ddp__place_in(share, 0, w->rows - skip);
+    }
     memset(slice, 0, sizeof *slice);
     slice->name = s->names + (size_t)s->count * s->name_room;
     snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
@@ -3747,10 +3739,8 @@ static void ddp__saver_list(ddp_fsdp *f, int list) {
     int master = 0;
     f->saver->count = 0;
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        ddp_tensor tensor = w->entry->param.value;
+        ddp_tensor tensor = ddp__weight_rows(w);
         if (w->source != w) continue;
-        tensor.dtype = w->master_dtype;
-        tensor.data = w->master;
         ddp__saver_add(f, w, NULL, &tensor, list);
         if (!ddp__is_trained(w)) continue;
         for (int k = 0; k < DDP__STATES_MAX; k++) {
@@ -3875,8 +3865,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (d->prefetch < -1) return ddp__fsdp_bad(who, group, "prefetch=%d; pass how many units, 0 for one or -1 for none", d->prefetch);
     if (d->keep_checkpoints < 0) return ddp__fsdp_bad(who, group, "keep_checkpoints=%d is negative", d->keep_checkpoints);
     if (!d->micro_batch_count) d->micro_batch_count = 1;
-    if (!d->prefetch) d->prefetch = 1;
-    if (d->prefetch > d->unit_count) d->prefetch = d->unit_count;
+    d->prefetch = d->prefetch < 0 ? 0 : !d->prefetch ? 1 : d->prefetch < d->unit_count ? d->prefetch : d->unit_count;
     if (!d->offload_dir) d->offload_dir = ".";
     if (!d->keep_checkpoints) d->keep_checkpoints = 1;
     f->device = ddp_group_device(group);
@@ -3920,7 +3909,6 @@ static void ddp__fsdp_leave_scaler(ddp_fsdp *f) {
 /* All that a rank can find wrong alone: tables of units and weights, described and laid out. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     ddp_optimizer_desc optimizer = f->desc.optimizer;
-    ddp_param param;
     int next = 0;
     for (int u = 0; u < f->unit_count; u++) {
         const ddp_fsdp_unit_desc *d = &f->desc.units[u];
@@ -3947,10 +3935,6 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
         }
     }
     DDP__EACH_UNIT(f, unit) ddp__unit_layout(f, unit);
-    optimizer.params = &param;
-    optimizer.param_count = 1;
-    optimizer.state_alloc_fn = NULL;
-    optimizer.state_free_fn = NULL;
     DDP__FSDP_TRY(ddp__optimizer_resolve(f->group, &optimizer)); /* its numbers, before anybody waits */
     return ddp__fsdp_join_scaler(f);
 }
@@ -4141,13 +4125,10 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
         ddp_param *p = &f->masters[f->master_count];
         if (w->source != w || !ddp__is_trained(w)) continue;
         p->name = w->name;
-        p->value = w->entry->param.value;
-        p->value.dtype = w->master_dtype;
-        p->value.data = w->master;
-        if (p->value.ndim) p->value.shape[0] = (int64_t)w->mine;
-        else if (!w->mine) { p->value.ndim = 1; p->value.shape[0] = 0; }
-        p->grad = p->value;
-        p->grad.data = f->host ? f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype)) : ddp__weight_sum(w, 0);
+        p->value = p->grad = ddp__weight_rows(w);
+        p->grad.data = ddp__weight_sum(w, 0);
+        f->sums[f->master_count] = p->grad;
+        if (f->host) p->grad.data = f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
         f->master_of[f->master_count++] = w;
     }
     if (!f->master_count) return DDP_OK;
@@ -4240,10 +4221,9 @@ DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
 /* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
 static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
-    const ddp_optimizer_desc *o = &f->desc.optimizer;
     double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
-    double states = o->kind == DDP_OPTIMIZER_ADAMW || o->kind == DDP_OPTIMIZER_LAMB ? 2 : o->kind == DDP_OPTIMIZER_LARS ? o->momentum >= 0 : o->momentum > 0;
-    int own_master = f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather, window = 1 + ddp__prefetch(f);
+    double states = f->optimizer ? f->optimizer->state_count : 0;
+    int own_master = f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather, window = 1 + f->desc.prefetch;
     for (const ddp__weight *p = f->weights; p < f->weights + f->weight_count; p++) {
         double count = (double)p->rows * (double)p->row_count, wide = (double)ddp_dtype_size(p->master_dtype);
         if (p->source == p) {
@@ -4389,7 +4369,7 @@ DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
     fsdp->in_use--;
     if (u->attached) ddp__grads_drop(fsdp, u);
     ddp__unit_point(fsdp, u, fsdp->keeps_whole, !fsdp->reduces_each);
-    if (fsdp->keeps_whole || ddp__is_next(fsdp, unit, ddp__prefetch(fsdp) > 0 ? ddp__prefetch(fsdp) : 1)) return DDP_OK;
+    if (fsdp->keeps_whole || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
     if (fsdp->desc.keep_after_forward && !fsdp->no_grad && u->trained && u->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
     return ddp__unit_drop(fsdp, u);
 }
@@ -4441,11 +4421,8 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     DDP__UNIT_NEED(fsdp, unit);
     DDP__FSDP_NEED(param >= 0 && param < fsdp->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, fsdp->units[unit].name, fsdp->units[unit].count - 1);
     const ddp__weight *w = &fsdp->units[unit].weights[param];
-    ddp_tensor rows = w->entry->param.value;
-    rows.dtype = w->master_dtype;
-    if (rows.ndim) rows.shape[0] = (int64_t)w->mine;
-    if (!rows.ndim && !w->mine) { rows.ndim = 1; rows.shape[0] = 0; }
-    rows.data = ddp__mine(w) ? w->source->master : NULL;
+    ddp_tensor rows = ddp__weight_rows(w);
+    if (!ddp__mine(w)) rows.data = NULL;
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)w->first;
     if (!grad) return DDP_OK;
