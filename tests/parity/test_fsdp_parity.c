@@ -37,6 +37,7 @@ typedef struct plan {
     int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
     int world;                   /* where ranks are given: on the first so many of them; 0 = on all */
     ddp_fsdp_offload offload;
+    int scaled;                  /* by a loss scale; before step 1, one that the last rank's infinity leaves out */
 } plan;
 
 typedef struct whole { double value[USES][MOST]; float norm[STEPS]; } whole; /* what training ends with */
@@ -214,7 +215,7 @@ static void fetch(ddp_group *part, void *near, const ddp_tensor *far) {
     if (bytes) ddp_group_device(part)->copy(near, far->data, bytes);
 }
 
-static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite) {
+static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_fsdp_param *params, int step, int micro_batch, int overwrite, double scale) {
     for (int k = 0; k < unit->param_count; k++) {
         const ddp_param *param = &unit->params[k].param;
         int use = (int)(unit->params + k - params);
@@ -223,17 +224,35 @@ static void backward(ddp_group *part, const ddp_fsdp_unit_desc *unit, const ddp_
         fetch(part, grad, &param->grad);
         for (int i = 0; i < elements(use); i++) {
             double before = overwrite ? 0 : load(grad, param->grad.dtype, i); /* zero, or it shows */
-            store(grad, param->grad.dtype, i, before + gradient(use, i, load(value, param->value.dtype, i), step, micro_batch));
+            store(grad, param->grad.dtype, i, before + scale * gradient(use, i, load(value, param->value.dtype, i), step, micro_batch));
         }
         ddp_group_device(part)->copy(param->grad.data, grad, (size_t)elements(use) * ddp_dtype_size(param->grad.dtype));
     }
 }
 
-static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, const plan *p, const ddp_fsdp_unit_desc *units, int unit_count,
-                             const ddp_fsdp_param *params, int step) {
+/* A step that an infinity on the last rank leaves out on all, replicas too. */
+static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler, const plan *p, const ddp_fsdp_unit_desc *units,
+                                int unit_count, const ddp_fsdp_param *params) {
+    int last = ddp_rank(group) == ddp_world_size(group) - 1;
+    for (int m = 0; m < p->micro_batches; m++)
+        for (int u = 0; u < unit_count; u++) {
+            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            backward(part, &units[u], params, 9, 0, 1, last && u == 1 ? INFINITY : 1.0);
+            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        }
+    RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+    RANKS_CHECK(group, ddp_scaler_found_inf(scaler), "rank %d does not know of the infinity", ddp_rank(group));
+    RANKS_OK(group, ddp_scaler_update(scaler));
+    return DDP_OK;
+}
+
+static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, ddp_scaler *scaler, const plan *p, const ddp_fsdp_unit_desc *units,
+                             int unit_count, const ddp_fsdp_param *params, int step) {
     int rank = ddp_rank(group), world = ddp_world_size(group);
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float norm = 0;
+    if (p->scaled && step == 1) RANKS_OK(group, infinite_step(group, part, fsdp, scaler, p, units, unit_count, params));
     for (int m = 0; m < p->micro_batches; m++) {
         for (int u = 0; u < unit_count; u++) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
@@ -241,7 +260,8 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
         }
         for (int u = unit_count - 1; u >= 0; u--) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-            backward(part, &units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite);
+            backward(part, &units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite,
+                     p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
             RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
             RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
         }
@@ -249,6 +269,7 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
     RANKS_CHECK(group, memcmp(&norm, &expected->norm[step], sizeof norm) == 0, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)expected->norm[step]);
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+    if (p->scaled) RANKS_OK(group, ddp_scaler_update(scaler));
     return DDP_OK;
 }
 
@@ -295,9 +316,10 @@ static ddp_result train_on(ddp_group *group, void *user) {
     ddp_group *world = group, *part = group, *below = NULL, *copies = NULL;
     ddp_fsdp *fsdp;
     ddp_fsdp_state state = DDP_ZERO;
+    ddp_scaler scaler;
     ddp_result result = DDP_OK;
     void *memory[USES];
-    int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas, unit_count;
+    int rank = ddp_rank(group), inner = ddp_world_size(group) / p->replicas, unit_count = 0;
 #if defined(FSDP_ON_DEVICE)
     device_rank device;
     RANKS_OK(group, device_rank_open(&device, group, 64));
@@ -323,6 +345,8 @@ static ddp_result train_on(ddp_group *group, void *user) {
     desc.offload = p->offload;
     desc.offload_dir = "/tmp";
     desc.save_in_background = p->background;
+    RANKS_OK(group, ddp_scaler_init(&scaler, NULL));
+    if (p->scaled) desc.scaler = &scaler;
     if (p->half) { desc.param_dtype = DDP_BF16; desc.reduce_dtype = DDP_F32; }
     RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &desc));
     for (int u = 0; u < USES; u++)
@@ -331,7 +355,7 @@ static ddp_result train_on(ddp_group *group, void *user) {
         RANKS_OK(group, ddp_fsdp_load(fsdp, folder));
         RANKS_CHECK(group, state.step == p->first && state.user[3] == 0.1 * p->first, "step %lld, user %g", (long long)state.step, state.user[3]);
     }
-    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, p, units, unit_count, params, step);
+    for (int step = p->first; step < (p->last ? p->last : STEPS) && result == DDP_OK; step++) result = train_step(group, part, fsdp, &scaler, p, units, unit_count, params, step);
     if (result == DDP_OK && p->last) {
         state.user[3] = 0.1 * p->last;
         RANKS_OK(group, ddp_fsdp_save(fsdp, folder));
@@ -452,6 +476,22 @@ static void run_world(ranks_mode mode, int world) {
     }
 }
 
+/* Three copies of what two ranks share: norms of tensors, the scaler and the sums over copies. */
+static void run_copies(ranks_mode mode) {
+    for (int s = DDP_FSDP_FULL_SHARD; s <= DDP_FSDP_NO_SHARD; s++)
+        for (int kind = DDP_OPTIMIZER_LAMB; kind <= DDP_OPTIMIZER_LARS; kind++) {
+            plan p;
+            memset(&p, 0, sizeof p);
+            p.strategy = (ddp_fsdp_strategy)s;
+            p.micro_batches = 1;
+            p.replicas = 3;
+            p.kind = (ddp_optimizer_kind)kind;
+            p.scaled = 1;
+            if (expect(mode, p, 6) == DDP_OK) run(mode, 6, p);
+            else failures++;
+        }
+}
+
 /* [threads|processes|mpi [W ...]]: everything, without arguments. */
 int main(int argc, char **argv) {
     ranks_mode mode;
@@ -478,6 +518,7 @@ int main(int argc, char **argv) {
                 worlds += wanted;
             }
             if (worlds == 4) run_resumed(mode);
+            if (worlds == 4) run_copies(mode);
         }
     }
     snprintf(command, sizeof command, "rm -rf %s %s.*", folder, folder);
