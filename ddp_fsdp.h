@@ -400,16 +400,18 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 /* Leaves the function with a failure of call. */
 #define DDP__FSDP_TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
 
-/* An argument of the public function `who` is wrong. group may be NULL. */
-static __attribute__((format(printf, 3, 4))) ddp_result ddp__fsdp_bad(const char *who, const ddp_group *group, const char *format, ...) {
+/* Fails the public function `who`. group may be NULL. */
+static __attribute__((format(printf, 4, 5))) ddp_result ddp__fsdp_tell(ddp_result result, const char *who, const ddp_group *group, const char *format, ...) {
     char text[512];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (!group) return ddp_fail(DDP_ERR_INVALID, "%s: %s", who, text);
-    return ddp_fail(DDP_ERR_INVALID, "rank %d/%d %s group=%s: %s", ddp_rank(group), ddp_world_size(group), who, ddp_group_name(group), text);
+    if (!group) return ddp_fail(result, "%s: %s", who, text);
+    return ddp_fail(result, "rank %d/%d %s group=%s: %s", ddp_rank(group), ddp_world_size(group), who, ddp_group_name(group), text);
 }
+
+#define ddp__fsdp_bad(who, group, ...) ddp__fsdp_tell(DDP_ERR_INVALID, who, group, __VA_ARGS__) /* an argument is wrong */
 
 /* A result with its error line, kept while something else happens, or sent to other ranks. */
 typedef struct ddp__told { int32_t result; char text[512]; } ddp__told;
@@ -1429,7 +1431,6 @@ static ddp_result ddp__header_check(const char *path, uint64_t data_at, uint64_t
 static ddp_result ddp__header_read(ddp_group *group, const char *path, char *text, size_t length, uint64_t data_bytes, ddp__header *header) {
     ddp__json j = ddp__json_of(text, length);
     ddp__pair *pairs;
-    ddp_result result;
     size_t colons = 1;
     int pair_count = 0, count = 0, metadata = 0;
     memset(header, 0, sizeof *header);
@@ -1450,8 +1451,8 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
     for (int i = 1; i < pair_count; i++)
         if (ddp__pair_compare(&pairs[i - 1], &pairs[i]) == 0) (void)ddp__json_fail(&j, "metadata has a key twice");
 
-    if (ddp__json_end(&j)) result = ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count);
-    else result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
+    ddp_result result = ddp__json_end(&j) ? ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count)
+                      : ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
     ddp_group_mfree(group, pairs);
     return result;
 }
@@ -2185,7 +2186,7 @@ typedef struct ddp__loading {
     char *text;                /* state.json, or the index of a foreign model */
     uint32_t text_crc;
     ddp_fsdp_state state;
-    int copies, next, stops;   /* of a pass: whether it copies; the next tensor to copy; the helper ends */
+    int copies, next, stops;   /* whether the pass copies; the next tensor to copy; the sums are done */
     sem_t room;                /* pieces that the helper may still bring into memory before they are summed up */
     ddp__told helped;          /* what came of the helper's copies */
 } ddp__loading;
@@ -2506,9 +2507,8 @@ static ddp_result ddp__load_copy(const ddp__loading *l, int index) {
 
 /* Copies tensors that the other thread has not come to. */
 static ddp_result ddp__load_copies(ddp__loading *l) {
-    ddp_result result = DDP_OK;
-    for (int i; result == DDP_OK && (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) result = ddp__load_copy(l, i);
-    return result;
+    for (int i; (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_RELAXED)) < l->task.count;) DDP__FSDP_TRY(ddp__load_copy(l, i));
+    return DDP_OK;
 }
 
 static void *ddp__load_main(void *argument) {
@@ -2528,7 +2528,6 @@ static ddp_result ddp__load_pass(ddp__loading *l, int copies) {
     __atomic_store_n(&l->stops, 1, __ATOMIC_RELAXED);
     sem_post(&l->room);
     if (helped) pthread_join(helper, NULL);
-    l->stops = 0;
     sem_destroy(&l->room);
     return result == DDP_OK ? ddp__told_again(&l->helped) : result;
 }
@@ -2924,7 +2923,7 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
 /* This rank's rows of the master values. */
 static ddp_tensor ddp__weight_rows(const ddp__weight *w) {
     ddp_tensor rows = w->entry->param.value;
-    rows.data = w->source->master;
+    rows.data = ddp__mine(w) ? w->source->master : NULL;
     rows.dtype = w->master_dtype;
     if (rows.ndim || !w->mine) rows.shape[0] = (int64_t)w->mine;
     if (!w->mine && !rows.ndim) rows.ndim = 1;
@@ -3096,18 +3095,16 @@ static ddp_result ddp__unit_forget(ddp__unit *unit, ddp_result result) {
 }
 
 static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result;
     if (unit->state != DDP__UNIT_COMING) return DDP_OK;
-    result = ddp_wait(f->group, &unit->gathering);
+    ddp_result result = ddp_wait(f->group, &unit->gathering);
     unit->state = DDP__UNIT_THERE;
     return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
 }
 
 /* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
 static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
-    ddp_result result;
     if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
-    result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
+    ddp_result result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
     unit->state = ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
     if (result != DDP_OK) return ddp__unit_forget(unit, result);
     return DDP_OK;
@@ -3377,8 +3374,8 @@ static ddp_result ddp__turn_alive(ddp_fsdp *f) {
 static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
     uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
     DDP__FSDP_TRY(ddp__turn_alive(f));
-    return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_unit_reduce group=%s: rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank", f->rank,
-                    f->world, ddp_group_name(f->group), rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
+    return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_unit_reduce", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+                          rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
 }
 
 /* Carries out the next reduction; waits until all ranks have handed it in. */
@@ -3454,9 +3451,8 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
 
 /* Starts the reduction of a unit's gradients. */
 static ddp_result ddp__reduce_begin(ddp_fsdp *f, ddp__unit *unit) {
-    ddp_result result;
     if (f->turns) return ddp__fsdp_failed(f, ddp__reduce_give(f, unit));
-    result = ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing);
+    ddp_result result = ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing);
     unit->has_reducing = result == DDP_OK;
     return result;
 }
@@ -3551,10 +3547,9 @@ static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
     float length = 0;
-    ddp_result result;
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
-    result = ddp__fsdp_finish(fsdp, __func__);
+    ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
     if (result == DDP_OK) result = ddp__fsdp_norm(fsdp, &length);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
@@ -3577,8 +3572,7 @@ static ddp_result ddp__fsdp_agree_all(const ddp_fsdp *f, ddp_result own, uint64_
     }
     if (own != DDP_OK) return ddp__told_again(&mine);
     if (told.result == DDP_OK) return DDP_OK;
-    return ddp_fail((ddp_result)told.result, "rank %d/%d ddp_fsdp_create group=%s: another rank failed: %.400s", ddp_rank(f->group), ddp_world_size(f->group),
-                    ddp_group_name(f->group), told.text);
+    return ddp__fsdp_tell((ddp_result)told.result, "ddp_fsdp_create", f->group, "another rank failed: %.400s", told.text);
 }
 
 /* All ranks are here, have gathered and reduced in the same order, and read no shard any more. */
@@ -3586,8 +3580,8 @@ static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
     int same = 1;
     DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_arrive(f, unit));
     DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, f->order_hash, &same));
-    return same ? DDP_OK : ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d %s group=%s: ranks gathered or reduced units in different orders in this step; make the same calls on every rank",
-                                    ddp_rank(f->group), ddp_world_size(f->group), who, ddp_group_name(f->group));
+    return same ? DDP_OK : ddp__fsdp_tell(DDP_ERR_MISMATCH, who, f->group,
+                                          "ranks gathered or reduced units in different orders in this step; make the same calls on every rank");
 }
 
 /* Master values have changed: ranks may read each other's new rows once all have met. */
@@ -3632,11 +3626,8 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     if (f->slots_ready || ddp__has_own_whole(f) || f->order_count == 0) return DDP_OK;
     f->slots_ready = 1;
     for (const ddp__slot *slot = f->whole_slots; slot; slot = slot->next) count++;
-    for (; count < wanted; count++) {
-        ddp__unit unit;
-        DDP__FSDP_TRY(ddp__whole_slot_take(f, &unit));
-    }
-    for (ddp__slot *slot = f->whole_slots; slot; slot = slot->next) slot->busy = 0;
+    for (ddp__slot *slot; count < wanted; count++)
+        DDP__FSDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
     return DDP_OK;
 }
 
@@ -3972,8 +3963,8 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
     int same = 1;
     DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, own == DDP_OK ? ddp__fsdp_desc_hash(f) : 0, &same));
     if (!same)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d/%d ddp_fsdp_create group=%s: the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
-                        "prefetch, optimizer or another option); give every rank the same", ddp_rank(f->group), ddp_world_size(f->group), ddp_group_name(f->group));
+        return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
+                              "prefetch, optimizer or another option); give every rank the same");
     for (int i = 0; i < f->weight_count && same; i++) {
         DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_hash(f, i), &same));
         if (!same) (void)DDP__WEIGHT_BAD(f, &f->weights[i], "ranks describe parameter number %d differently (name, shape, dtype, unit, tie)", i);
@@ -4184,14 +4175,10 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
 
 DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fsdp_desc *desc) {
     ddp_fsdp first = DDP_ZERO, *f = NULL;
-    ddp__told told;
     if (out) *out = NULL;
     DDP__FSDP_NEED(out && group && desc, "out, group or desc is NULL");
     ddp_result result = ddp__fsdp_desc_resolve(&first, group, desc);
-    if (result == DDP_OK) {
-        f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted);
-        result = f ? DDP_OK : DDP_ERR_NO_MEMORY;
-    }
+    if (result == DDP_OK && !(f = (ddp_fsdp *)ddp__fsdp_host(&first, sizeof first, &first.own_raw, &first.own_counted))) result = DDP_ERR_NO_MEMORY;
     if (f) {
         *f = first;
         ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, f->own_counted, 1);
@@ -4200,22 +4187,20 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
     result = ddp__fsdp_compare(f ? f : &first, result);
     if (desc->checkpoint_group) result = ddp__save_agree(desc->checkpoint_group, __func__, result);
     if (result == DDP_OK) {
-        told = ddp__told_now(ddp__fsdp_build(f));
-        if (told.result != DDP_OK) ddp_group_poison(group, (ddp_result)told.result, told.text); /* the others wait for this rank, or have failed too */
-        if (told.result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, (ddp_result)told.result, told.text);
-        result = ddp__fsdp_failed(f, ddp__told_again(&told));
+        result = ddp__fsdp_build(f);
+        if (result != DDP_OK) result = ddp__fsdp_give_up(f, result);
+        if (result != DDP_OK && desc->checkpoint_group) ddp_group_poison(desc->checkpoint_group, result, ddp_last_error());
     }
     if (result == DDP_OK) *out = f;
     if (result == DDP_OK || !f) return result;
-    told = ddp__told_now(result);
+    ddp__told told = ddp__told_now(result);
     for (int i = 0; i < f->weight_count && f->weights; i++) f->weights[i].entry = NULL; /* the caller's values stay */
     ddp__fsdp_free(f);
     return ddp__told_again(&told);
 }
 
-DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) {
-    if (fsdp) ddp__fsdp_free(fsdp);
-}
+DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp) { if (fsdp) ddp__fsdp_free(fsdp); }
+
 //== sharding: memory and wrapping ======================================================================= >>impl-wrap
 
 /* The formulas of the opening comment, element by element: P / W of what is split, no padding. */
@@ -4223,12 +4208,12 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     ddp_fsdp_bytes out = DDP_ZERO;
     double w = f->world, levels = ddp__fsdp_levels(f), bytes[DDP__PURPOSES] = {0}, sum_whole = 0;
     double states = f->optimizer ? f->optimizer->state_count : 0;
-    int own_master = f->desc.offload != DDP_FSDP_OFFLOAD_NONE || f->desc.quantize_gather, window = 1 + f->desc.prefetch;
+    int window = 1 + f->desc.prefetch;
     for (const ddp__weight *p = f->weights; p < f->weights + f->weight_count; p++) {
         double count = (double)p->rows * (double)p->row_count, wide = (double)ddp_dtype_size(p->master_dtype);
         if (p->source == p) {
             bytes[DDP__OF_SHARDS] += f->keeps_whole ? count * (double)ddp_dtype_size(p->dtype) : f->desc.quantize_gather ? 0 : count * (double)ddp_dtype_size(p->dtype) / w;
-            if ((own_master || p->dtype != p->master_dtype) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_SHARDS] += count * wide / w;
+            if (ddp__has_master(f, p) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_SHARDS] += count * wide / w;
             if (f->desc.quantize_gather) bytes[DDP__OF_COMMUNICATION] += count / w * (1 + 4.0 / (double)DDP__QUANT_BLOCK);
             if (ddp__is_trained(p) && f->desc.offload != DDP_FSDP_OFFLOAD_FILE) bytes[DDP__OF_OPTIMIZER] += states * count * wide / w;
         }
@@ -4422,7 +4407,6 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     DDP__FSDP_NEED(param >= 0 && param < fsdp->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, fsdp->units[unit].name, fsdp->units[unit].count - 1);
     const ddp__weight *w = &fsdp->units[unit].weights[param];
     ddp_tensor rows = ddp__weight_rows(w);
-    if (!ddp__mine(w)) rows.data = NULL;
     if (value) *value = rows;
     if (first_row) *first_row = (int64_t)w->first;
     if (!grad) return DDP_OK;
