@@ -36,9 +36,9 @@ EXAMPLE
     int main(void) { ddp_launch_desc all = DDP_ZERO; return ddp_launch(&all, train, NULL) != DDP_OK; }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler
-    >>impl-crc  >>impl-json  >>impl-safetensors  >>impl-checkpoint  >>impl-sharding  >>impl-layout  >>impl-gather  >>impl-shard-reduce
-    >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
+    >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-error  >>impl-optimizer  >>impl-rates  >>impl-scaler  >>impl-crc  >>impl-json
+    >>impl-safetensors  >>impl-checkpoint  >>impl-files  >>impl-boxes  >>impl-save  >>impl-load  >>impl-sharding  >>impl-layout  >>impl-gather
+    >>impl-shard-reduce  >>impl-step  >>impl-saver  >>impl-create  >>impl-wrap  >>impl-public
 
 CONCEPTS
     Shard      each parameter of d rows (its first dimension) is cut into W pieces of c = ceil(d / W) rows: rank r keeps rows [rc, (r+1)c),
@@ -1457,7 +1457,7 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
     return result;
 }
 
-//== checkpoints ================================================================================== >>impl-checkpoint
+//== checkpoints: agreeing =================================================================== >>impl-checkpoint
 #include <dirent.h>
 #include <sys/syscall.h>
 
@@ -1482,8 +1482,6 @@ typedef struct ddp__slice {
 } ddp__slice;
 
 static const char *const ddp__kind_names[2] = {"model", "optimizer"};
-
-/* --- agreeing --- */
 
 /* Collective: *told becomes the failure of the lowest rank that has one; *first is that rank, or the number of ranks. *same: stays 1 where it was on every rank
    and all gave the same number. */
@@ -1530,7 +1528,7 @@ static ddp_result ddp__crc_combine(ddp_group *group, uint32_t *crc, int count) {
     return DDP_OK;
 }
 
-/* --- files and folders --- */
+//== checkpoints: files and folders =============================================================== >>impl-files
 
 static ddp_result ddp__file_fail(const char *what, const char *path) {
     int error = errno;
@@ -1661,7 +1659,7 @@ static void ddp__beside_name(const char *dir, int which, char out[DDP__PATH_MAX]
     else snprintf(out, DDP__PATH_MAX, "%.*s.%s", DDP__DIR_MAX, dir, which == DDP__OLD ? "old" : "tmp");
 }
 
-/* --- boxes --- */
+//== checkpoints: boxes =========================================================================== >>impl-boxes
 
 /* Bytes of the tensor, or of what this rank holds of it. */
 static uint64_t ddp__slice_bytes(const ddp__slice *s, int held) {
@@ -1850,7 +1848,7 @@ static const struct ddp__state_field { const char *name, *kinds; size_t at; } dd
     {"rng", "uuuu", offsetof(ddp_fsdp_state, rng)}, {"user", "uuuuuuuu", offsetof(ddp_fsdp_state, user)}};
 #define DDP__STATE_FIELDS ((int)(sizeof ddp__state_fields / sizeof ddp__state_fields[0]))
 
-/* --- saving --- */
+//== checkpoints: saving =========================================================================== >>impl-save
 
 /* A file of the checkpoint that is being written: tensors [first, last) of the list `order`. */
 typedef struct ddp__out_file {
@@ -2161,7 +2159,7 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     return result;
 }
 
-/* --- loading --- */
+//== checkpoints: loading ========================================================================== >>impl-load
 
 typedef struct ddp__in_file {
     const char *name;          /* in the text that tells the files */
