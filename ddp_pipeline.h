@@ -138,8 +138,7 @@ typedef enum ddp_schedule_format {
     DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
 } ddp_schedule_format;
 
-/* Parts of ddp_schedule_lower. */
-enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER_COMM = 8 };
+enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER_COMM = 8 }; /* parts of ddp_schedule_lower */
 
 //== descs ================================================================================================ >>descs
 
