@@ -2269,7 +2269,7 @@ typedef struct ddp__pipe_pool {
     int taken;             /* the rehearsal counts; its peak becomes count */
     int next;              /* OUT: the slot that comes next */
     int free_count;
-    int *free_slots;       /* HERE, IN */
+    int *free_slots;       /* HERE, IN, and OUT in place */
     int *slot;             /* of each micro-batch; -1: none */
     int *order;            /* IN: of each micro-batch, its place in the peer's stream */
     ddp_work *works;       /* OUT, IN: of each slot */
