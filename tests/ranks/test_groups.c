@@ -216,6 +216,7 @@ static ddp_result words(ddp_group *world) {
     snprintf(text, sizeof text, "rank %d is in ddp_barrier", w - 1);
     if (w > 1 && rank < w - 1) {
         RANKS_CHECK(world, ddp_group_await(child, mine, ROUNDS + 1) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
+        RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s", ddp_last_error());
     } else if (w > 1) {
         RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "of the stray: %s", ddp_last_error());
     }
