@@ -35,7 +35,7 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>impl-structs  >>impl-tensor-memory  >>impl-tensor-boxes  >>impl-tensor-text  >>impl-tensor-npy
-    >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-context  >>impl-tp-gemm  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
+    >>impl-tensor-layout  >>impl-tensor-plan  >>impl-tp-gemm  >>impl-tp-context  >>impl-tp-linear  >>impl-tp-mlp  >>impl-tp-embedding  >>impl-tp-loss
     >>impl-tp-norm  >>impl-tp-random  >>impl-public
 
 CONCEPTS
@@ -408,9 +408,464 @@ static ddp_result ddp__tensor_fail(ddp_result result, const char *who, const ddp
 
 //== from one placement to another =============================================================== >>impl-tensor-plan
 
+//== products ==================================================================================== >>impl-tp-gemm
+/* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads both with stride one and keeps a tile
+   of C in registers, MR rows by two vectors. A tile begins with what C holds and is written back after KC terms, so an element of C is one chain of
+   additions in the order of k, however m, n or k is cut.
+
+             2 vectors    B: packed in panels of two vectors' columns
+           +----+----+
+        MR | C tile  |    A: packed in panels of MR rows
+           +----+----+
+   The packed blocks lie on the stack: no memory is taken, and any number of threads may multiply. */
+
+#if defined(__AVX512F__)
+#define DDP__GEMM_VECTOR 64 /* bytes */
+#elif defined(__AVX__)
+#define DDP__GEMM_VECTOR 32
+#else
+#define DDP__GEMM_VECTOR 16
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define DDP__GEMM_MR 12 /* 24 sums of 32 registers */
+#else
+#define DDP__GEMM_MR 6  /* 12 of 16 */
+#endif
+#define DDP__GEMM_WIDE (2 * DDP__GEMM_VECTOR)  /* bytes of a tile's row */
+#define DDP__GEMM_KC_BYTES 1024                /* terms of a packed block: so many bytes */
+#define DDP__GEMM_MC (2 * DDP__GEMM_MR)        /* rows of A packed at a time */
+#define DDP__GEMM_NC_BYTES 896                 /* columns of B packed at a time: so many bytes */
+#define DDP__GEMM_INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define DDP__GEMM_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define DDP__GEMM_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float ddp__gemm_f32 __attribute__((vector_size(DDP__GEMM_VECTOR)));
+typedef double ddp__gemm_f64 __attribute__((vector_size(DDP__GEMM_VECTOR)));
+
+/* Element (i, k), i < count, k < depth, at in[i * outer + k * step] goes to out[panel][k][i - panel * width]. The last panel is filled with zeros. */
+DDP__GEMM_INLINE void ddp__gemm_pack(const size_t size, const int64_t width, unsigned char *out, int64_t count, int64_t depth,
+                                     const unsigned char *in, int64_t outer, int64_t step) {
+    const int64_t s = (int64_t)size;
+    for (int64_t first = 0; first < count; first += width, out += width * depth * s) {
+        const unsigned char *from = in + first * outer * s;
+        int64_t w = count - first < width ? count - first : width, i = 0;
+        if (w < width) memset(out, 0, (size_t)(width * depth * s));
+        if (outer == 1 && w == width) {
+            for (int64_t k = 0; k < depth; k++) memcpy(out + k * width * s, from + k * step * s, (size_t)width * size);
+            continue;
+        }
+        for (; i + 4 <= w; i += 4)
+            for (int64_t k = 0; k < depth; k++)
+                for (int64_t j = i; j < i + 4; j++) memcpy(out + (k * width + j) * s, from + (j * outer + k * step) * s, size);
+        for (; i < w; i++)
+            for (int64_t k = 0; k < depth; k++) memcpy(out + (k * width + i) * s, from + (i * outer + k * step) * s, size);
+    }
+}
+
+/* One tile: rows (a constant at each call, so that the sums stay in registers) by two vectors, over depth; m x n of it are wanted. fresh: C is 0. */
+#define DDP__GEMM_TILE(name, type, vec)                                                                                                            \
+    DDP__GEMM_INLINE void name(const int rows, int64_t depth, const type *a, const type *b, type *c, int64_t ldc, int m, int n, int fresh) {       \
+        enum { lanes = DDP__GEMM_VECTOR / sizeof(type), wide = 2 * lanes };                                                                        \
+        int inside = m >= rows && n >= wide, m_edge = inside ? 0 : m < rows ? m : rows;                                                            \
+        size_t edge_bytes = (size_t)(n < wide ? n : wide) * sizeof(type);                                                                          \
+        type edge[DDP__GEMM_MR * wide], *to = inside ? c : edge;                                                                                   \
+        int64_t row = inside ? ldc : (int64_t)wide;                                                                                                \
+        vec sum[DDP__GEMM_MR][2];                                                                                                                  \
+        if (!inside) memset(edge, 0, sizeof edge);                                                                                                 \
+        for (int i = 0; i < m_edge && !fresh; i++) memcpy(edge + i * wide, c + i * ldc, edge_bytes);                                               \
+        DDP__GEMM_UNROLL                                                                                                                           \
+        for (int i = 0; i < rows; i++) {                                                                                                           \
+            if (fresh) memset(sum[i], 0, sizeof sum[i]);                                                                                           \
+            else memcpy(sum[i], to + i * row, sizeof sum[i]);                                                                                      \
+        }                                                                                                                                          \
+        for (int64_t k = 0; k < depth; k++, a += DDP__GEMM_MR, b += wide) {                                                                        \
+            vec left, right;                                                                                                                       \
+            memcpy(&left, b, sizeof left);                                                                                                         \
+            memcpy(&right, b + lanes, sizeof right);                                                                                               \
+            DDP__GEMM_UNROLL                                                                                                                       \
+            for (int i = 0; i < rows; i++) {                                                                                                       \
+                sum[i][0] += a[i] * left;                                                                                                          \
+                sum[i][1] += a[i] * right;                                                                                                         \
+            }                                                                                                                                      \
+        }                                                                                                                                          \
+        DDP__GEMM_UNROLL                                                                                                                           \
+        for (int i = 0; i < rows; i++) memcpy(to + i * row, sum[i], sizeof sum[i]);                                                                \
+        for (int i = 0; i < m_edge; i++) memcpy(c + i * ldc, edge + i * wide, edge_bytes);                                                         \
+    }
+DDP__GEMM_TILE(ddp__gemm_tile_f32, float, ddp__gemm_f32)
+DDP__GEMM_TILE(ddp__gemm_tile_f64, double, ddp__gemm_f64)
+#undef DDP__GEMM_TILE
+
+/* The tiles of a packed block of A and one of B. */
+#define DDP__GEMM_BLOCK(name, type, tile)                                                                                                          \
+    static void name(int64_t m, int64_t n, int64_t depth, const void *packed_a, const void *packed_b, void *to, int64_t ldc, int fresh) {          \
+        const type *a = (const type *)packed_a, *b = (const type *)packed_b;                                                                       \
+        const int wide = DDP__GEMM_WIDE / (int)sizeof(type), third = DDP__GEMM_MR / 3;                                                             \
+        for (int64_t j = 0; j < n; j += wide, b += wide * depth) {                                                                                 \
+            const type *panel = a;                                                                                                                 \
+            for (int64_t i = 0; i < m; i += DDP__GEMM_MR, panel += DDP__GEMM_MR * depth) {                                                         \
+                int rows = m - i < DDP__GEMM_MR ? (int)(m - i) : DDP__GEMM_MR, columns = n - j < wide ? (int)(n - j) : wide;                       \
+                type *at = (type *)to + i * ldc + j;                                                                                               \
+                if (rows > 2 * third) tile(DDP__GEMM_MR, depth, panel, b, at, ldc, rows, columns, fresh);                                          \
+                else if (rows > third) tile(DDP__GEMM_MR / 3 * 2, depth, panel, b, at, ldc, rows, columns, fresh);                                 \
+                else tile(DDP__GEMM_MR / 3, depth, panel, b, at, ldc, rows, columns, fresh);                                                       \
+            }                                                                                                                                      \
+        }                                                                                                                                          \
+    }
+DDP__GEMM_BLOCK(ddp__gemm_block_f32, float, ddp__gemm_tile_f32)
+DDP__GEMM_BLOCK(ddp__gemm_block_f64, double, ddp__gemm_tile_f64)
+#undef DDP__GEMM_BLOCK
+
+DDP__GEMM_INLINE void ddp__gemm_run(const size_t size, const ddp_gemm *g) {
+    const int64_t s = (int64_t)size, wide = DDP__GEMM_WIDE / s, kc = DDP__GEMM_KC_BYTES / s, nc = DDP__GEMM_NC_BYTES / DDP__GEMM_WIDE * wide;
+    const int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1;
+    const int64_t b_row = g->trans_b ? 1 : g->ldb, b_step = g->trans_b ? g->ldb : 1;
+    const unsigned char *a = (const unsigned char *)g->a, *b = (const unsigned char *)g->b;
+    unsigned char pack_a[DDP__GEMM_MC * DDP__GEMM_KC_BYTES] __attribute__((aligned(64)));
+    unsigned char pack_b[DDP__GEMM_NC_BYTES * (DDP__GEMM_KC_BYTES / sizeof(float))] __attribute__((aligned(64)));
+    for (int64_t j = 0; j < g->n; j += nc) {
+        int64_t columns = g->n - j < nc ? g->n - j : nc;
+        for (int64_t p = 0; p < g->k; p += kc) {
+            int64_t depth = g->k - p < kc ? g->k - p : kc;
+            ddp__gemm_pack(size, wide, pack_b, columns, depth, b + (p * b_row + j * b_step) * s, b_step, b_row);
+            for (int64_t i = 0; i < g->m; i += DDP__GEMM_MC) {
+                int64_t rows = g->m - i < DDP__GEMM_MC ? g->m - i : DDP__GEMM_MC;
+                unsigned char *c = (unsigned char *)g->c + (i * g->ldc + j) * s;
+                int fresh = p == 0 && !g->accumulate;
+                ddp__gemm_pack(size, DDP__GEMM_MR, pack_a, rows, depth, a + (i * a_row + p * a_step) * s, a_row, a_step);
+                if (size == sizeof(float)) ddp__gemm_block_f32(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
+                else ddp__gemm_block_f64(rows, columns, depth, pack_a, pack_b, c, g->ldc, fresh);
+            }
+        }
+    }
+}
+
+static __attribute__((noinline)) void ddp__gemm_run_f32(const ddp_gemm *g) { ddp__gemm_run(sizeof(float), g); }
+static __attribute__((noinline)) void ddp__gemm_run_f64(const ddp_gemm *g) { ddp__gemm_run(sizeof(double), g); }
+
+#define DDP__GEMM_NEED(condition, ...) do { if (!(condition)) return ddp_fail(DDP_ERR_INVALID, "ddp_gemm: " __VA_ARGS__); } while (0)
+
+static ddp_result ddp__gemm_check(const ddp_gemm *g) {
+    int64_t a_columns, b_columns;
+    DDP__GEMM_NEED(g, "gemm is NULL");
+    DDP__GEMM_NEED(g->m >= 0 && g->n >= 0 && g->k >= 0, "m=%lld n=%lld k=%lld must not be negative", (long long)g->m, (long long)g->n,
+                   (long long)g->k);
+    DDP__GEMM_NEED(g->dtype == DDP_F32 || g->dtype == DDP_F64, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(g->dtype), (int)g->dtype);
+    a_columns = g->trans_a ? g->m : g->k;
+    b_columns = g->trans_b ? g->k : g->n;
+    DDP__GEMM_NEED(g->lda >= a_columns, "lda=%lld is less than a's %lld columns", (long long)g->lda, (long long)a_columns);
+    DDP__GEMM_NEED(g->ldb >= b_columns, "ldb=%lld is less than b's %lld columns", (long long)g->ldb, (long long)b_columns);
+    DDP__GEMM_NEED(g->ldc >= g->n, "ldc=%lld is less than c's %lld columns", (long long)g->ldc, (long long)g->n);
+    DDP__GEMM_NEED(g->c || !g->m || !g->n, "c is NULL");
+    DDP__GEMM_NEED((g->a && g->b) || !g->m || !g->n || !g->k, "%s is NULL", g->a ? "b" : "a");
+    return DDP_OK;
+}
+
+/* What is left to do where m, n or k is 0. */
+static int ddp__gemm_empty(const ddp_gemm *g) {
+    size_t size = ddp_dtype_size(g->dtype);
+    if (g->m && g->n && g->k) return 0;
+    for (int64_t i = 0; i < g->m && g->n && !g->accumulate; i++)
+        memset((unsigned char *)g->c + (size_t)(i * g->ldc) * size, 0, (size_t)g->n * size);
+    return 1;
+}
+
+DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user) {
+    ddp_result result = ddp__gemm_check(gemm);
+    (void)user;
+    if (result != DDP_OK || ddp__gemm_empty(gemm)) return result;
+    if (gemm->dtype == DDP_F32) ddp__gemm_run_f32(gemm);
+    else ddp__gemm_run_f64(gemm);
+    return DDP_OK;
+}
+
+#if defined(DDP_USE_CBLAS)
+static ddp_result ddp__gemm_cblas(const ddp_gemm *g, void *user) {
+    const int64_t sizes[6] = {g ? g->m : 0, g ? g->n : 0, g ? g->k : 0, g ? g->lda : 0, g ? g->ldb : 0, g ? g->ldc : 0};
+    static const char *const names[6] = {"m", "n", "k", "lda", "ldb", "ldc"};
+    ddp_result result = ddp__gemm_check(g);
+    CBLAS_TRANSPOSE ta = g && g->trans_a ? CblasTrans : CblasNoTrans, tb = g && g->trans_b ? CblasTrans : CblasNoTrans;
+    (void)user;
+    if (result != DDP_OK || ddp__gemm_empty(g)) return result;
+    for (int i = 0; i < 6; i++)
+        DDP__GEMM_NEED(sizes[i] <= 2147483647, "%s=%lld is more than CBLAS takes, 2147483647; set the desc's gemm to ddp_gemm_builtin", names[i],
+                       (long long)sizes[i]);
+    if (g->dtype == DDP_F32)
+        cblas_sgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0f, (const float *)g->a, (int)g->lda, (const float *)g->b, (int)g->ldb,
+                    g->accumulate ? 1.0f : 0.0f, (float *)g->c, (int)g->ldc);
+    else
+        cblas_dgemm(CblasRowMajor, ta, tb, (int)g->m, (int)g->n, (int)g->k, 1.0, (const double *)g->a, (int)g->lda, (const double *)g->b, (int)g->ldb,
+                    g->accumulate ? 1.0 : 0.0, (double *)g->c, (int)g->ldc);
+    return DDP_OK;
+}
+static ddp_gemm_fn ddp__gemm_default(void) { return ddp__gemm_cblas; }
+#else
+static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
+#endif
+
 //== what layers share =========================================================================== >>impl-tp-context
 
-//== products ==================================================================================== >>impl-tp-gemm
+#define DDP__TP_TRY(call) do { ddp_result ddp__tp_tried = (call); if (ddp__tp_tried != DDP_OK) return ddp__tp_tried; } while (0)
+#define DDP__TP_FAIL(group, result, call, text, ...) \
+    ddp_fail(result, "rank %d/%d %s group=%s: " text, ddp_rank(group), ddp_world_size(group), call, ddp_group_name(group), __VA_ARGS__)
+#define DDP__TP_NEED(tp, call, condition, ...) \
+    do { if (!(condition)) return DDP__TP_FAIL((tp)->group, DDP_ERR_INVALID, call, __VA_ARGS__); } while (0)
+#define DDP__TP_FIELDS 12
+#define DDP__TP_CHUNKS 64 /* chunk_count at most */
+#define DDP__TP_WORKS 4   /* collectives of one layer under way at once, at most */
+
+struct ddp_tp {
+    ddp_group *group;
+    ddp_tp_desc desc;          /* with every default resolved */
+    int rank, world_size;
+    size_t size;               /* bytes of an element */
+    unsigned char *workspace;  /* group memory, as much as the neediest layer asked for; what lies there outlives no call */
+    size_t workspace_bytes;
+    ddp_tp_stats stats;
+};
+
+typedef struct ddp__tp_field { const char *name; int64_t value; } ddp__tp_field;
+
+/* What ranks tell each other when they create something together. */
+typedef struct ddp__tp_notice {
+    int64_t result, value[DDP__TP_FIELDS];
+    uint64_t bytes;
+    char call[40], text[400];
+} ddp__tp_notice;
+
+/* rows * columns elements of so many bytes; SIZE_MAX when that overflows, or a factor is negative. */
+static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
+    uint64_t count, bytes;
+    if (rows < 0 || columns < 0 || __builtin_mul_overflow((uint64_t)rows, (uint64_t)columns, &count)) return SIZE_MAX;
+    if (__builtin_mul_overflow(count, (uint64_t)size, &bytes) || bytes > (uint64_t)PTRDIFF_MAX) return SIZE_MAX;
+    return (size_t)bytes;
+}
+
+static size_t ddp__tp_pad(size_t bytes) { return bytes > SIZE_MAX - 63 ? SIZE_MAX : (bytes + 63) / 64 * 64; }
+static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
+
+/* Entries of n that a rank has by the rule of SHARD; *begin (may be NULL): the first. */
+static int64_t ddp__tp_cut(int64_t n, int rank, int world_size, int64_t *begin) {
+    int64_t piece = n / world_size + (n % world_size != 0), first = piece * rank < n ? piece * rank : n;
+    if (begin) *begin = first;
+    return n - first < piece ? n - first : piece;
+}
+
+static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp__tp_notice *all, const ddp__tp_field *fields, int count) {
+    int me = ddp_rank(group), world_size = ddp_world_size(group);
+    for (int r = 0; r < world_size; r++)
+        if (all[(me + r) % world_size].result != DDP_OK)
+            return ddp_fail((ddp_result)all[(me + r) % world_size].result, "%s", all[(me + r) % world_size].text);
+    for (int r = 1; r < world_size; r++) {
+        if (strcmp(all[r].call, all[0].call) != 0)
+            return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "rank 0 is in %s, rank %d in %s; make the same calls on every rank",
+                                all[0].call, r, all[r].call);
+        for (int f = 0; f < count; f++)
+            if (all[r].value[f] != all[0].value[f])
+                return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "%s is %lld on rank 0 and %lld on rank %d; give every rank the same",
+                                    fields[f].name, (long long)all[0].value[f], (long long)all[r].value[f], r);
+    }
+    return DDP_OK;
+}
+
+/* Collective. What is wrong on one rank (own) is known to all, as is the first field in which ranks differ; *bytes becomes the largest. */
+static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t *bytes) {
+    int world_size = ddp_world_size(group);
+    ddp__tp_notice mine, *all;
+    ddp_result result;
+    if (world_size == 1) return own;
+    memset(&mine, 0, sizeof mine);
+    mine.result = own;
+    mine.bytes = *bytes;
+    for (int f = 0; f < count; f++) mine.value[f] = fields[f].value;
+    snprintf(mine.call, sizeof mine.call, "%s", call);
+    if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.399s", ddp_last_error());
+    all = (ddp__tp_notice *)ddp_group_malloc(group, (size_t)world_size * sizeof *all);
+    if (!all) {
+        ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error());
+        return DDP_ERR_NO_MEMORY;
+    }
+    result = ddp_all_gather(group, &mine, all, sizeof mine, DDP_U8, NULL);
+    if (result == DDP_OK) result = ddp__tp_compare(group, call, all, fields, count);
+    for (int r = 0; r < world_size && result == DDP_OK; r++)
+        if (all[r].bytes > *bytes) *bytes = (size_t)all[r].bytes;
+    ddp_group_mfree(group, all);
+    return result;
+}
+
+/* The end of every layer's creation: as ddp__tp_agree, and the workspace has room for bytes. */
+static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t bytes) {
+    void *larger = NULL;
+    if (own == DDP_OK && bytes > (size_t)PTRDIFF_MAX)
+        own = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "max_rows=%lld of such features do not fit in memory", (long long)tp->desc.max_rows);
+    DDP__TP_TRY(ddp__tp_agree(tp->group, call, own, fields, count, &bytes));
+    if (bytes <= tp->workspace_bytes) return DDP_OK;
+    DDP__TP_TRY(ddp_group_alloc(tp->group, bytes, &larger));
+    if (tp->workspace) DDP__TP_TRY(ddp_group_free(tp->group, tp->workspace));
+    tp->workspace = (unsigned char *)larger;
+    tp->workspace_bytes = tp->stats.workspace_bytes = bytes;
+    return DDP_OK;
+}
+
+/* Whether activations outside the pairs are cut by rows: a group of one has nothing to cut. */
+static int ddp__tp_cuts_rows(const ddp_tp *tp) { return tp->desc.sequence_parallel && tp->world_size > 1; }
+/* Rows of such an activation on this rank. */
+static int64_t ddp__tp_own_rows(const ddp_tp *tp, int64_t rows) { return ddp__tp_cuts_rows(tp) ? rows / tp->world_size : rows; }
+
+static ddp_result ddp__tp_check_rows(const ddp_tp *tp, const char *call, int64_t rows) {
+    int64_t next;
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= tp->desc.max_rows, "rows=%lld; the context allows 0 to max_rows=%lld", (long long)rows,
+                 (long long)tp->desc.max_rows);
+    next = (rows / tp->world_size + 1) * tp->world_size;
+    DDP__TP_NEED(tp, call, !ddp__tp_cuts_rows(tp) || rows % tp->world_size == 0,
+                 "rows=%lld do not divide by %d ranks, which sequence_parallel needs; the next number is %lld", (long long)rows, tp->world_size,
+                 (long long)next);
+    return DDP_OK;
+}
+
+/* --- collectives, counted. Counts are elements of dtype; work NULL blocks. A group of one sends nothing and counts nothing. --- */
+
+static ddp_result ddp__tp_count(ddp_tp *tp, ddp_result result, double start, uint64_t elements) {
+    tp->stats.comm_seconds += ddp_now() - start;
+    if (result != DDP_OK || tp->world_size == 1) return result;
+    tp->stats.collectives++;
+    tp->stats.elements_sent += elements;
+    return DDP_OK;
+}
+
+/* In place. */
+static ddp_result ddp__tp_all_reduce(ddp_tp *tp, void *data, size_t count, ddp_dtype dtype, ddp_op op, ddp_work *work) {
+    uint64_t others = (uint64_t)tp->world_size - 1, w = (uint64_t)tp->world_size;
+    double start = ddp_now();
+    if (tp->world_size == 1) return DDP_OK;
+    return ddp__tp_count(tp, ddp_all_reduce(tp->group, data, data, count, dtype, op, work), start,
+                         count / w * 2 * others + count % w * 2 * others / w);
+}
+
+/* recv: send_count of every rank. In place: send == recv + rank * send_count. */
+static ddp_result ddp__tp_all_gather(ddp_tp *tp, const void *send, void *recv, size_t send_count, ddp_dtype dtype, ddp_work *work) {
+    double start = ddp_now();
+    return ddp__tp_count(tp, ddp_all_gather(tp->group, send, recv, send_count, dtype, work), start,
+                         (uint64_t)send_count * ((uint64_t)tp->world_size - 1));
+}
+
+/* recv: recv_count of the sum of send, world_size times as many. In place: recv == send + rank * recv_count. */
+static ddp_result ddp__tp_reduce_scatter(ddp_tp *tp, const void *send, void *recv, size_t recv_count, ddp_dtype dtype, ddp_work *work) {
+    double start = ddp_now();
+    return ddp__tp_count(tp, ddp_reduce_scatter(tp->group, send, recv, recv_count, dtype, DDP_OP_SUM, work), start,
+                         (uint64_t)recv_count * ((uint64_t)tp->world_size - 1));
+}
+
+static ddp_result ddp__tp_wait(ddp_tp *tp, ddp_work *work) {
+    double start = ddp_now();
+    ddp_result result = ddp_wait(tp->group, work);
+    tp->stats.comm_seconds += ddp_now() - start;
+    return result;
+}
+
+/* Ends what is under way in a call that fails half-way through, and tells the other ranks, who wait for this one. */
+static ddp_result ddp__tp_give_up(ddp_tp *tp, ddp_result result, ddp_work *works, int count) {
+    char text[400];
+    snprintf(text, sizeof text, "%.399s", ddp_last_error());
+    if (tp->world_size > 1) ddp_group_poison(tp->group, result, text);
+    for (int i = 0; i < count; i++) (void)ddp_wait(tp->group, &works[i]);
+    return ddp_fail(result, "%s", text);
+}
+
+static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
+    const char *call = "ddp_tp_create";
+    const ddp_device *device = ddp_group_device(group);
+    memset(d, 0, sizeof *d);
+    if (!desc) return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    *d = *desc;
+    if (d->dtype == DDP_DTYPE_DEFAULT) d->dtype = DDP_F32;
+    if (d->chunk_count == 0) d->chunk_count = 1;
+    d->sequence_parallel = d->sequence_parallel != 0;
+    d->accumulate_grads = d->accumulate_grads != 0;
+    if (!d->gemm) { d->gemm = ddp__gemm_default(); d->gemm_user = NULL; }
+    if (device->update || device->open)
+        return DDP__TP_FAIL(group, DDP_ERR_UNSUPPORTED, call, "layers compute in host memory, this group has that of device %s; give one on the CPU",
+                            device->name);
+    if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(d->dtype), (int)d->dtype);
+    if (d->max_rows < 1)
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "max_rows=%lld; set it to the most rows of an activation", (long long)d->max_rows);
+    if (d->chunk_count < 0 || d->chunk_count > DDP__TP_CHUNKS)
+        return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "chunk_count=%d, allowed are 0 to %d", d->chunk_count, DDP__TP_CHUNKS);
+    return DDP_OK;
+}
+
+/* As many collectives under way as a layer ever has: what the group keeps for them is allocated now and not in some later call. */
+static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
+    ddp_work works[DDP__TP_WORKS];
+    ddp_result result = DDP_OK;
+    unsigned char *data = tp->workspace;
+    memset(works, 0, sizeof works);
+    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++)
+        result = ddp_all_reduce(tp->group, data + 64 * i, data + 64 * i, 1, tp->desc.dtype, DDP_OP_SUM, &works[i]);
+    if (result != DDP_OK) return ddp__tp_give_up(tp, result, works, DDP__TP_WORKS);
+    for (int i = 0; i < DDP__TP_WORKS; i++) {
+        ddp_result waited = ddp_wait(tp->group, &works[i]);
+        if (result == DDP_OK) result = waited;
+    }
+    return result;
+}
+
+DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
+    const char *call = "ddp_tp_create";
+    ddp__tp_field fields[5];
+    size_t bytes = 0;
+    ddp_tp_desc d;
+    ddp_tp *tp;
+    ddp_result result;
+    if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
+    *out = NULL;
+    result = ddp__tp_resolve(group, desc, &d);
+    tp = (ddp_tp *)ddp_group_malloc(group, sizeof *tp);
+    if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    fields[0].name = "dtype", fields[0].value = d.dtype;
+    fields[1].name = "max_rows", fields[1].value = d.max_rows;
+    fields[2].name = "sequence_parallel", fields[2].value = d.sequence_parallel;
+    fields[3].name = "chunk_count", fields[3].value = d.chunk_count;
+    fields[4].name = "accumulate_grads", fields[4].value = d.accumulate_grads;
+    result = ddp__tp_agree(group, call, result, fields, 5, &bytes);
+    if (result != DDP_OK) {
+        ddp_group_mfree(group, tp);
+        return result;
+    }
+    memset(tp, 0, sizeof *tp);
+    tp->group = group;
+    tp->desc = d;
+    tp->rank = ddp_rank(group);
+    tp->world_size = ddp_world_size(group);
+    tp->size = ddp_dtype_size(d.dtype);
+    result = ddp__tp_settle(tp, call, DDP_OK, NULL, 0, 64 * DDP__TP_WORKS);
+    if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
+    if (result == DDP_OK) *out = tp;
+    else ddp_tp_destroy(tp);
+    return result;
+}
+
+DDPDEF void ddp_tp_destroy(ddp_tp *tp) {
+    if (!tp) return;
+    if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace); /* after a failure it is the group's to free */
+    ddp_group_mfree(tp->group, tp);
+}
+
+DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats) {
+    if (!tp || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_get_stats: %s is NULL", tp ? "stats" : "tp");
+    *stats = tp->stats;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
+    if (!tp) return;
+    memset(&tp->stats, 0, sizeof tp->stats);
+    tp->stats.workspace_bytes = tp->workspace_bytes;
+}
 
 //== linear layers =============================================================================== >>impl-tp-linear
 
