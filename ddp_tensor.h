@@ -380,6 +380,11 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 extern "C" {
 #endif
 
+#if defined(__cplusplus)
+#define DDP__TENSOR_THREAD thread_local
+#else
+#define DDP__TENSOR_THREAD _Thread_local
+#endif
 #define DDP__TENSOR_TRY(call) do { ddp_result ddp__tensor_tried = (call); if (ddp__tensor_tried != DDP_OK) return ddp__tensor_tried; } while (0)
 #define DDP__TENSOR_BAD(group, ...) ddp__tensor_fail(DDP_ERR_INVALID, __func__, group, __VA_ARGS__)
 
@@ -398,15 +403,1437 @@ static ddp_result ddp__tensor_fail(ddp_result result, const char *who, const ddp
 
 //== memory of tensors ========================================================================== >>impl-tensor-memory
 
+typedef struct ddp__tensor_text { char text[DDP_MAX_NDIM * 22 + 4]; } ddp__tensor_text;
+
+/* "(4, 6)" */
+static const char *ddp__tensor_shape(int ndim, const int64_t *shape, ddp__tensor_text *out) {
+    size_t used = 1;
+    strcpy(out->text, "(");
+    for (int i = 0; i < ndim; i++)
+        used += (size_t)snprintf(out->text + used, sizeof out->text - used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    strcpy(out->text + used, ")");
+    return out->text;
+}
+
+static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
+    for (int i = 0; i < ndim; i++) if (a[i] != b[i]) return 0;
+    return 1;
+}
+
+/* Bytes of a tensor; -1 when they do not fit in memory, or there is no such tensor. */
+static int64_t ddp__tensor_bytes(const ddp_tensor *t) {
+    int64_t bytes = ddp_tensor_count(t);
+    if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) || bytes > PTRDIFF_MAX / 2) return -1;
+    return bytes;
+}
+
+/* name: what the tensor is called in the public function `who`. */
+static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, const char *name, const ddp_tensor *t, int with_data) {
+    ddp__tensor_text text;
+    if (!t) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s is NULL", name);
+    if (!ddp_dtype_size(t->dtype))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: dtype=%d is not a ddp_dtype of elements", name, (int)t->dtype);
+    if (t->ndim < 0 || t->ndim > DDP_MAX_NDIM)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: ndim=%d; use 0 to %d", name, t->ndim, DDP_MAX_NDIM);
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] < 0)
+            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i, (long long)t->shape[i]);
+    if (ddp__tensor_bytes(t) < 0)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name, ddp__tensor_shape(t->ndim, t->shape, &text),
+                                ddp_dtype_name(t->dtype));
+    if (with_data && !t->data && ddp__tensor_bytes(t)) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
+    return DDP_OK;
+}
+
+/* Two tensors of the same dtype and dimensions, which is what `in` has. */
+static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, const ddp_tensor *in, const ddp_tensor *out) {
+    ddp__tensor_text a, b;
+    if (in->dtype != out->dtype)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but out is %s", ddp_dtype_name(in->dtype), ddp_dtype_name(out->dtype));
+    if (in->ndim != out->ndim)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but out is %s: not as many dimensions",
+                                ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(out->ndim, out->shape, &b));
+    return DDP_OK;
+}
+
+static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
+    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_bytes(a), y_size = (uintptr_t)ddp__tensor_bytes(b);
+    return x_size && y_size && x < y + y_size && y < x + x_size;
+}
+
+static const ddp_device *ddp__tensor_device(const ddp_group *group) { return group ? ddp_group_device(group) : ddp_device_cpu(); }
+
+/* Before and behind what a device does for a call: which queue it goes to, and what failed there. */
+static ddp_result ddp__tensor_enter(ddp_group *group) {
+    const ddp_device *device = ddp__tensor_device(group);
+    return device->enter ? device->enter(group, DDP_LANE_COMPUTE) : DDP_OK;
+}
+static ddp_result ddp__tensor_leave(ddp_group *group) {
+    const ddp_device *device = ddp__tensor_device(group);
+    return device->check ? device->check(group) : DDP_OK;
+}
+
+/* Host memory, for what a call needs while it runs. */
+static void *ddp__tensor_malloc(ddp_group *group, size_t size_bytes) {
+    void *memory = group ? ddp_group_malloc(group, size_bytes) : malloc(size_bytes ? size_bytes : 1);
+    if (!memory && !group) ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+    return memory;
+}
+static void ddp__tensor_mfree(ddp_group *group, void *memory) {
+    if (group) ddp_group_mfree(group, memory);
+    else free(memory);
+}
+
+/* Zeroed memory of the device. */
+static ddp_result ddp__tensor_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    *out = NULL;
+    if (group) return ddp_group_device(group)->alloc(group, size_bytes, out);
+    *out = calloc(1, size_bytes ? size_bytes : 1);
+    return *out ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
+}
+
+static void ddp__tensor_release(ddp_group *group, void *memory) {
+    if (!memory) return;
+    if (group) ddp_group_device(group)->free(group, memory);
+    else free(memory);
+}
+
+static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char *name, ddp_tensor *out, ddp_dtype dtype, int ndim,
+                                   const int64_t *shape) {
+    ddp_tensor t = DDP_ZERO;
+    t.dtype = dtype;
+    t.ndim = ndim;
+    if (ndim > 0 && ndim <= DDP_MAX_NDIM) {
+        if (!shape) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "shape is NULL");
+        memcpy(t.shape, shape, (size_t)ndim * sizeof *shape);
+    }
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, name, &t, 0));
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    DDP__TENSOR_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_bytes(&t), &t.data));
+    *out = t;
+    return DDP_OK;
+}
+
+/* Where a call writes: out's memory, whose dtype and shape must fit, or new memory. dtype: what out->dtype 0 stands for, and with `casts` 0 what it
+   must be. ddp__tensor_put ends what begins here. */
+static ddp_result ddp__tensor_take(const char *who, ddp_group *group, const ddp_tensor *out, ddp_dtype dtype, int casts, int ndim,
+                                   const int64_t *shape, ddp_tensor *taken) {
+    ddp__tensor_text a, b;
+    if (!out) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is NULL");
+    if (out->dtype && out->dtype != dtype && !casts)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s", ddp_dtype_name(out->dtype),
+                                ddp_dtype_name(dtype));
+    if (!out->data) return ddp__tensor_make(who, group, "out", taken, out->dtype ? out->dtype : dtype, ndim, shape);
+    *taken = *out;
+    if (!taken->dtype) taken->dtype = dtype;
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "out", taken, 1));
+    if (taken->ndim != ndim || !ddp__tensor_equal(ndim, taken->shape, shape))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is %s, but what goes there is %s",
+                                ddp__tensor_shape(taken->ndim, taken->shape, &a), ddp__tensor_shape(ndim, shape, &b));
+    return ddp__tensor_enter(group);
+}
+
+static ddp_result ddp__tensor_put(ddp_group *group, ddp_tensor *out, ddp_tensor *taken, ddp_result result) {
+    if (result == DDP_OK) result = ddp__tensor_leave(group);
+    if (result != DDP_OK && taken->data != out->data) ddp__tensor_release(group, taken->data);
+    if (result == DDP_OK) *out = *taken;
+    return result;
+}
+
+/* The bytes of one element of that value. */
+static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp_dtype dtype, double value, unsigned char bits[8]) {
+    static const struct { double low, below; } range[] = {{-128, 128}, {0, 256}, {-2147483648.0, 2147483648.0},
+        {-9223372036854775808.0, 9223372036854775808.0}, {0, 18446744073709551616.0}}; /* from DDP_I8 */
+    int8_t i8; uint8_t u8; int32_t i32; int64_t i64; uint64_t u64;
+    if (dtype >= DDP_I8 && !(value >= range[dtype - DDP_I8].low && value < range[dtype - DDP_I8].below && trunc(value) == value))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "value=%.17g is none that %s has", value, ddp_dtype_name(dtype));
+    switch (dtype) {
+    case DDP_I8: i8 = (int8_t)value; memcpy(bits, &i8, 1); break;
+    case DDP_U8: u8 = (uint8_t)value; memcpy(bits, &u8, 1); break;
+    case DDP_I32: i32 = (int32_t)value; memcpy(bits, &i32, 4); break;
+    case DDP_I64: i64 = (int64_t)value; memcpy(bits, &i64, 8); break;
+    case DDP_U64: u64 = (uint64_t)value; memcpy(bits, &u64, 8); break;
+    default: ddp_device_cpu()->cast(bits, dtype, &value, DDP_F64, 1);
+    }
+    return DDP_OK;
+}
+
+/* A block of them, and then what is there again and again, by pieces that stay in the cache. */
+static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
+    const ddp_device *device = ddp__tensor_device(group);
+    size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_bytes(t), at = 0, n;
+    unsigned char block[4096], *data = (unsigned char *)t->data;
+    int zero = 1;
+    for (size_t i = 0; i < size; i++) zero &= bits[i] == 0;
+    if (zero) { if (bytes) device->fill_zero(data, bytes); return; }
+    for (size_t i = 0; i < sizeof block; i += size) memcpy(block + i, bits, size);
+    for (; at < bytes; at += n) {
+        n = at ? at : sizeof block;
+        if (n > bytes - at) n = bytes - at;
+        if (n > 262144 && device == ddp_device_cpu()) n = 262144;
+        device->copy(data + at, at ? data : block, n);
+    }
+}
+
+DDPDEF ddp_result ddp_tensor_create(ddp_group *group, ddp_tensor *out, ddp_dtype dtype, int ndim, const int64_t *shape) {
+    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    return ddp__tensor_make(__func__, group, "out", out, dtype, ndim, shape);
+}
+
+DDPDEF void ddp_tensor_free(ddp_group *group, ddp_tensor *tensor) {
+    if (!tensor) return;
+    if (tensor->data) ddp__tensor_enter(group);
+    ddp__tensor_release(group, tensor->data);
+    memset(tensor, 0, sizeof *tensor);
+}
+
+DDPDEF ddp_result ddp_tensor_view(const ddp_tensor *in, int ndim, const int64_t *shape, ddp_tensor *out) {
+    ddp_tensor t = DDP_ZERO;
+    ddp__tensor_text a, b;
+    int64_t count, known;
+    int open = -1;
+    if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
+    if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim && !shape) return DDP__TENSOR_BAD(NULL, "shape is NULL");
+    t.data = in->data;
+    t.dtype = in->dtype;
+    t.ndim = ndim;
+    for (int i = 0; i < ndim; i++) {
+        t.shape[i] = shape[i];
+        if (shape[i] != -1) continue;
+        if (open >= 0) return DDP__TENSOR_BAD(NULL, "shape[%d] and shape[%d] are both -1", open, i);
+        open = i;
+        t.shape[i] = 1;
+    }
+    count = ddp_tensor_count(in);
+    known = ddp_tensor_count(&t);
+    if (open >= 0 && known > 0 && count % known == 0) t.shape[open] = count / known;
+    if (known < 0 || ddp_tensor_count(&t) != count || (open >= 0 && known == 0))
+        return DDP__TENSOR_BAD(NULL, "in is %s, whose %lld elements do not make %s", ddp__tensor_shape(in->ndim, in->shape, &a), (long long)count,
+                               ddp__tensor_shape(ndim, shape, &b));
+    *out = t;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tensor_slice(const ddp_tensor *in, int dim, int64_t begin, int64_t end, ddp_tensor *out) {
+    ddp__tensor_text text;
+    size_t step;
+    ddp_tensor t;
+    if (!out) return DDP__TENSOR_BAD(NULL, "out is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "in", in, 0));
+    ddp__tensor_shape(in->ndim, in->shape, &text);
+    if (dim < 0 || dim >= in->ndim) return DDP__TENSOR_BAD(NULL, "dim=%d, but in is %s", dim, text.text);
+    if (begin < 0 || end < begin || end > in->shape[dim])
+        return DDP__TENSOR_BAD(NULL, "entries [%lld, %lld) of dimension %d, but in is %s", (long long)begin, (long long)end, dim, text.text);
+    for (int i = 0; i < dim; i++)
+        if (in->shape[i] != 1)
+            return DDP__TENSOR_BAD(NULL, "in is %s: entries of dimension %d do not lie together, as shape[%d] is not 1; use ddp_tensor_copy_box",
+                                   text.text, dim, i);
+    t = *in;
+    step = ddp_dtype_size(in->dtype);
+    for (int i = dim + 1; i < in->ndim; i++) step *= (size_t)in->shape[i];
+    t.shape[dim] = end - begin;
+    if (t.data) t.data = (char *)t.data + (size_t)begin * step;
+    *out = t;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tensor_fill(ddp_group *group, ddp_tensor *tensor, double value) {
+    unsigned char bits[8];
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    DDP__TENSOR_TRY(ddp__tensor_value(__func__, group, tensor->dtype, value, bits));
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    ddp__tensor_fill(group, tensor, bits);
+    return ddp__tensor_leave(group);
+}
+
+DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_tensor *out) {
+    const ddp_device *device = ddp__tensor_device(group);
+    ddp_tensor t;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    if (out->dtype && out->dtype != in->dtype && (in->dtype >= DDP_I8 || (out->dtype >= DDP_I8 && out->dtype <= DDP_U64)))
+        return DDP__TENSOR_BAD(group, "in is %s and out %s; only floats become floats of another dtype", ddp_dtype_name(in->dtype),
+                               ddp_dtype_name(out->dtype));
+    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 1, in->ndim, in->shape, &t));
+    if (ddp__tensor_overlap(in, &t) && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
+        return DDP__TENSOR_BAD(group, "in and out overlap");
+    if (in->dtype != t.dtype) device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
+    else if (t.data != in->data && ddp__tensor_bytes(in)) device->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
+    return ddp__tensor_put(group, out, &t, DDP_OK);
+}
+
 //== boxes ======================================================================================= >>impl-tensor-boxes
+
+/* Which bytes go where: for every index below extent[], `run` bytes at in + the sum of index * in_step to out + the sum of index * out_step. */
+typedef struct ddp__tensor_walk {
+    int ndim;
+    size_t run;
+    int64_t extent[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], out_step[DDP_MAX_NDIM]; /* steps in bytes */
+} ddp__tensor_walk;
+
+static void ddp__tensor_walk_drop(ddp__tensor_walk *w, int i) {
+    for (w->ndim--; i < w->ndim; i++) w->extent[i] = w->extent[i + 1], w->in_step[i] = w->in_step[i + 1], w->out_step[i] = w->out_step[i + 1];
+}
+
+static void ddp__tensor_walk_swap(ddp__tensor_walk *w, int i, int j) {
+    int64_t extent = w->extent[i], in_step = w->in_step[i], out_step = w->out_step[i];
+    w->extent[i] = w->extent[j], w->in_step[i] = w->in_step[j], w->out_step[i] = w->out_step[j];
+    w->extent[j] = extent, w->in_step[j] = in_step, w->out_step[j] = out_step;
+}
+
+/* As few dimensions and as long a run as there can be. Behind all others: the one of the shortest step of in, and last that of out. */
+static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
+    for (int i = 0; i < w->ndim; i++) if (w->extent[i] == 1) ddp__tensor_walk_drop(w, i--);
+    for (int i = 0; i < w->ndim; i++)
+        if (w->in_step[i] == (int64_t)w->run && w->out_step[i] == (int64_t)w->run) {
+            w->run *= (size_t)w->extent[i];
+            ddp__tensor_walk_drop(w, i);
+            i = -1;
+        }
+    for (int i = 0; i < w->ndim; i++)
+        for (int j = 0; j < w->ndim; j++)
+            if (i != j && w->in_step[i] == w->in_step[j] * w->extent[j] && w->out_step[i] == w->out_step[j] * w->extent[j]) {
+                w->extent[j] *= w->extent[i];
+                ddp__tensor_walk_drop(w, i);
+                i = j = 0;
+            }
+    for (int i = 0; i + 1 < w->ndim; i++) if (w->out_step[i] < w->out_step[w->ndim - 1]) ddp__tensor_walk_swap(w, i, w->ndim - 1);
+    for (int i = 0; i + 2 < w->ndim; i++) if (w->in_step[i] < w->in_step[w->ndim - 2]) ddp__tensor_walk_swap(w, i, w->ndim - 2);
+}
+
+/* n x m runs of size bytes. Short ones go tile by tile: one of the two sides jumps from line to line. */
+#define DDP__TENSOR_PLANE(size, tile)                                                                                    \
+    for (int64_t i0 = 0; i0 < n; i0 += tile)                                                                             \
+        for (int64_t j0 = 0; j0 < m; j0 += tile)                                                                         \
+            for (int64_t i = i0; i < n && i < i0 + tile; i++)                                                            \
+                for (int64_t j = j0; j < m && j < j0 + tile; j++) memcpy(out + i * out_i + j * out_j, in + i * in_i + j * in_j, size)
+static void ddp__tensor_plane(const ddp__tensor_walk *w, const char *in, char *out) {
+    int last = w->ndim - 1;
+    int64_t n = last > 0 ? w->extent[last - 1] : 1, m = last >= 0 ? w->extent[last] : 1;
+    int64_t in_i = last > 0 ? w->in_step[last - 1] : 0, out_i = last > 0 ? w->out_step[last - 1] : 0;
+    int64_t in_j = last >= 0 ? w->in_step[last] : 0, out_j = last >= 0 ? w->out_step[last] : 0;
+    if (w->run == 1) DDP__TENSOR_PLANE(1, 32);
+    else if (w->run == 2) DDP__TENSOR_PLANE(2, 32);
+    else if (w->run == 4) DDP__TENSOR_PLANE(4, 32);
+    else if (w->run == 8) DDP__TENSOR_PLANE(8, 32);
+    else if (w->run < 64) DDP__TENSOR_PLANE(w->run, 16);
+    else DDP__TENSOR_PLANE(w->run, ((int64_t)1 << 40));
+}
+#undef DDP__TENSOR_PLANE
+
+/* by_plane: in host memory; otherwise the device copies run by run. */
+static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *device, int by_plane, const char *in, char *out) {
+    int64_t index[DDP_MAX_NDIM] = {0};
+    int outer = by_plane ? (w->ndim > 2 ? w->ndim - 2 : 0) : w->ndim;
+    for (int d = 0; d >= 0;) {
+        if (by_plane) ddp__tensor_plane(w, in, out);
+        else device->copy(out, in, w->run);
+        for (d = outer - 1; d >= 0; d--) {
+            in += w->in_step[d];
+            out += w->out_step[d];
+            if (++index[d] < w->extent[d]) break;
+            in -= index[d] * w->in_step[d];
+            out -= index[d] * w->out_step[d];
+            index[d] = 0;
+        }
+    }
+}
+
+/* On a device of its own memory: long runs there, short ones by way of the host. */
+static ddp_result ddp__tensor_walk_run(ddp_group *group, ddp__tensor_walk *w, const void *in, void *out) {
+    const ddp_device *device = ddp__tensor_device(group);
+    size_t in_span, out_span, moved;
+    for (int i = 0; i < w->ndim; i++) if (w->extent[i] == 0) return DDP_OK;
+    ddp__tensor_walk_simplify(w);
+    if (device == ddp_device_cpu() || w->run >= 1024 || w->ndim == 0) {
+        ddp__tensor_walk_all(w, device, device == ddp_device_cpu(), (const char *)in, (char *)out);
+        return DDP_OK;
+    }
+    in_span = out_span = moved = w->run;
+    for (int i = 0; i < w->ndim; i++) {
+        in_span += (size_t)((w->extent[i] - 1) * w->in_step[i]);
+        out_span += (size_t)((w->extent[i] - 1) * w->out_step[i]);
+        moved *= (size_t)w->extent[i];
+    }
+    char *host = (char *)ddp__tensor_malloc(group, in_span + out_span);
+    if (!host) return DDP_ERR_NO_MEMORY;
+    device->copy(host, in, in_span);
+    if (moved < out_span) device->copy(host + in_span, out, out_span);
+    ddp__tensor_walk_all(w, device, 1, host, host + in_span);
+    device->copy(out, host + in_span, out_span);
+    ddp__tensor_mfree(group, host);
+    return DDP_OK;
+}
+
+/* The box of `extent` at in_offset of one goes to out_offset of the other; offsets NULL = 0. size: bytes of an element. */
+static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const int64_t *extent, const void *in, const int64_t *in_shape,
+                                  const int64_t *in_offset, void *out, const int64_t *out_shape, const int64_t *out_offset) {
+    ddp__tensor_walk w = DDP_ZERO;
+    int64_t in_step = (int64_t)size, out_step = (int64_t)size;
+    const char *from = (const char *)in;
+    char *to = (char *)out;
+    w.ndim = ndim;
+    w.run = size;
+    for (int i = ndim - 1; i >= 0; i--) {
+        w.extent[i] = extent[i];
+        w.in_step[i] = in_step;
+        w.out_step[i] = out_step;
+        if (extent[i] == 0) return DDP_OK;
+        if (in_offset) from += in_offset[i] * in_step;
+        if (out_offset) to += out_offset[i] * out_step;
+        in_step *= in_shape[i];
+        out_step *= out_shape[i];
+    }
+    return ddp__tensor_walk_run(group, &w, from, to);
+}
+
+static ddp_result ddp__tensor_inside(const char *who, const ddp_group *group, const char *name, const ddp_tensor *t, const int64_t *offset,
+                                     const int64_t *extent) {
+    static const int64_t zero[DDP_MAX_NDIM] = {0};
+    ddp__tensor_text a, b, c;
+    if (!offset) offset = zero;
+    for (int i = 0; i < t->ndim; i++)
+        if (extent[i] < 0 || offset[i] < 0 || offset[i] > t->shape[i] || extent[i] > t->shape[i] - offset[i])
+            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "the box of %s at %s is not inside of %s, which is %s",
+                                    ddp__tensor_shape(t->ndim, extent, &a), ddp__tensor_shape(t->ndim, offset, &b), name,
+                                    ddp__tensor_shape(t->ndim, t->shape, &c));
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tensor_copy_box(ddp_group *group, const ddp_tensor *in, const int64_t *in_offset, ddp_tensor *out, const int64_t *out_offset,
+                                      const int64_t *extent) {
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "out", out, 1));
+    DDP__TENSOR_TRY(ddp__tensor_alike(__func__, group, in, out));
+    if (in->ndim && !extent) return DDP__TENSOR_BAD(group, "extent is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "in", in, in_offset, extent));
+    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "out", out, out_offset, extent));
+    if (ddp__tensor_overlap(in, out)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    DDP__TENSOR_TRY(ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, extent, in->data, in->shape, in_offset, out->data, out->shape,
+                                    out_offset));
+    return ddp__tensor_leave(group);
+}
+
+DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, const int *order, ddp_tensor *out) {
+    ddp__tensor_walk w = DDP_ZERO;
+    ddp_tensor t;
+    int64_t shape[DDP_MAX_NDIM], in_step[DDP_MAX_NDIM], step;
+    unsigned seen = 0;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    if (in->ndim && !order) return DDP__TENSOR_BAD(group, "order is NULL");
+    for (int i = 0; i < in->ndim; i++) {
+        if (order[i] < 0 || order[i] >= in->ndim || seen >> order[i] & 1)
+            return DDP__TENSOR_BAD(group, "order[%d]=%d; each dimension from 0 to %d comes once", i, order[i], in->ndim - 1);
+        seen |= 1u << order[i];
+        shape[i] = in->shape[order[i]];
+    }
+    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
+    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    w.ndim = in->ndim;
+    w.run = ddp_dtype_size(in->dtype);
+    step = (int64_t)w.run;
+    for (int i = in->ndim - 1; i >= 0; i--) in_step[i] = step, step *= in->shape[i];
+    step = (int64_t)w.run;
+    for (int i = in->ndim - 1; i >= 0; i--) {
+        w.extent[i] = shape[i];
+        w.in_step[i] = in_step[order[i]];
+        w.out_step[i] = step;
+        step *= shape[i];
+    }
+    return ddp__tensor_put(group, out, &t, ddp__tensor_walk_run(group, &w, in->data, t.data));
+}
+
+DDPDEF ddp_result ddp_tensor_pad(ddp_group *group, const ddp_tensor *in, const int64_t *before, double value, ddp_tensor *out) {
+    unsigned char bits[8];
+    ddp_tensor t;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, 1));
+    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    t = *out;
+    if (!t.dtype) t.dtype = in->dtype;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "out", &t, 0));
+    DDP__TENSOR_TRY(ddp__tensor_alike(__func__, group, in, &t));
+    DDP__TENSOR_TRY(ddp__tensor_inside(__func__, group, "out", &t, before, in->shape));
+    DDP__TENSOR_TRY(ddp__tensor_value(__func__, group, in->dtype, value, bits));
+    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
+    if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    ddp__tensor_fill(group, &t, bits);
+    return ddp__tensor_put(group, out, &t, ddp__tensor_box(group, ddp_dtype_size(in->dtype), in->ndim, in->shape, in->data, in->shape, NULL, t.data,
+                                                           t.shape, before));
+}
 
 //== tensors as text ============================================================================= >>impl-tensor-text
 
+/* Appends to a page whose size is known to be enough. */
+static void ddp__tensor_say(char page[2048], const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void ddp__tensor_say(char page[2048], const char *format, ...) {
+    size_t used = strlen(page);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(page + used, 2048 - used, format, args);
+    va_end(args);
+}
+
+static void ddp__tensor_say_value(char page[2048], ddp_dtype dtype, const unsigned char *bits) {
+    int8_t i8;
+    int32_t i32;
+    int64_t i64;
+    uint64_t u64;
+    double value;
+    switch (dtype) {
+    case DDP_I8: memcpy(&i8, bits, 1); ddp__tensor_say(page, " %11d", i8); break;
+    case DDP_U8: ddp__tensor_say(page, " %11d", bits[0]); break;
+    case DDP_I32: memcpy(&i32, bits, 4); ddp__tensor_say(page, " %11ld", (long)i32); break;
+    case DDP_I64: memcpy(&i64, bits, 8); ddp__tensor_say(page, " %11lld", (long long)i64); break;
+    case DDP_U64: memcpy(&u64, bits, 8); ddp__tensor_say(page, " %11llu", (unsigned long long)u64); break;
+    default: ddp_device_cpu()->cast(&value, DDP_F64, bits, dtype, 1); ddp__tensor_say(page, " %11.5g", value);
+    }
+}
+
+DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, ddp_placement placement, char *text, size_t *size_bytes) {
+    unsigned char bits[64];
+    char page[2048] = "";
+    ddp__tensor_text shape;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    if (placement < DDP_PARTIAL || placement > tensor->ndim)
+        return DDP__TENSOR_BAD(group, "%s of a tensor that is %s", ddp_placement_name(placement),
+                               ddp__tensor_shape(tensor->ndim, tensor->shape, &shape));
+    if (!size_bytes) return DDP__TENSOR_BAD(group, "size_bytes is NULL");
+    size_t size = ddp_dtype_size(tensor->dtype), need;
+    int n = tensor->ndim;
+    int64_t rows = n > 1 ? tensor->shape[n - 2] : 1, columns = n > 0 ? tensor->shape[n - 1] : 1;
+    int high = rows < 4 ? (int)rows : 4, wide = columns < 8 ? (int)columns : 8;
+    if (group && ddp_world_size(group) > 1) ddp__tensor_say(page, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
+    ddp__tensor_say(page, "%s %s %s\n", ddp_dtype_name(tensor->dtype), ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
+    if (ddp__tensor_bytes(tensor) == 0) {
+        ddp__tensor_say(page, "  no elements\n");
+        high = 0;
+    } else if (n > 2) {
+        ddp__tensor_say(page, "  at [");
+        for (int i = 0; i < n - 2; i++) ddp__tensor_say(page, "0, ");
+        ddp__tensor_say(page, ":%d, :%d]\n", high, wide);
+    }
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    for (int row = 0; row < high; row++) {
+        ddp__tensor_device(group)->copy(bits, (const char *)tensor->data + (size_t)row * (size_t)columns * size, (size_t)wide * size);
+        for (int i = 0; i < wide; i++) ddp__tensor_say_value(page, tensor->dtype, bits + (size_t)i * size);
+        ddp__tensor_say(page, columns > wide ? " ...\n" : "\n");
+    }
+    if (high && rows > high) ddp__tensor_say(page, "         ...\n");
+    DDP__TENSOR_TRY(ddp__tensor_leave(group));
+    need = strlen(page) + 1;
+    if (text && *size_bytes < need) {
+        ddp__tensor_fail(DDP_ERR_INVALID, __func__, group, "text has room for %llu bytes, and it takes %llu", (unsigned long long)*size_bytes,
+                         (unsigned long long)need);
+        *size_bytes = need;
+        return DDP_ERR_INVALID;
+    }
+    *size_bytes = need;
+    if (text) memcpy(text, page, need);
+    return DDP_OK;
+}
+
 //== .npy files ================================================================================== >>impl-tensor-npy
+
+/* byte 0       6                     8 or 10 (version 1: 2 bytes of length, later: 4)
+        \x93NUMPY major minor length  {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), } blanks \n  values */
+typedef struct ddp__tensor_npy {
+    const char *who, *path;
+    ddp_group *group;
+    int fd;
+    int64_t size, data_at;   /* of the file; where the values begin */
+    const char *text, *at;   /* the header, and how far it has been read */
+    int64_t text_at;         /* in the file */
+    char descr[16];
+    int fortran, ndim;
+    int64_t shape[DDP_MAX_NDIM];
+} ddp__tensor_npy;
+
+static const struct { char descr[4]; ddp_dtype dtype; } ddp__tensor_descrs[] = {{"<f4", DDP_F32}, {"<f8", DDP_F64}, {"<f2", DDP_F16},
+    {"<u2", DDP_BF16}, {"|i1", DDP_I8}, {"|u1", DDP_U8}, {"<i4", DDP_I32}, {"<i8", DDP_I64}, {"<u8", DDP_U64}};
+
+static ddp_result ddp__tensor_file_fail(const ddp__tensor_npy *f, const char *what) {
+    return ddp__tensor_fail(DDP_ERR_SYSTEM, f->who, f->group, "%s %.300s: %s", what, f->path, strerror(errno));
+}
+static ddp_result ddp__tensor_damage(const ddp__tensor_npy *f, const char *what) {
+    return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte %lld there should be %s", f->path,
+                            (long long)(f->text_at + (f->at - f->text)), what);
+}
+
+static ddp_result ddp__tensor_transfer(const ddp__tensor_npy *f, void *data, size_t size_bytes, int64_t at, int writes) {
+    char *here = (char *)data;
+    for (ssize_t n; size_bytes; here += n, at += n, size_bytes -= (size_t)n) {
+        n = writes ? pwrite(f->fd, here, size_bytes, (off_t)at) : pread(f->fd, here, size_bytes, (off_t)at);
+        if (n == 0 && !writes)
+            return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, while it is read", f->path, (long long)at);
+        if (n == 0) errno = ENOSPC;
+        if (n == 0 || (n < 0 && errno != EINTR)) return ddp__tensor_file_fail(f, writes ? "writing" : "reading");
+        if (n < 0) n = 0;
+    }
+    return DDP_OK;
+}
+
+/* The values between a tensor and the file from data_at on; of a device's memory, piece by piece. */
+static ddp_result ddp__tensor_values(const ddp__tensor_npy *f, const ddp_tensor *t, int writes) {
+    const ddp_device *device = ddp__tensor_device(f->group);
+    size_t bytes = (size_t)ddp__tensor_bytes(t), room = bytes < ((size_t)1 << 20) ? bytes : (size_t)1 << 20, n;
+    ddp_result result = DDP_OK;
+    char *block;
+    if (device == ddp_device_cpu()) return ddp__tensor_transfer(f, t->data, bytes, f->data_at, writes);
+    if (!(block = (char *)ddp__tensor_malloc(f->group, room))) return DDP_ERR_NO_MEMORY;
+    for (size_t at = 0; at < bytes && result == DDP_OK; at += n) {
+        n = bytes - at < room ? bytes - at : room;
+        if (writes) device->copy(block, (char *)t->data + at, n);
+        result = ddp__tensor_transfer(f, block, n, f->data_at + (int64_t)at, writes);
+        if (!writes && result == DDP_OK) device->copy((char *)t->data + at, block, n);
+    }
+    ddp__tensor_mfree(f->group, block);
+    return result == DDP_OK ? ddp__tensor_leave(f->group) : result;
+}
+
+static int ddp__tensor_next(ddp__tensor_npy *f) { /* the next character that is no blank */
+    while (*f->at == ' ' || *f->at == '\t' || *f->at == '\n' || *f->at == '\r') f->at++;
+    return *f->at;
+}
+
+static ddp_result ddp__tensor_expect(ddp__tensor_npy *f, char wanted, const char *what) {
+    if (ddp__tensor_next(f) != wanted) return ddp__tensor_damage(f, what);
+    f->at++;
+    return DDP_OK;
+}
+
+static ddp_result ddp__tensor_string(ddp__tensor_npy *f, char out[16], const char *what) {
+    char quote = (char)ddp__tensor_next(f);
+    size_t length;
+    if (quote != '\'' && quote != '"') return ddp__tensor_damage(f, what);
+    length = strcspn(f->at + 1, quote == '"' ? "\"" : "'");
+    if (length > 15 || f->at[1 + length] != quote) return ddp__tensor_damage(f, what);
+    memcpy(out, f->at + 1, length);
+    out[length] = 0;
+    f->at += length + 2;
+    return DDP_OK;
+}
+
+/* "(3, 4)", "(3,)" or "()"; Python 2 wrote (3L, 4L). */
+static ddp_result ddp__tensor_tuple(ddp__tensor_npy *f) {
+    DDP__TENSOR_TRY(ddp__tensor_expect(f, '(', "the ( of a shape"));
+    while (ddp__tensor_next(f) != ')') {
+        int64_t entry = 0;
+        if (*f->at < '0' || *f->at > '9') return ddp__tensor_damage(f, "an entry of a shape, which is a number");
+        if (f->ndim == DDP_MAX_NDIM)
+            return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s has more than %d dimensions", f->path, DDP_MAX_NDIM);
+        for (; *f->at >= '0' && *f->at <= '9'; f->at++)
+            if (__builtin_mul_overflow(entry, 10, &entry) || __builtin_add_overflow(entry, *f->at - '0', &entry))
+                return ddp__tensor_damage(f, "an entry of a shape below 2^63");
+        if (*f->at == 'L') f->at++;
+        f->shape[f->ndim++] = entry;
+        if (ddp__tensor_next(f) == ',') f->at++;
+        else if (*f->at != ')' || f->ndim == 1) return ddp__tensor_damage(f, "a comma behind an entry of a shape");
+    }
+    f->at++;
+    return DDP_OK;
+}
+
+static ddp_result ddp__tensor_npy_parse(ddp__tensor_npy *f) {
+    static const char *const names[] = {"descr", "fortran_order", "shape"};
+    int seen = 0, key;
+    char name[16];
+    DDP__TENSOR_TRY(ddp__tensor_expect(f, '{', "the { of a header"));
+    while (ddp__tensor_next(f) != '}') {
+        const char *start = f->at;
+        DDP__TENSOR_TRY(ddp__tensor_string(f, name, "a key of the header in quotes"));
+        for (key = 0; key < 3 && strcmp(name, names[key]) != 0; key++) {}
+        if (key == 3 || seen >> key & 1) {
+            f->at = start;
+            return ddp__tensor_damage(f, "'descr', 'fortran_order' or 'shape', each once");
+        }
+        seen |= 1 << key;
+        DDP__TENSOR_TRY(ddp__tensor_expect(f, ':', "a colon"));
+        if (key == 0 && ddp__tensor_next(f) == '[')
+            return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are records", f->path);
+        if (key == 0) DDP__TENSOR_TRY(ddp__tensor_string(f, f->descr, "a dtype in quotes"));
+        if (key == 1) {
+            ddp__tensor_next(f);
+            f->fortran = strncmp(f->at, "True", 4) == 0;
+            if (!f->fortran && strncmp(f->at, "False", 5) != 0) return ddp__tensor_damage(f, "True or False");
+            f->at += f->fortran ? 4 : 5;
+        }
+        if (key == 2) DDP__TENSOR_TRY(ddp__tensor_tuple(f));
+        if (ddp__tensor_next(f) == ',') f->at++;
+        else if (*f->at != '}') return ddp__tensor_damage(f, "a comma or the } of the header");
+    }
+    f->at++;
+    if (ddp__tensor_next(f) || f->text_at + (f->at - f->text) != f->data_at) return ddp__tensor_damage(f, "blanks up to the end of the header");
+    for (key = 0; key < 3; key++)
+        if (!(seen >> key & 1))
+            return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: its header has no '%s'", f->path, names[key]);
+    return DDP_OK;
+}
+
+/* Reads the head; *memory is the header's text, which the caller frees. */
+static ddp_result ddp__tensor_npy_head(ddp__tensor_npy *f, void **memory) {
+    unsigned char head[12] = {0};
+    struct stat info;
+    uint32_t length;
+    char *text;
+    if (fstat(f->fd, &info) != 0) return ddp__tensor_file_fail(f, "looking at");
+    if (!S_ISREG(info.st_mode)) return ddp__tensor_fail(DDP_ERR_INVALID, f->who, f->group, "%.300s is no file", f->path);
+    f->size = (int64_t)info.st_size;
+    DDP__TENSOR_TRY(ddp__tensor_transfer(f, head, f->size < 12 ? (size_t)f->size : 12, 0, 0));
+    if (memcmp(head, "\x93NUMPY", 6) != 0)
+        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: at byte 0 there should be \\x93NUMPY, as in every .npy file", f->path);
+    if (f->size >= 8 && (head[6] < 1 || head[6] > 3 || head[7]))
+        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: version %d.%d of the format; 1.0 to 3.0 are known", f->path, head[6],
+                                head[7]);
+    f->text_at = head[6] == 1 ? 10 : 12;
+    length = (uint32_t)head[8] | (uint32_t)head[9] << 8;
+    if (head[6] != 1) length |= (uint32_t)head[10] << 16 | (uint32_t)head[11] << 24;
+    f->data_at = f->text_at + (int64_t)length;
+    if (f->size < f->data_at || f->size < f->text_at)
+        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, inside of its header, which takes %lld", f->path,
+                                (long long)f->size, (long long)f->data_at);
+    if (length > 1 << 20)
+        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: a header of %lu bytes", f->path, (unsigned long)length);
+    if (!(*memory = text = (char *)ddp__tensor_malloc(f->group, (size_t)length + 1))) return DDP_ERR_NO_MEMORY;
+    text[length] = 0;
+    f->text = f->at = text;
+    DDP__TENSOR_TRY(ddp__tensor_transfer(f, text, length, f->text_at, 0));
+    return ddp__tensor_npy_parse(f);
+}
+
+/* What the file holds, as a tensor without data. as: the dtype that is wanted, 0 = any. */
+static ddp_result ddp__tensor_npy_what(const ddp__tensor_npy *f, ddp_dtype as, ddp_tensor *t) {
+    ddp__tensor_text text;
+    int large = 0;
+    memset(t, 0, sizeof *t);
+    for (size_t i = 0; i < sizeof ddp__tensor_descrs / sizeof *ddp__tensor_descrs; i++)
+        if (strcmp(f->descr, ddp__tensor_descrs[i].descr) == 0) t->dtype = ddp__tensor_descrs[i].dtype;
+    if (!t->dtype || (t->dtype == DDP_BF16 && as != DDP_BF16))
+        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: its elements are '%s', which is no ddp_dtype%s", f->path, f->descr,
+                                t->dtype ? " unless out->dtype says DDP_BF16" : "");
+    if (as && as != t->dtype)
+        return ddp__tensor_fail(DDP_ERR_INVALID, f->who, f->group, "%.300s: its elements are %s, but out is %s", f->path, ddp_dtype_name(t->dtype),
+                                ddp_dtype_name(as));
+    t->ndim = f->ndim;
+    memcpy(t->shape, f->shape, sizeof t->shape);
+    ddp__tensor_shape(t->ndim, t->shape, &text);
+    for (int i = 0; i < f->ndim; i++) large += f->shape[i] > 1;
+    if (f->fortran && large > 1)
+        return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: %s in Fortran order; write numpy.ascontiguousarray of it", f->path,
+                                text.text);
+    if (ddp__tensor_bytes(t) < 0)
+        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: a shape of %s does not fit in memory", f->path, text.text);
+    if (ddp__tensor_bytes(t) > f->size - f->data_at)
+        return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, but %s of %s from byte %lld on take %lld more", f->path,
+                                (long long)f->size, text.text, ddp_dtype_name(t->dtype), (long long)f->data_at,
+                                (long long)(ddp__tensor_bytes(t) - (f->size - f->data_at)));
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tensor_load_npy(ddp_group *group, const char *path, ddp_tensor *out) {
+    ddp__tensor_npy f = DDP_ZERO;
+    ddp_tensor what, t;
+    void *memory = NULL;
+    if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
+    if (!out) return DDP__TENSOR_BAD(group, "out is NULL");
+    f.who = __func__;
+    f.path = path;
+    f.group = group;
+    f.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* not to wait for the writer of a pipe */
+    if (f.fd < 0) return ddp__tensor_file_fail(&f, "opening");
+    ddp_result result = ddp__tensor_npy_head(&f, &memory);
+    if (result == DDP_OK) result = ddp__tensor_npy_what(&f, out->dtype, &what);
+    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, what.dtype, 0, what.ndim, what.shape, &t);
+    if (result == DDP_OK) result = ddp__tensor_put(group, out, &t, ddp__tensor_values(&f, &t, 0));
+    if (memory) ddp__tensor_mfree(group, memory);
+    close(f.fd);
+    return result;
+}
+
+/* Makes the text ahead of the values, a multiple of 64 bytes, as NumPy does; returns its length. */
+static size_t ddp__tensor_npy_write_head(char head[512], const ddp_tensor *t) {
+    ddp__tensor_text shape;
+    const char *descr = "";
+    size_t length;
+    for (size_t i = 0; i < sizeof ddp__tensor_descrs / sizeof *ddp__tensor_descrs; i++)
+        if (ddp__tensor_descrs[i].dtype == t->dtype) descr = ddp__tensor_descrs[i].descr;
+    ddp__tensor_shape(t->ndim, t->shape, &shape);
+    if (t->ndim == 1) strcpy(strchr(shape.text, ')'), ",)");
+    memcpy(head, "\x93NUMPY\x01", 8);
+    length = 10 + (size_t)snprintf(head + 10, 400, "{'descr': '%s', 'fortran_order': False, 'shape': %s, }", descr, shape.text);
+    while ((length + 1) % 64) head[length++] = ' ';
+    head[length++] = '\n';
+    head[8] = (char)((length - 10) & 255);
+    head[9] = (char)((length - 10) >> 8);
+    return length;
+}
+
+DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor, const char *path) {
+    static unsigned files; /* so that threads do not share a name */
+    ddp__tensor_npy f = DDP_ZERO;
+    char head[512], beside[4096];
+    ddp_result result;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
+    if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    if (snprintf(beside, sizeof beside, "%s.%d.%u.tmp", path, (int)getpid(), __atomic_fetch_add(&files, 1, __ATOMIC_RELAXED)) >= (int)sizeof beside)
+        return DDP__TENSOR_BAD(group, "path has more than %d bytes", (int)sizeof beside - 30);
+    f.who = __func__;
+    f.path = beside;
+    f.group = group;
+    f.data_at = (int64_t)ddp__tensor_npy_write_head(head, tensor);
+    f.fd = open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (f.fd < 0) return ddp__tensor_file_fail(&f, "making");
+    result = ddp__tensor_transfer(&f, head, (size_t)f.data_at, 0, 1);
+    if (result == DDP_OK) result = ddp__tensor_values(&f, tensor, 1);
+    if (result == DDP_OK && fsync(f.fd) != 0 && errno != EINVAL) result = ddp__tensor_file_fail(&f, "syncing");
+    if (close(f.fd) != 0 && result == DDP_OK) result = ddp__tensor_file_fail(&f, "closing");
+    if (result == DDP_OK && rename(beside, path) != 0) {
+        f.path = path;
+        result = ddp__tensor_file_fail(&f, "renaming to");
+    }
+    if (result != DDP_OK) unlink(beside);
+    return result;
+}
 
 //== who has which part ========================================================================== >>impl-tensor-layout
 
+static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
+
+/* Rank's piece of n entries. */
+static void ddp__tensor_cut(int64_t n, int rank, int world_size, int64_t *begin, int64_t *length) {
+    int64_t each = n / world_size + (n % world_size != 0);
+    *begin = each && rank > n / each ? n : rank * each;
+    *length = each < n - *begin ? each : n - *begin;
+}
+
+/* Cuts what is left of a box. */
+static void ddp__tensor_box_cut(ddp_tensor_box *box, ddp_placement placement, int rank, int world_size) {
+    int dim = ddp__tensor_cut_dim(placement);
+    int64_t begin, length;
+    if (dim < 0) return;
+    ddp__tensor_cut(box->shape[dim], rank, world_size, &begin, &length);
+    box->offset[dim] += begin;
+    box->shape[dim] = length;
+}
+
+static void ddp__tensor_box_whole(ddp_tensor_box *box, int ndim, const int64_t *shape) {
+    memset(box, 0, sizeof *box);
+    box->ndim = ndim;
+    for (int i = 0; i < ndim; i++) box->shape[i] = box->global_shape[i] = shape[i];
+}
+
+static ddp_result ddp__tensor_placement_check(const char *who, const ddp_group *group, ddp_placement placement, int ndim, const int64_t *shape) {
+    ddp__tensor_text text;
+    if (placement >= DDP_PARTIAL && placement <= ndim) return DDP_OK;
+    return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s of a tensor that is %s", ddp_placement_name(placement),
+                            ddp__tensor_shape(ndim, shape, &text));
+}
+
+DDPDEF const char *ddp_placement_name(ddp_placement placement) {
+    static DDP__TENSOR_THREAD char texts[4][32];
+    static DDP__TENSOR_THREAD unsigned next;
+    char *text = texts[next++ % 4];
+    if (placement == DDP_REPLICATE) return "REPLICATE";
+    if (placement == DDP_PARTIAL) return "PARTIAL";
+    snprintf(text, sizeof texts[0], placement > 0 ? "SHARD(%d)" : "no placement (%d)", placement > 0 ? (int)placement - 1 : (int)placement);
+    return text;
+}
+
+DDPDEF ddp_result ddp_placement_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box) {
+    ddp_tensor whole = DDP_ZERO;
+    if (!box) return DDP__TENSOR_BAD(NULL, "box is NULL");
+    if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
+    if (ndim && !global_shape) return DDP__TENSOR_BAD(NULL, "global_shape is NULL");
+    if (world_size < 1 || rank < 0 || rank >= world_size) return DDP__TENSOR_BAD(NULL, "rank=%d of world_size=%d", rank, world_size);
+    whole.dtype = DDP_U8;
+    whole.ndim = ndim;
+    for (int i = 0; i < ndim; i++) whole.shape[i] = global_shape[i];
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, NULL, "the global tensor", &whole, 0));
+    DDP__TENSOR_TRY(ddp__tensor_placement_check(__func__, NULL, placement, ndim, global_shape));
+    ddp__tensor_box_whole(box, ndim, global_shape);
+    ddp__tensor_box_cut(box, placement, rank, world_size);
+    return DDP_OK;
+}
+
+static ddp_group *ddp__tensor_layout_group(const ddp_tensor_layout *layout) { return layout->axis_count > 0 ? layout->axes[0] : NULL; }
+
+static ddp_result ddp__tensor_layout_check(const char *who, const char *name, const ddp_tensor_layout *layout) {
+    ddp_tensor whole = DDP_ZERO;
+    if (!layout) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s is NULL", name);
+    if (layout->axis_count < 0 || layout->axis_count > DDP_MAX_NDIM)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s: axis_count=%d; use 0 to %d", name, layout->axis_count, DDP_MAX_NDIM);
+    for (int i = 0; i < layout->axis_count; i++) {
+        if (!layout->axes[i]) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "%s: axes[%d] is NULL", name, i);
+        for (int j = 0; j < i; j++)
+            if (layout->axes[i] == layout->axes[j])
+                return ddp__tensor_fail(DDP_ERR_INVALID, who, layout->axes[0], "%s: axes[%d] and axes[%d] are both %s", name, j, i,
+                                        ddp_group_name(layout->axes[i]));
+    }
+    whole.dtype = DDP_U8;
+    whole.ndim = layout->ndim;
+    memcpy(whole.shape, layout->shape, sizeof whole.shape);
+    DDP__TENSOR_TRY(ddp__tensor_check(who, ddp__tensor_layout_group(layout), name, &whole, 0));
+    for (int i = 0; i < layout->axis_count; i++)
+        DDP__TENSOR_TRY(ddp__tensor_placement_check(who, layout->axes[0], layout->placement[i], layout->ndim, layout->shape));
+    return DDP_OK;
+}
+
+/* The box of this rank with these placements in place of the layout's; without the cut of axis `but`. */
+static void ddp__tensor_layout_cut(const ddp_tensor_layout *layout, const ddp_placement *placement, int but, ddp_tensor_box *box) {
+    ddp__tensor_box_whole(box, layout->ndim, layout->shape);
+    for (int i = 0; i < layout->axis_count; i++)
+        if (i != but) ddp__tensor_box_cut(box, placement[i], ddp_rank(layout->axes[i]), ddp_world_size(layout->axes[i]));
+}
+
+DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_tensor_box *box) {
+    DDP__TENSOR_TRY(ddp__tensor_layout_check(__func__, "layout", layout));
+    if (!box) return DDP__TENSOR_BAD(ddp__tensor_layout_group(layout), "box is NULL");
+    ddp__tensor_layout_cut(layout, layout->placement, -1, box);
+    return DDP_OK;
+}
+
 //== from one placement to another =============================================================== >>impl-tensor-plan
+
+/* One step: what is called, and what has to be packed for it. Parts travel as blocks, one behind the other in rank order. A tensor cut along
+   dimension d is such a row of blocks already where all dimensions before d are 1:
+
+       cut along 0:  [r0 r0 | r1 r1]  lies as blocks     cut along 1:  [r0 r1]
+                                                                       [r0 r1]  does not: packed on the way out, or unpacked on the way in */
+typedef struct ddp__tensor_move {
+    const char *who;
+    ddp_group *group;
+    int rank, world, ndim, sends;    /* sends 0: no rank does */
+    ddp_placement from, to;
+    ddp_dtype dtype;
+    size_t size;                     /* of an element */
+    int64_t global[DDP_MAX_NDIM], in_shape[DDP_MAX_NDIM], out_shape[DDP_MAX_NDIM];
+    ddp_call_kind call;
+    int64_t padded;                  /* reduce-scatter: entries of every block along the cut; fewer are filled up with zeros */
+    size_t pack_bytes, unpack_bytes; /* room for blocks; 0 = they lie so in `in`, or `out` */
+    ddp_tensor_plan plan;
+} ddp__tensor_move;
+
+static int64_t ddp__tensor_product(int ndim, const int64_t *shape) {
+    int64_t count = 1;
+    for (int i = 0; i < ndim; i++) count *= shape[i];
+    return count;
+}
+
+static int ddp__tensor_in_blocks(const int64_t *shape, int dim) { return ddp__tensor_product(dim, shape) == 1; }
+
+/* Elements of rank's block of a tensor cut along dim. */
+static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
+    int64_t begin, length, rest = 1;
+    ddp__tensor_cut(shape[dim], rank, world, &begin, &length);
+    for (int i = 0; i < ndim; i++) if (i != dim) rest *= shape[i];
+    return rest * length;
+}
+
+/* Between a tensor and the row of its blocks. padded: entries of each block along dim; 0 = as many as it has. */
+static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, int64_t padded, void *tensor,
+                                     void *blocks) {
+    int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM], rest = ddp__tensor_block(m->ndim, shape, dim, 0, 1) / (shape[dim] ? shape[dim] : 1);
+    char *block = (char *)blocks;
+    memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
+    for (int r = 0; r < m->world; r++) {
+        ddp__tensor_cut(shape[dim], r, m->world, &offset[dim], &extent[dim]);
+        if (packs) DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
+        else DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
+        block += (size_t)((padded ? padded : extent[dim]) * rest) * m->size;
+    }
+    return DDP_OK;
+}
+
+/* Both sides of a shape that is not what the placement says. */
+static ddp_result ddp__tensor_move_fits(const ddp__tensor_move *m, const char *name, const int64_t *shape, ddp_placement placement) {
+    ddp__tensor_text a, b, c;
+    ddp_tensor_box box;
+    ddp__tensor_box_whole(&box, m->ndim, m->global);
+    ddp__tensor_box_cut(&box, placement, m->rank, m->world);
+    if (ddp__tensor_equal(m->ndim, box.shape, shape)) return DDP_OK;
+    return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%s is %s, but %s of %s on rank %d of %d is %s", name,
+                            ddp__tensor_shape(m->ndim, shape, &a), ddp_placement_name(placement), ddp__tensor_shape(m->ndim, m->global, &b), m->rank,
+                            m->world, ddp__tensor_shape(m->ndim, box.shape, &c));
+}
+
+/* The cheapest way between two different placements over several ranks. A ring sends, of what is gathered, all but the next rank's part; of what is
+   reduced, all but its own. */
+static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
+    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to), next = (m->rank + 1) % m->world;
+    int64_t total = ddp__tensor_product(m->ndim, m->global), mine = ddp__tensor_product(m->ndim, m->in_shape), sent, blocks;
+    int even = a < 0 || m->global[a] % m->world == 0;
+    m->sends = 1;
+    if (m->from == DDP_PARTIAL && b < 0) {
+        m->call = DDP_CALL_ALL_REDUCE;
+        sent = 2 * total - ddp__tensor_block(1, &total, 0, m->rank, m->world) - ddp__tensor_block(1, &total, 0, next, m->world);
+    } else if (m->from == DDP_PARTIAL) {
+        m->call = DDP_CALL_REDUCE_SCATTER;
+        m->padded = m->global[b] / m->world + (m->global[b] % m->world != 0);
+        if (__builtin_mul_overflow(total / m->global[b], m->padded, &sent) || __builtin_mul_overflow(sent, m->world, &blocks) ||
+            __builtin_mul_overflow(blocks, (int64_t)m->size, &blocks))
+            return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld elements do not fit in memory", m->world, (long long)sent);
+        sent *= m->world - 1;
+        if (m->global[b] % m->world || !ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)blocks;
+    } else if (b < 0) {
+        m->call = even ? DDP_CALL_ALL_GATHER : DDP_CALL_ALL_GATHER_V;
+        sent = total - ddp__tensor_block(m->ndim, m->global, a, next, m->world);
+        if (!ddp__tensor_in_blocks(m->global, a)) m->unpack_bytes = (size_t)total * m->size;
+    } else {
+        even = even && m->global[b] % m->world == 0;
+        m->call = even ? DDP_CALL_ALL_TO_ALL : DDP_CALL_ALL_TO_ALL_V;
+        sent = mine - ddp__tensor_block(m->ndim, m->in_shape, b, m->rank, m->world);
+        if (!ddp__tensor_in_blocks(m->in_shape, b)) m->pack_bytes = (size_t)mine * m->size;
+        if (!ddp__tensor_in_blocks(m->out_shape, a)) m->unpack_bytes = (size_t)ddp__tensor_product(m->ndim, m->out_shape) * m->size;
+    }
+    m->pack_bytes = (m->pack_bytes + 63) / 64 * 64;
+    m->plan.collective = ddp_call_name(m->call);
+    m->plan.sent_bytes = (size_t)sent * m->size;
+    m->plan.workspace_bytes = m->pack_bytes + m->unpack_bytes;
+    if (m->call == DDP_CALL_ALL_GATHER_V || m->call == DDP_CALL_ALL_TO_ALL_V) m->plan.workspace_bytes += 2 * (size_t)m->world * sizeof(size_t);
+    return DDP_OK;
+}
+
+/* global NULL: what in and out tell. */
+static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                        ddp_placement to, const ddp_tensor *out, const int64_t *global, int with_data) {
+    ddp_tensor whole, t;
+    int a = ddp__tensor_cut_dim(from), whole_fits;
+    memset(m, 0, sizeof *m);
+    if (!group) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "group is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, with_data));
+    if (!out) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is NULL");
+    t = *out;
+    if (!t.dtype) t.dtype = in->dtype;
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "out", &t, 0));
+    DDP__TENSOR_TRY(ddp__tensor_alike(who, group, in, &t));
+    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
+    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
+    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group), m->ndim = in->ndim;
+    m->from = from, m->to = to, m->dtype = in->dtype, m->size = ddp_dtype_size(in->dtype);
+    memcpy(m->in_shape, in->shape, sizeof m->in_shape);
+    memcpy(m->out_shape, t.shape, sizeof m->out_shape);
+    memcpy(m->global, global ? global : in->shape, (size_t)in->ndim * sizeof *m->global);
+    if (a >= 0 && from != to && !global) m->global[a] = t.shape[a];
+    whole = t;
+    memcpy(whole.shape, m->global, sizeof whole.shape);
+    whole_fits = ddp__tensor_bytes(&whole) >= 0;
+    if (!whole_fits) return ddp__tensor_check(who, group, "the global tensor", &whole, 0);
+    if (from != to || global) {
+        DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
+        DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "out", m->out_shape, to));
+    } else {
+        ddp__tensor_text x, y;
+        if (!ddp__tensor_equal(m->ndim, m->in_shape, m->out_shape))
+            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s and out is %s, both as %s", ddp__tensor_shape(m->ndim, m->in_shape, &x),
+                                    ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
+    }
+    m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
+    if (ddp__tensor_bytes(&whole) == 0) m->plan.collective = "none";
+    else if (m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL) DDP__TENSOR_TRY(ddp__tensor_move_choose(m));
+    if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
+        (in->data != t.data || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
+                                ddp_placement_name(to));
+    return DDP_OK;
+}
+
+/* Where nothing is sent. */
+static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
+    const ddp_device *device = ddp__tensor_device(m->group);
+    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    ddp_tensor_box box;
+    if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
+        if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
+        return DDP_OK;
+    }
+    if (m->to == DDP_PARTIAL && out_bytes) device->fill_zero(out->data, out_bytes);
+    if (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL) return DDP_OK;
+    ddp__tensor_box_whole(&box, m->ndim, m->global);
+    ddp__tensor_box_cut(&box, m->from == DDP_REPLICATE ? m->to : m->from, m->rank, m->world);
+    return ddp__tensor_box(m->group, m->size, m->ndim, box.shape, in->data, in->shape, m->from == DDP_REPLICATE ? box.offset : NULL, out->data,
+                           out->shape, m->from == DDP_REPLICATE ? NULL : box.offset);
+}
+
+/* Elements of the W blocks that this rank sends, or gets. */
+static void ddp__tensor_counts(const ddp__tensor_move *m, const int64_t *shape, int dim, size_t *counts) {
+    for (int r = 0; r < m->world; r++) counts[r] = (size_t)ddp__tensor_block(m->ndim, shape, dim, r, m->world);
+}
+
+/* send and recv hold blocks; counts: room for twice the ranks. */
+static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *send, void *recv, size_t *counts) {
+    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
+    size_t count = (size_t)ddp__tensor_product(m->ndim, m->in_shape);
+    switch (m->call) {
+    case DDP_CALL_ALL_REDUCE: return ddp_all_reduce(m->group, send, recv, count, m->dtype, DDP_OP_SUM, NULL);
+    case DDP_CALL_REDUCE_SCATTER:
+        count = count / (size_t)m->global[b] * (size_t)m->padded;
+        return ddp_reduce_scatter(m->group, send, recv, count, m->dtype, DDP_OP_SUM, NULL);
+    case DDP_CALL_ALL_GATHER: return ddp_all_gather(m->group, send, recv, count, m->dtype, NULL);
+    case DDP_CALL_ALL_GATHER_V:
+        ddp__tensor_counts(m, m->global, a, counts);
+        return ddp_all_gather_v(m->group, send, count, recv, counts, NULL, m->dtype, NULL);
+    case DDP_CALL_ALL_TO_ALL: return ddp_all_to_all(m->group, send, recv, count / (size_t)m->world, m->dtype, NULL);
+    default:
+        ddp__tensor_counts(m, m->in_shape, b, counts);
+        ddp__tensor_counts(m, m->out_shape, a, counts + m->world);
+        return ddp_all_to_all_v(m->group, send, counts, NULL, recv, counts + m->world, NULL, m->dtype, NULL);
+    }
+}
+
+static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, char *space, size_t *counts) {
+    int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
+    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    const void *send = m->pack_bytes ? space : in->data;
+    void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
+    if (m->pack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, m->padded, in->data, space));
+    if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
+        recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank) * m->size;
+    DDP__TENSOR_TRY(ddp__tensor_move_call(m, send, recv, counts));
+    if (m->unpack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, 0, out->data, recv));
+    else if (recv != out->data && out_bytes) ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
+    return DDP_OK;
+}
+
+static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
+    size_t *counts = NULL;
+    void *space = NULL;
+    ddp_result result = DDP_OK;
+    if (!m->sends) return ddp__tensor_move_local(m, in, out);
+    if (m->plan.workspace_bytes > m->pack_bytes + m->unpack_bytes) {
+        counts = (size_t *)ddp__tensor_malloc(m->group, 2 * (size_t)m->world * sizeof *counts);
+        if (!counts) return DDP_ERR_NO_MEMORY;
+    }
+    if (m->pack_bytes + m->unpack_bytes) result = ddp__tensor_alloc(m->group, m->pack_bytes + m->unpack_bytes, &space);
+    if (result == DDP_OK) result = ddp__tensor_move_send(m, in, out, (char *)space, counts);
+    ddp__tensor_release(m->group, space);
+    if (counts) ddp__tensor_mfree(m->group, counts);
+    return result;
+}
+
+DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, const ddp_tensor *out,
+                                               ddp_tensor_plan *plan) {
+    ddp__tensor_move m;
+    if (!plan) return DDP__TENSOR_BAD(group, "plan is NULL");
+    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 0));
+    *plan = m.plan;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out) {
+    ddp__tensor_move m;
+    ddp_tensor t;
+    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1));
+    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
+    return ddp__tensor_put(group, out, &t, ddp__tensor_move_run(&m, in, &t));
+}
+
+DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out) {
+    ddp__tensor_move m = DDP_ZERO;
+    ddp_tensor_box box;
+    ddp_tensor t;
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "whole", whole, 1));
+    DDP__TENSOR_TRY(ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape));
+    m.group = group, m.rank = group ? ddp_rank(group) : 0, m.world = group ? ddp_world_size(group) : 1, m.ndim = whole->ndim;
+    m.to = to, m.size = ddp_dtype_size(whole->dtype);
+    memcpy(m.global, whole->shape, sizeof m.global);
+    ddp__tensor_box_whole(&box, m.ndim, m.global);
+    ddp__tensor_box_cut(&box, to, m.rank, m.world);
+    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, whole->dtype, 0, m.ndim, box.shape, &t));
+    if (ddp__tensor_overlap(whole, &t)) return DDP__TENSOR_BAD(group, "whole and out overlap");
+    return ddp__tensor_put(group, out, &t, ddp__tensor_move_local(&m, whole, &t));
+}
+
+/* --- from one rank, and to one --- */
+
+static ddp_result ddp__tensor_host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
+    ddp_call call = DDP_ZERO;
+    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root;
+    call.tag = DDP_ON_HOST;
+    call.send = call.recv = data;
+    call.count = count;
+    return ddp_group_call(group, &call, NULL);
+}
+
+/* Collective: DDP_OK where every rank brings it; otherwise an error on all of them. */
+static ddp_result ddp__tensor_agree(const char *who, ddp_group *group, ddp_result mine) {
+    char text[480];
+    int64_t word = mine == DDP_OK ? INT64_MAX : (int64_t)ddp_rank(group) * 256 - (int64_t)mine;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    DDP__TENSOR_TRY(ddp__tensor_host_call(group, DDP_CALL_ALL_REDUCE, &word, 1, DDP_I64, DDP_OP_MIN, -1));
+    if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
+    if (word == INT64_MAX) return DDP_OK;
+    return ddp__tensor_fail((ddp_result) - (int)(word & 255), who, group, "rank %d has failed before anything was sent: %s", (int)(word / 256),
+                            ddp_result_name((ddp_result) - (int)(word & 255)));
+}
+
+/* Between root's whole tensor and blocks of equal size, the shorter parts filled up. space: pack_bytes of it. */
+static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
+    const ddp_device *device = ddp__tensor_device(m->group);
+    int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
+    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded), mine = (size_t)ddp__tensor_bytes(part);
+    int is_short = mine < each * m->size;
+    void *own = is_short ? space + (packed ? (size_t)m->rank * each * m->size : 0) : part->data;
+    void *all = packed ? space : m->rank == root ? whole->data : NULL;
+    if (gathers) {
+        if (is_short && mine) device->copy(own, part->data, mine);
+        DDP__TENSOR_TRY(ddp_gather(m->group, own, all, each, m->dtype, root, NULL));
+        return packed ? ddp__tensor_blocks(m, 0, m->global, dim, m->padded, whole->data, space) : DDP_OK;
+    }
+    if (packed) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->global, dim, m->padded, whole->data, space));
+    DDP__TENSOR_TRY(ddp_scatter(m->group, all, own, each, m->dtype, root, NULL));
+    if (is_short && mine) device->copy(part->data, own, mine);
+    return DDP_OK;
+}
+
+static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
+    const ddp_device *device = ddp__tensor_device(m->group);
+    ddp_tensor *from = gathers ? part : whole, *to = gathers ? whole : part;
+    size_t count = (size_t)ddp__tensor_product(m->ndim, m->global), bytes = count * m->size;
+    if (bytes == 0) return DDP_OK;
+    if (m->to > 0) return ddp__tensor_root_blocks(m, root, gathers, whole, part, space);
+    if (m->to == DDP_PARTIAL && gathers) return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
+    if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
+    if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
+    return m->to == DDP_REPLICATE && !gathers ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
+}
+
+/* Which blocks, of what room; elements that do not fit in memory are found here. */
+static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
+    int dim = ddp__tensor_cut_dim(m->to);
+    int64_t bytes, begin, length;
+    if (dim < 0 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
+    m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
+    ddp__tensor_cut(m->global[dim], m->rank, m->world, &begin, &length);
+    if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size, m->padded, &bytes) ||
+        __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
+        return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
+    if (m->rank == root ? m->global[dim] % m->world || !ddp__tensor_in_blocks(m->global, dim) : length < m->padded) m->pack_bytes = (size_t)bytes;
+    return DDP_OK;
+}
+
+/* result: how it went so far on this rank, of which all hear before anything is sent. */
+static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, ddp_result result) {
+    void *space = NULL;
+    if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
+    if (result == DDP_OK && m->pack_bytes) result = ddp__tensor_alloc(m->group, m->pack_bytes, &space);
+    result = ddp__tensor_agree(m->who, m->group, result);
+    if (result == DDP_OK) result = ddp__tensor_enter(m->group);
+    if (result == DDP_OK) result = ddp__tensor_root_send(m, root, gathers, whole, part, (char *)space);
+    ddp__tensor_release(m->group, space);
+    return result;
+}
+
+static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement placement, ddp_dtype dtype, int ndim,
+                                  const int64_t *global_shape) {
+    memset(m, 0, sizeof *m);
+    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group);
+    m->to = placement, m->dtype = dtype, m->size = ddp_dtype_size(dtype), m->ndim = ndim;
+    memcpy(m->global, global_shape, (size_t)ndim * sizeof *global_shape);
+}
+
+typedef struct ddp__tensor_letter { /* what root tells of its tensor */
+    int64_t result, dtype, ndim, shape[DDP_MAX_NDIM];
+    char text[256];                 /* when result is not 0: the error line */
+} ddp__tensor_letter;
+
+DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out) {
+    ddp__tensor_letter letter;
+    ddp__tensor_move m;
+    ddp_tensor_box box;
+    ddp_tensor t = DDP_ZERO, source = DDP_ZERO;
+    if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
+    if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+    memset(&letter, 0, sizeof letter);
+    if (ddp_rank(group) == root) {
+        letter.result = ddp__tensor_check(__func__, group, "whole", whole, 1);
+        if (letter.result == DDP_OK) letter.result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
+        if (letter.result == DDP_OK) {
+            source = *whole;
+            letter.dtype = source.dtype, letter.ndim = source.ndim;
+            memcpy(letter.shape, source.shape, sizeof letter.shape);
+        } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
+    }
+    DDP__TENSOR_TRY(ddp__tensor_host_call(group, DDP_CALL_BROADCAST, &letter, sizeof letter, DDP_U8, DDP_OP_SUM, root));
+    if (letter.result != DDP_OK) return ddp_fail((ddp_result)letter.result, "%s", letter.text);
+    ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)letter.dtype, (int)letter.ndim, letter.shape);
+    ddp_result result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
+    if (result == DDP_OK) {
+        ddp__tensor_box_whole(&box, m.ndim, m.global);
+        ddp__tensor_box_cut(&box, to, m.rank, m.world);
+        result = ddp__tensor_take(__func__, group, out, m.dtype, 0, m.ndim, box.shape, &t);
+    }
+    if (result == DDP_OK && m.rank == root && ddp__tensor_overlap(&source, &t) && (to > 0 || source.data != t.data))
+        result = DDP__TENSOR_BAD(group, "whole and out overlap");
+    result = ddp__tensor_root_run(&m, root, 0, &source, &t, result);
+    return out ? ddp__tensor_put(group, out, &t, result) : result;
+}
+
+/* What is wrong on this rank, if anything; *whole: root's. */
+static ddp_result ddp__tensor_gather_check(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
+                                           const int64_t *global_shape, int root, const ddp_tensor *out, ddp_tensor *whole) {
+    ddp_tensor t;
+    m->who = who, m->group = group;
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, 1));
+    if (in->ndim && !global_shape) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "global_shape is NULL");
+    t = *in;
+    if (in->ndim) memcpy(t.shape, global_shape, (size_t)in->ndim * sizeof *global_shape);
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "the global tensor", &t, 0));
+    DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, from, t.ndim, t.shape));
+    ddp__tensor_root_move(m, who, group, from, t.dtype, t.ndim, t.shape);
+    DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "in", in->shape, from));
+    if (m->rank != root) return DDP_OK;
+    DDP__TENSOR_TRY(ddp__tensor_take(who, group, out, m->dtype, 0, m->ndim, m->global, whole));
+    if (!ddp__tensor_overlap(in, whole) || (from <= 0 && in->data == whole->data)) return DDP_OK;
+    return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap");
+}
+
+DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
+                                    ddp_tensor *out) {
+    ddp__tensor_move m = DDP_ZERO;
+    ddp_tensor t = DDP_ZERO, part = DDP_ZERO;
+    ddp_result result;
+    if (!group) return DDP__TENSOR_BAD(NULL, "group is NULL");
+    if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
+    result = ddp__tensor_gather_check(&m, __func__, group, in, from, global_shape, root, out, &t);
+    if (in) part = *in;
+    result = ddp__tensor_root_run(&m, root, 1, &t, &part, result);
+    if (ddp_rank(group) == root && out) return ddp__tensor_put(group, out, &t, result);
+    return result == DDP_OK ? ddp__tensor_leave(group) : result;
+}
+
+/* --- over the axes of a mesh --- */
+
+typedef struct ddp__tensor_route { /* changes of one axis each, in order */
+    const ddp_tensor_layout *layout;
+    ddp_placement now[DDP_MAX_NDIM], to[DDP_MAX_NDIM];
+    int count;
+    struct { int axis; ddp_placement from, to; } step[8 * DDP_MAX_NDIM];
+} ddp__tensor_route;
+
+static void ddp__tensor_route_add(ddp__tensor_route *r, int axis, ddp_placement to) {
+    r->step[r->count].axis = axis;
+    r->step[r->count].from = r->now[axis];
+    r->step[r->count++].to = r->now[axis] = to;
+}
+
+/* Axes inside of this one that cut a dimension which its change is about are gathered first, innermost first: they have pieces of its piece. */
+static void ddp__tensor_route_change(ddp__tensor_route *r, int axis, ddp_placement to) {
+    ddp_placement from = r->now[axis];
+    for (int i = r->layout->axis_count - 1; i > axis; i--)
+        if (r->now[i] > 0 && (r->now[i] == from || r->now[i] == to)) ddp__tensor_route_add(r, i, DDP_REPLICATE);
+    ddp__tensor_route_add(r, axis, to);
+}
+
+/* Whether a cut that this axis makes now would have to be gathered for an axis outside of it. */
+static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_placement to) {
+    for (int i = 0; i < axis; i++)
+        if (r->now[i] != r->to[i] && (r->now[i] == to || r->to[i] == to)) return 1;
+    return 0;
+}
+
+/* Cuts that cost nothing come first: what follows is smaller. Then sums, innermost first. Then the rest, outermost first: an axis that was gathered is
+   cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and an axis is cut three times at most. */
+static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
+    int n = from->axis_count;
+    memset(r, 0, sizeof *r);
+    r->layout = from;
+    for (int i = 0; i < n; i++)
+        if (ddp_world_size(from->axes[i]) > 1) r->now[i] = from->placement[i], r->to[i] = to->placement[i];
+    for (int i = 0; i < n; i++) {
+        int inside = 0;
+        for (int j = i + 1; j < n; j++) inside |= r->now[j] == r->to[i];
+        if (r->now[i] == DDP_REPLICATE && r->to[i] > 0 && !inside && !ddp__tensor_route_early(r, i, r->to[i])) ddp__tensor_route_add(r, i, r->to[i]);
+    }
+    for (int i = n - 1; i >= 0; i--)
+        if (r->now[i] == DDP_PARTIAL && r->to[i] != DDP_PARTIAL)
+            ddp__tensor_route_change(r, i, r->to[i] > 0 && ddp__tensor_route_early(r, i, r->to[i]) ? DDP_REPLICATE : r->to[i]);
+    for (int i = 0; i < n; i++) if (r->now[i] != r->to[i]) ddp__tensor_route_change(r, i, r->to[i]);
+    for (int i = 0; i < n; i++) r->now[i] = ddp_world_size(from->axes[i]) > 1 ? from->placement[i] : DDP_REPLICATE;
+}
+
+static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
+    ddp__tensor_text a, b;
+    ddp_group *group;
+    DDP__TENSOR_TRY(ddp__tensor_layout_check(who, "from", from));
+    DDP__TENSOR_TRY(ddp__tensor_layout_check(who, "to", to));
+    group = ddp__tensor_layout_group(from);
+    if (from->ndim != to->ndim || !ddp__tensor_equal(from->ndim, from->shape, to->shape))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "from is of %s, but to is of %s", ddp__tensor_shape(from->ndim, from->shape, &a),
+                                ddp__tensor_shape(to->ndim, to->shape, &b));
+    if (from->axis_count != to->axis_count)
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "from has %d axes, but to has %d", from->axis_count, to->axis_count);
+    for (int i = 0; i < from->axis_count; i++)
+        if (from->axes[i] != to->axes[i])
+            return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "axes[%d] is group %s in from, but %s in to", i, ddp_group_name(from->axes[i]),
+                                    ddp_group_name(to->axes[i]));
+    return DDP_OK;
+}
+
+/* One step from `now` to `next`, whose shape is set here. runs 0: only what it would do. */
+static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step, const ddp_tensor *now, ddp_tensor *next, int runs,
+                                         ddp_tensor_plan *plan, size_t *most_sent) {
+    int axis = r->step[step].axis;
+    ddp_group *group = r->layout->axes[axis];
+    ddp__tensor_move m;
+    ddp_tensor_box around, box;
+    size_t bytes;
+    ddp__tensor_layout_cut(r->layout, r->now, axis, &around);
+    r->now[axis] = r->step[step].to;
+    ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
+    next->dtype = now->dtype;
+    next->ndim = now->ndim;
+    memcpy(next->shape, box.shape, sizeof next->shape);
+    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, who, group, now, r->step[step].from, r->step[step].to, next, around.shape, runs));
+    bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_bytes(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_bytes(next) : 0);
+    plan->sent_bytes += m.plan.sent_bytes;
+    if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
+    if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
+    if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
+    if (!runs) return DDP_OK;
+    if (!next->data) DDP__TENSOR_TRY(ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_bytes(next), &next->data));
+    DDP__TENSOR_TRY(ddp__tensor_enter(group));
+    return ddp__tensor_move_run(&m, now, next);
+}
+
+DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
+                                      ddp_tensor_plan *plan) {
+    ddp_tensor_plan found = {"none", 0, 0};
+    ddp__tensor_route r;
+    ddp__tensor_text a, b, c;
+    ddp_tensor_box box;
+    ddp_tensor now, next, t = DDP_ZERO;
+    size_t most_sent = 0;
+    ddp_result result = DDP_OK;
+    DDP__TENSOR_TRY(ddp__tensor_layouts_check(__func__, from, to));
+    ddp_group *group = ddp__tensor_layout_group(from);
+    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, out != NULL));
+    ddp__tensor_layout_cut(from, from->placement, -1, &box);
+    if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
+        return DDP__TENSOR_BAD(group, "in is %s, but this rank's part of %s in layout `from` is %s", ddp__tensor_shape(in->ndim, in->shape, &a),
+                               ddp__tensor_shape(from->ndim, from->shape, &b), ddp__tensor_shape(from->ndim, box.shape, &c));
+    ddp__tensor_layout_cut(to, to->placement, -1, &box);
+    if (out) DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, to->ndim, box.shape, &t));
+    if (out && t.data != in->data && ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    ddp__tensor_route_find(&r, from, to);
+    now = *in;
+    for (int i = 0; i < r.count && result == DDP_OK; i++, now = next) {
+        memset(&next, 0, sizeof next);
+        if (i + 1 == r.count) next = t;
+        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent);
+        if (result != DDP_OK && next.data != t.data) ddp__tensor_release(group, next.data);
+        if (now.data != in->data) ddp__tensor_release(group, now.data);
+    }
+    if (r.count == 0 && ddp__tensor_bytes(in) && (!out || t.data != in->data)) {
+        found.collective = "copy";
+        if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
+    }
+    if (out) result = ddp__tensor_put(group, out, &t, result);
+    if (plan && result == DDP_OK) *plan = found;
+    return result;
+}
 
 //== products ==================================================================================== >>impl-tp-gemm
 /* C = A B, after Goto and van de Geijn (2008): blocks of A and B are packed so that the innermost loop reads both with stride one and keeps a tile
