@@ -2269,7 +2269,8 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     tp->rank = ddp_rank(group);
     tp->world_size = ddp_world_size(group);
     tp->size = ddp_dtype_size(d.dtype);
-    result = ddp__tp_settle(tp, call, DDP_OK, NULL, 0, 64 * DDP__TP_WORKS);
+    bytes = ddp__tp_bytes(3, d.max_rows, tp->size); /* of cross-entropy, which is not created */
+    result = ddp__tp_settle(tp, call, DDP_OK, NULL, 0, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK) *out = tp;
     else ddp_tp_destroy(tp);
@@ -2300,11 +2301,447 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 
 //== embedding =================================================================================== >>impl-tp-embedding
 
+struct ddp_tp_embedding {
+    ddp_tp *tp;
+    ddp_tp_embedding_desc desc; /* with padded_vocab resolved */
+    int64_t first, count;       /* this rank's rows of the table */
+};
+
+static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embedding_desc *desc, ddp_tp_embedding_desc *d) {
+    const char *call = "ddp_tp_embedding_create";
+    memset(d, 0, sizeof *d);
+    DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
+    *d = *desc;
+    if (d->padded_vocab == 0) d->padded_vocab = d->vocab;
+    DDP__TP_NEED(tp, call, d->vocab > 0 && d->channels > 0, "vocab=%lld, channels=%lld: both are required", (long long)d->vocab,
+                 (long long)d->channels);
+    DDP__TP_NEED(tp, call, d->padded_vocab >= d->vocab, "padded_vocab=%lld is less than vocab=%lld", (long long)d->padded_vocab, (long long)d->vocab);
+    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->padded_vocab, d->channels, tp->size) != SIZE_MAX, "%lld rows of %lld channels do not fit in memory",
+                 (long long)d->padded_vocab, (long long)d->channels);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
+    ddp_tp_embedding_desc d;
+    ddp__tp_field fields[3];
+    ddp_tp_embedding *embedding;
+    size_t bytes = 0;
+    ddp_result result;
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
+    *out = NULL;
+    result = ddp__tp_embedding_resolve(tp, desc, &d);
+    embedding = (ddp_tp_embedding *)ddp_group_malloc(tp->group, sizeof *embedding);
+    if (!embedding && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    fields[0].name = "vocab", fields[0].value = d.vocab;
+    fields[1].name = "padded_vocab", fields[1].value = d.padded_vocab;
+    fields[2].name = "channels", fields[2].value = d.channels;
+    if (ddp__tp_cuts_rows(tp)) bytes = ddp__tp_bytes(tp->desc.max_rows, d.channels, tp->size);
+    result = ddp__tp_settle(tp, "ddp_tp_embedding_create", result, fields, 3, bytes);
+    if (result != DDP_OK) return ddp_group_mfree(tp->group, embedding), result;
+    embedding->tp = tp;
+    embedding->desc = d;
+    embedding->count = ddp__tp_cut(d.padded_vocab, tp->rank, tp->world_size, &embedding->first);
+    *out = embedding;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding) {
+    if (embedding) ddp_group_mfree(embedding->tp->group, embedding);
+}
+
+DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box) {
+    ddp_tensor_box b = DDP_ZERO;
+    if (!embedding || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, embedding ? "box" : "embedding");
+    b.ndim = 2;
+    b.global_shape[0] = embedding->desc.padded_vocab;
+    b.global_shape[1] = b.shape[1] = embedding->desc.channels;
+    b.offset[0] = embedding->first;
+    b.shape[0] = embedding->count;
+    *box = b;
+    return DDP_OK;
+}
+
+/* Rows and tokens are alike on every rank, and so is what is wrong with them. */
+static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, const char *call, const int32_t *tokens, int64_t rows) {
+    const ddp_tp *tp = embedding->tp;
+    DDP__TP_TRY(ddp__tp_check_rows(tp, call, rows));
+    DDP__TP_NEED(tp, call, tokens || rows == 0, "%s", "tokens is NULL");
+    for (int64_t i = 0; i < rows; i++)
+        DDP__TP_NEED(tp, call, tokens[i] >= 0 && tokens[i] < embedding->desc.vocab, "tokens[%lld]=%d, allowed are 0 to %lld", (long long)i,
+                     (int)tokens[i], (long long)embedding->desc.vocab - 1);
+    return DDP_OK;
+}
+
+/* Rows of tokens that other ranks have are 0: the sum over ranks is the whole. */
+DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y) {
+    if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
+    ddp_tp *tp = embedding->tp;
+    int64_t channels = embedding->desc.channels;
+    size_t row_bytes = (size_t)channels * tp->size;
+    char *out = ddp__tp_cuts_rows(tp) ? (char *)tp->workspace : (char *)y;
+    DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
+    if (rows == 0) return DDP_OK;
+    DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
+    for (int64_t i = 0; i < rows; i++, out += row_bytes) {
+        int64_t at = tokens[i] - embedding->first;
+        if (at >= 0 && at < embedding->count) memcpy(out, (const char *)weight + (size_t)at * row_bytes, row_bytes);
+        else memset(out, 0, row_bytes);
+    }
+    if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL);
+    return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), tp->desc.dtype, DDP_OP_SUM, NULL);
+}
+
+/* Row by row, in order: the bits do not depend on how the table is cut. */
+#define DDP__TP_SCATTER_ADD_FN(type, suffix)                                                                                                       \
+    static void ddp__tp_scatter_add_##suffix(const ddp_tp_embedding *embedding, const int32_t *tokens, const void *from, int64_t rows, void *to) { \
+        int64_t channels = embedding->desc.channels;                                                                                               \
+        const type *dy = (const type *)from;                                                                                                       \
+        for (int64_t i = 0; i < rows; i++, dy += channels) {                                                                                       \
+            int64_t at = tokens[i] - embedding->first;                                                                                             \
+            type *grad = (type *)to + at * channels;                                                                                               \
+            if (at < 0 || at >= embedding->count) continue;                                                                                        \
+            for (int64_t j = 0; j < channels; j++) grad[j] += dy[j];                                                                               \
+        }                                                                                                                                          \
+    }
+DDP__TP_SCATTER_ADD_FN(float, f32) DDP__TP_SCATTER_ADD_FN(double, f64)
+#undef DDP__TP_SCATTER_ADD_FN
+
+DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens, const void *dy, int64_t rows, void *weight_grad) {
+    if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
+    ddp_tp *tp = embedding->tp;
+    int64_t channels = embedding->desc.channels;
+    DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
+    DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
+    if (ddp__tp_cuts_rows(tp) && rows) {
+        DDP__TP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL));
+        dy = tp->workspace;
+    }
+    if (!tp->desc.accumulate_grads && embedding->count) memset(weight_grad, 0, (size_t)(embedding->count * channels) * tp->size);
+    if (tp->desc.dtype == DDP_F32) ddp__tp_scatter_add_f32(embedding, tokens, dy, rows, weight_grad);
+    else ddp__tp_scatter_add_f64(embedding, tokens, dy, rows, weight_grad);
+    return DDP_OK;
+}
+
 //== cross-entropy =============================================================================== >>impl-tp-loss
+
+/* What one call knows. This rank has columns [first, first + count) of the logits; the first `valid` of them belong to words. */
+typedef struct ddp__tp_loss {
+    const int32_t *targets;
+    int64_t rows, first, count, valid, ignore;
+    double z_loss, scale;
+} ddp__tp_loss;
+
+#define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
+
+/* Three passes over the rows, and a collective behind each of the first two: the greatest logit; exponentials, kept in dlogits, their sum, and the
+   target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
+   not win in the first pass: it does in the sum. */
+#define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                          \
+    static void ddp__tp_loss_max_##suffix(const ddp__tp_loss *loss, const void *logits, void *greatest) {                                    \
+        const type *x = (const type *)logits;                                                                                                \
+        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
+            int64_t j = i * loss->count, end = loss->targets[i] == loss->ignore ? j : j + loss->valid;                                       \
+            type part[DDP__TP_LANES], most = -(type)INFINITY;                                                                                \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                                                              \
+            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                                                             \
+                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane];           \
+            for (; j < end; j++) most = x[j] > most ? x[j] : most;                                                                           \
+            for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most;                                   \
+            ((type *)greatest)[i] = most;                                                                                                    \
+        }                                                                                                                                    \
+    }                                                                                                                                        \
+    static void ddp__tp_loss_sum_##suffix(const ddp__tp_loss *loss, const void *logits, const void *greatest, void *sums, void *dlogits) {   \
+        const type *x = (const type *)logits;                                                                                                \
+        type *d = (type *)dlogits, *target = (type *)sums, *sum = target + loss->rows;                                                       \
+        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
+            int64_t row = i * loss->count, at = loss->targets[i] - loss->first;                                                              \
+            type most = ((const type *)greatest)[i];                                                                                         \
+            double all = 0;                                                                                                                  \
+            target[i] = sum[i] = 0;                                                                                                          \
+            if (loss->targets[i] == loss->ignore) continue;                                                                                  \
+            if (at >= 0 && at < loss->valid) target[i] = x[row + at] - most;                                                                 \
+            for (int64_t j = row; j < row + loss->valid; j++) {                                                                              \
+                type e = exponential(x[j] - most);                                                                                           \
+                all += (double)e;                                                                                                            \
+                if (d) d[j] = e;                                                                                                             \
+            }                                                                                                                                \
+            sum[i] = (type)all;                                                                                                              \
+        }                                                                                                                                    \
+    }                                                                                                                                        \
+    static double ddp__tp_loss_end_##suffix(const ddp__tp_loss *loss, const void *greatest, const void *sums, void *losses, void *dlogits) { \
+        const type *target = (const type *)sums, *sum = target + loss->rows;                                                                 \
+        type *d = (type *)dlogits;                                                                                                           \
+        double total = 0;                                                                                                                    \
+        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
+            int64_t row = i * loss->count, at = loss->targets[i] - loss->first, valid = loss->targets[i] == loss->ignore ? 0 : loss->valid;  \
+            double value = 0, factor = 0;                                                                                                    \
+            if (loss->targets[i] != loss->ignore) {                                                                                          \
+                double log_sum = log((double)sum[i]), all = (double)((const type *)greatest)[i] + log_sum;                                   \
+                value = log_sum - (double)target[i] + (loss->z_loss > 0 ? loss->z_loss * all * all : 0);                                     \
+                factor = loss->scale * (1 + 2 * loss->z_loss * all) / (double)sum[i];                                                        \
+            }                                                                                                                                \
+            total += value;                                                                                                                  \
+            if (losses) ((type *)losses)[i] = (type)value;                                                                                   \
+            for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                                                             \
+            for (int64_t j = valid; d && j < loss->count; j++) d[row + j] = 0;                                                               \
+            if (d && at >= 0 && at < valid) d[row + at] -= (type)loss->scale;                                                                \
+        }                                                                                                                                    \
+        return total;                                                                                                                        \
+    }
+DDP__TP_LOSS_FNS(float, f32, expf) DDP__TP_LOSS_FNS(double, f64, exp)
+#undef DDP__TP_LOSS_FNS
+
+/* What is wrong with the arguments is wrong on every rank. *counting: rows that count. */
+static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const ddp_tp_loss_desc *desc, const int32_t *targets, int64_t rows,
+                                     int64_t *counting) {
+    int64_t ignore = desc->ignore_index ? desc->ignore_index : -100;
+    DDP__TP_NEED(tp, call, desc->vocab > 0, "vocab=%lld is required", (long long)desc->vocab);
+    DDP__TP_NEED(tp, call, desc->padded_vocab == 0 || desc->padded_vocab >= desc->vocab, "padded_vocab=%lld is less than vocab=%lld",
+                 (long long)desc->padded_vocab, (long long)desc->vocab);
+    DDP__TP_NEED(tp, call, desc->z_loss >= 0 && desc->z_loss < (double)INFINITY, "z_loss=%g, allowed are 0 and above", desc->z_loss);
+    DDP__TP_NEED(tp, call, desc->scale > -(double)INFINITY && desc->scale < (double)INFINITY, "scale=%g, it must be finite", desc->scale);
+    DDP__TP_TRY(ddp__tp_check_rows(tp, call, rows));
+    DDP__TP_NEED(tp, call, targets || rows == 0, "%s", "targets is NULL");
+    *counting = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        if (targets[i] == ignore) continue;
+        ++*counting;
+        DDP__TP_NEED(tp, call, targets[i] >= 0 && targets[i] < desc->vocab, "targets[%lld]=%d, allowed are 0 to %lld, and ignore_index=%lld",
+                     (long long)i, (int)targets[i], (long long)desc->vocab - 1, (long long)ignore);
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
+                                       void *losses, double *mean, void *dlogits) {
+    ddp__tp_loss loss = DDP_ZERO;
+    int64_t counting = 0;
+    if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
+    DDP__TP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
+    loss.targets = targets;
+    loss.rows = rows;
+    loss.count = ddp__tp_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &loss.first);
+    loss.valid = loss.first >= desc->vocab ? 0 : desc->vocab - loss.first < loss.count ? desc->vocab - loss.first : loss.count;
+    loss.ignore = desc->ignore_index ? desc->ignore_index : -100;
+    loss.z_loss = desc->z_loss;
+    loss.scale = desc->scale != 0 ? desc->scale : counting ? 1 / (double)counting : 0;
+    DDP__TP_NEED(tp, __func__, logits || rows == 0 || loss.count == 0, "%s", "logits is NULL");
+    if (mean) *mean = 0;
+    if (rows == 0) return DDP_OK;
+
+    int is_f32 = tp->desc.dtype == DDP_F32;
+    void *greatest = tp->workspace, *sums = tp->workspace + (size_t)rows * tp->size; /* (rows), and (2, rows): [targets' logits | sums] */
+    (is_f32 ? ddp__tp_loss_max_f32 : ddp__tp_loss_max_f64)(&loss, logits, greatest);
+    DDP__TP_TRY(ddp__tp_all_reduce(tp, greatest, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
+    (is_f32 ? ddp__tp_loss_sum_f32 : ddp__tp_loss_sum_f64)(&loss, logits, greatest, sums, dlogits);
+    DDP__TP_TRY(ddp__tp_all_reduce(tp, sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
+    double total = (is_f32 ? ddp__tp_loss_end_f32 : ddp__tp_loss_end_f64)(&loss, greatest, sums, losses, dlogits);
+    if (mean && counting) *mean = total / (double)counting;
+    return DDP_OK;
+}
 
 //== norms ======================================================================================= >>impl-tp-norm
 
+struct ddp_tp_layer_norm {
+    ddp_tp *tp;
+    ddp_tp_layer_norm_desc desc; /* with eps resolved */
+};
+
+/* total = the sum of term over k from 0 to n - 1, in double: parts that vectorise, in an order that n alone gives. */
+#define DDP__TP_SUM(total, n, term)                                                                                  \
+    do {                                                                                                             \
+        double part_[DDP__TP_LANES] = DDP_ZERO;                                                                      \
+        int64_t at_ = 0;                                                                                             \
+        for (; at_ + DDP__TP_LANES <= (n); at_ += DDP__TP_LANES)                                                     \
+            for (int lane_ = 0; lane_ < DDP__TP_LANES; lane_++) { int64_t k = at_ + lane_; part_[lane_] += (term); } \
+        for (int64_t k = at_; k < (n); k++) part_[0] += (term);                                                      \
+        for (int lane_ = 1; lane_ < DDP__TP_LANES; lane_++) part_[0] += part_[lane_];                                \
+        (total) = part_[0];                                                                                          \
+    } while (0)
+
+/* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g - mean(g) - x^ mean(g x^)) / deviation; RMS norm
+   has no mean(g). */
+#define DDP__TP_NORM_FNS(type, suffix)                                                                                                        \
+    static void ddp__tp_norm_##suffix(const ddp_tp_layer_norm_desc *desc, const void *weight, const void *bias, const void *in, int64_t rows, \
+                                      void *stats, void *out) {                                                                               \
+        const type *w = (const type *)weight, *b = (const type *)bias, *x = (const type *)in;                                                 \
+        type *stat = (type *)stats, *y = (type *)out;                                                                                         \
+        int64_t n = desc->channels;                                                                                                           \
+        for (int64_t i = 0; i < rows; i++, x += n, y += n, stat += 2) {                                                                       \
+            double mean = 0, squares, scale;                                                                                                  \
+            if (!desc->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                                               \
+            mean /= (double)n;                                                                                                                \
+            DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                                                           \
+            scale = 1 / sqrt(squares / (double)n + desc->eps);                                                                                \
+            stat[0] = (type)mean;                                                                                                             \
+            stat[1] = (type)scale;                                                                                                            \
+            for (int64_t k = 0; k < n; k++) y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                             \
+        }                                                                                                                                     \
+    }                                                                                                                                         \
+    static void ddp__tp_norm_back_##suffix(const ddp_tp_layer_norm_desc *desc, const void *weight, const void *in, const void *stats,         \
+                                           const void *d_out, int64_t rows, void *d_in, void *grads) {                                        \
+        const type *w = (const type *)weight, *x = (const type *)in, *stat = (const type *)stats, *dy = (const type *)d_out;                  \
+        type *dx = (type *)d_in, *dw = (type *)grads, *db = dw && !desc->rms ? dw + desc->channels : NULL;                                    \
+        int64_t n = desc->channels;                                                                                                           \
+        for (int64_t i = 0; i < rows; i++, x += n, dy += n, stat += 2) {                                                                      \
+            type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                                                        \
+            double sum;                                                                                                                       \
+            if (!desc->rms) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                                \
+            DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                                                    \
+            mean_gx = (type)(sum / (double)n);                                                                                                \
+            for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                                                   \
+            for (int64_t k = 0; db && k < n; k++) db[k] += dy[k];                                                                             \
+            for (int64_t k = 0; dx && k < n; k++) dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);                  \
+            if (dx) dx += n;                                                                                                                  \
+        }                                                                                                                                     \
+    }                                                                                                                                         \
+    static void ddp__tp_add_##suffix(void *to, const void *from, int64_t count) {                                                             \
+        for (int64_t k = 0; k < count; k++) ((type *)to)[k] += ((const type *)from)[k];                                                       \
+    }
+DDP__TP_NORM_FNS(float, f32) DDP__TP_NORM_FNS(double, f64)
+#undef DDP__TP_NORM_FNS
+
+static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm_desc *desc, ddp_tp_layer_norm_desc *d) {
+    const char *call = "ddp_tp_layer_norm_create";
+    memset(d, 0, sizeof *d);
+    DDP__TP_NEED(tp, call, desc, "%s", "desc is NULL");
+    *d = *desc;
+    d->rms = d->rms != 0;
+    DDP__TP_NEED(tp, call, d->channels > 0 && ddp__tp_bytes(2, d->channels, tp->size) != SIZE_MAX, "channels=%lld; set it to the elements of a row",
+                 (long long)d->channels);
+    DDP__TP_NEED(tp, call, d->eps >= 0 && d->eps < (double)INFINITY, "eps=%g, allowed are 0 and above", d->eps);
+    if (d->eps == 0) d->eps = 1e-5;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
+    ddp_tp_layer_norm_desc d;
+    ddp__tp_field fields[3];
+    ddp_tp_layer_norm *norm;
+    ddp_result result;
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
+    *out = NULL;
+    result = ddp__tp_norm_resolve(tp, desc, &d);
+    norm = (ddp_tp_layer_norm *)ddp_group_malloc(tp->group, sizeof *norm);
+    if (!norm && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
+    fields[0].name = "channels", fields[0].value = d.channels;
+    fields[1].name = "rms", fields[1].value = d.rms;
+    fields[2].name = "eps, as bits,";
+    memcpy(&fields[2].value, &d.eps, sizeof d.eps);
+    result = ddp__tp_settle(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size));
+    if (result != DDP_OK) return ddp_group_mfree(tp->group, norm), result;
+    norm->tp = tp;
+    norm->desc = d;
+    *out = norm;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
+    if (norm) ddp_group_mfree(norm->tp->group, norm);
+}
+
+static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight, const void *x, int64_t rows,
+                                     const void *stats) {
+    const ddp_tp *tp = norm->tp;
+    int64_t most = ddp__tp_own_rows(tp, tp->desc.max_rows);
+    DDP__TP_NEED(tp, call, rows >= 0 && rows <= most, "rows=%lld, allowed are 0 to %lld on this rank, by max_rows", (long long)rows, (long long)most);
+    DDP__TP_NEED(tp, call, weight, "%s", "weight is NULL");
+    DDP__TP_NEED(tp, call, (x && stats) || rows == 0, "%s is NULL", x ? "stats" : "x");
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
+                                            void *y) {
+    if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
+    DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
+    DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
+    DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
+    (norm->tp->desc.dtype == DDP_F32 ? ddp__tp_norm_f32 : ddp__tp_norm_f64)(&norm->desc, weight, bias, x, rows, stats, y);
+    return DDP_OK;
+}
+
+/* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
+DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void *weight, const void *x, const void *stats, const void *dy,
+                                             int64_t rows, void *dx, void *weight_grad, void *bias_grad) {
+    if (!norm) return ddp_fail(DDP_ERR_INVALID, "%s: norm is NULL", __func__);
+    ddp_tp *tp = norm->tp;
+    int64_t n = norm->desc.channels;
+    size_t bytes = (size_t)n * tp->size;
+    int is_f32 = tp->desc.dtype == DDP_F32;
+    DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
+    DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
+    DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
+                 norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
+    if (weight_grad) memset(tp->workspace, 0, 2 * bytes);
+    (is_f32 ? ddp__tp_norm_back_f32 : ddp__tp_norm_back_f64)(&norm->desc, weight, x, stats, dy, rows, dx, weight_grad ? tp->workspace : NULL);
+    if (!weight_grad) return DDP_OK;
+    if (ddp__tp_cuts_rows(tp))
+        DDP__TP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), tp->desc.dtype, DDP_OP_SUM, NULL));
+    for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
+        void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
+        if (!tp->desc.accumulate_grads) memcpy(grad, from, bytes);
+        else (is_f32 ? ddp__tp_add_f32 : ddp__tp_add_f64)(grad, from, n);
+    }
+    return DDP_OK;
+}
+
 //== random numbers ============================================================================== >>impl-tp-random
+
+/* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
+enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
+static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, uint32_t out[4]) {
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = stream, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
+        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+/* Elements begin .. begin + count - 1 of the global activation. Word e % 4 of block e / 4 is element e's; below the threshold it is dropped. */
+#define DDP__TP_DROP_FN(type, suffix)                                                                                                           \
+    static void ddp__tp_drop_##suffix(const void *from, void *to, int64_t count, uint64_t key, uint64_t begin, uint64_t threshold, double up) { \
+        const type *x = (const type *)from;                                                                                                     \
+        type *y = (type *)to, factor = (type)up;                                                                                                \
+        uint32_t word[4];                                                                                                                       \
+        for (int64_t j = 0; j < count; j++) {                                                                                                   \
+            uint64_t element = begin + (uint64_t)j;                                                                                             \
+            if (j == 0 || element % 4 == 0) ddp__tp_philox(key, DDP__TP_STREAM_DROPOUT, element / 4, word);                                     \
+            y[j] = word[element % 4] < threshold ? 0 : x[j] * factor;                                                                           \
+        }                                                                                                                                       \
+    }
+DDP__TP_DROP_FN(float, f32) DDP__TP_DROP_FN(double, f64)
+#undef DDP__TP_DROP_FN
+
+DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, const void *x, int64_t rows, int64_t columns, void *y) {
+    int64_t width, end;
+    if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_dropout: %s is NULL", tp ? "desc" : "tp");
+    DDP__TP_NEED(tp, __func__, desc->rate >= 0 && desc->rate < 1, "rate=%g, allowed are 0 to below 1", desc->rate);
+    DDP__TP_NEED(tp, __func__, rows >= 0 && columns >= 0, "rows=%lld, columns=%lld: neither may be negative", (long long)rows, (long long)columns);
+    DDP__TP_NEED(tp, __func__, (x && y) || rows == 0 || columns == 0, "%s is NULL", x ? "y" : "x");
+    width = desc->columns ? desc->columns : columns;
+    DDP__TP_NEED(tp, __func__, desc->first_row >= 0 && desc->first_column >= 0 && columns <= width && desc->first_column <= width - columns,
+                 "%lld columns from first_column=%lld, first_row=%lld do not lie in an activation of %lld columns", (long long)columns,
+                 (long long)desc->first_column, (long long)desc->first_row, (long long)width);
+    DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) && !__builtin_mul_overflow(end, width, &end),
+                 "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
+                 (long long)width);
+    size_t row_bytes = (size_t)columns * tp->size;
+    uint64_t threshold = (uint64_t)(desc->rate * 4294967296.0);
+    if (desc->rate == 0 && x != y && rows && columns) memcpy(y, x, (size_t)rows * row_bytes);
+    if (desc->rate == 0) return DDP_OK;
+    for (int64_t i = 0; i < rows; i++) {
+        const char *from = (const char *)x + (size_t)i * row_bytes;
+        char *to = (char *)y + (size_t)i * row_bytes;
+        uint64_t begin = (uint64_t)((desc->first_row + i) * width + desc->first_column);
+        if (tp->desc.dtype == DDP_F32) ddp__tp_drop_f32(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
+        else ddp__tp_drop_f64(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
+    }
+    return DDP_OK;
+}
 
 //== public calls ================================================================================ >>impl-public
 

@@ -1,5 +1,5 @@
-/*  test_tp_layers.c - embedding, cross-entropy, norms and dropout over W ranks against plain loops in double on one rank: forward and backward, cut and whole rows, uneven and
-    padded vocabularies, finite differences, how many collectives, bad input, no memory taken. */
+/*  test_tp_layers.c - embedding, cross-entropy, norms and dropout over W ranks against plain loops in double on one rank: forward and backward, cut and
+    whole rows, uneven and padded vocabularies, finite differences, how many collectives, bad input, no memory taken. */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
 #include "../support/ranks.h"
@@ -38,7 +38,11 @@ static void put(const place *at, void *memory, int64_t index, double value) {
     else ((double *)memory)[index] = value;
 }
 
-static double get(const place *at, const void *memory, int64_t index) { return at->dtype == DDP_F32 ? (double)((const float *)memory)[index] : ((const double *)memory)[index]; }
+static double get(const place *at, const void *memory, int64_t index) {
+    return at->dtype == DDP_F32 ? (double)((const float *)memory)[index] : ((const double *)memory)[index];
+}
+
+static size_t bytes_of(const place *at, int64_t count) { return (size_t)count * ddp_dtype_size(at->dtype); }
 
 /* count numbers, as of a global array from its element `first`. */
 static void *numbers(const place *at, uint64_t seed, int64_t first, int64_t count) {
@@ -63,8 +67,8 @@ static ddp_result compare(const place *at, const char *what, const void *have, c
     for (int64_t i = 0; i < count; i++) {
         double value = get(at, have, i);
         int fine = isnan(want[i]) ? isnan(value) : fabs(value - want[i]) <= near * most;
-        RANKS_CHECK(at->group, fine, "%s %s sp=%d: element %lld of %lld is %.17g, not %.17g", what, ddp_dtype_name(at->dtype), at->sequence_parallel, (long long)i, (long long)count, value,
-                    want[i]);
+        RANKS_CHECK(at->group, fine, "%s %s sp=%d: element %lld of %lld is %.17g, not %.17g", what, ddp_dtype_name(at->dtype), at->sequence_parallel,
+                    (long long)i, (long long)count, value, want[i]);
     }
     return DDP_OK;
 }
@@ -74,7 +78,7 @@ static ddp_result compare(const place *at, const char *what, const void *have, c
 
 /* What the context counts since the last look: collectives, and the elements that a ring of W sends for them. */
 static ddp_result counted(const place *at, const char *what, uint64_t collectives, double elements) {
-    ddp_tp_stats stats;
+    ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(at->group, ddp_tp_get_stats(at->tp, &stats));
     if (at->ranks == 1) collectives = 0, elements = 0;
     RANKS_CHECK(at->group, stats.collectives == collectives && fabs((double)stats.elements_sent - elements) < 1.5,
@@ -101,7 +105,8 @@ static ddp_result slope_is(const place *at, const char *what, objective value, v
     TRY(value(it, &down));
     if (x) *x = from;
     slope = (up - down) / (2 * step);
-    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)), "%s sp=%d: the slope is %.12g, backward says %.12g", what, at->sequence_parallel, slope, want);
+    RANKS_CHECK(at->group, !x || fabs(slope - want) < 1e-6 * (1 + fabs(want)), "%s sp=%d: the slope is %.12g, backward says %.12g", what,
+                at->sequence_parallel, slope, want);
     return DDP_OK;
 }
 
@@ -126,7 +131,7 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
     int64_t rows = own_rows(at), first = first_row(at) * channels, table_rows = padded ? padded : vocab, mine;
     ddp_tp_embedding_desc desc = DDP_ZERO;
     embedded it = DDP_ZERO;
-    ddp_tensor_box box;
+    ddp_tensor_box box = DDP_ZERO;
     int32_t tokens[ROWS];
     double *table = exactly(1, table_rows * channels), *dy = exactly(5, ROWS * channels), *want = (double *)take((size_t)(table_rows * channels));
     desc.vocab = vocab;
@@ -139,8 +144,8 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
     RANKS_OK(at->group, ddp_tp_embedding_create(&it.embedding, at->tp, &desc));
     RANKS_OK(at->group, ddp_tp_embedding_box(it.embedding, &box));
     mine = (table_rows + at->ranks - 1) / at->ranks;
-    RANKS_CHECK(at->group, box.ndim == 2 && box.global_shape[0] == table_rows && box.global_shape[1] == channels && box.shape[1] == channels && box.offset[1] == 0 &&
-                box.offset[0] == (mine * at->rank < table_rows ? mine * at->rank : table_rows) &&
+    RANKS_CHECK(at->group, box.ndim == 2 && box.global_shape[0] == table_rows && box.global_shape[1] == channels && box.shape[1] == channels &&
+                box.offset[1] == 0 && box.offset[0] == (mine * at->rank < table_rows ? mine * at->rank : table_rows) &&
                 box.shape[0] == (table_rows - box.offset[0] < mine ? table_rows - box.offset[0] : mine), "vocab %lld: rows %lld + %lld", (long long)vocab,
                 (long long)box.offset[0], (long long)box.shape[0]);
     it.weight = numbers(at, 1, box.offset[0] * channels, box.shape[0] * channels);
@@ -149,13 +154,15 @@ static ddp_result embedding(const place *at, int64_t vocab, int64_t padded, int6
     ddp_tp_reset_stats(at->tp);
     RANKS_OK(at->group, ddp_tp_embedding_forward(it.embedding, it.weight, tokens, ROWS, it.y));
     TRY(counted(at, "embedding forward", 1, (at->sequence_parallel ? 1.0 : 2.0) * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
-    for (int64_t i = 0; i < rows; i++) SAME(at, (char *)it.y + (size_t)(i * channels) * ddp_dtype_size(at->dtype), table + tokens[first_row(at) + i] * channels, channels);
+    for (int64_t i = 0; i < rows; i++)
+        SAME(at, (char *)it.y + bytes_of(at, i * channels), table + tokens[first_row(at) + i] * channels, channels);
 
     void *grad = numbers(at, 7, 0, box.shape[0] * channels);
     for (int64_t i = 0; i < box.shape[0] * channels; i++) want[i] = at->accumulate ? get(at, grad, i) : 0;
     for (int64_t i = 0; i < ROWS; i++)
         for (int64_t j = 0; j < channels; j++)
-            if (tokens[i] >= box.offset[0] && tokens[i] < box.offset[0] + box.shape[0]) want[(tokens[i] - box.offset[0]) * channels + j] += dy[i * channels + j];
+            if (tokens[i] >= box.offset[0] && tokens[i] < box.offset[0] + box.shape[0])
+                want[(tokens[i] - box.offset[0]) * channels + j] += dy[i * channels + j];
     RANKS_OK(at->group, ddp_tp_embedding_backward(it.embedding, tokens, numbers(at, 5, first, rows * channels), ROWS, grad));
     TRY(counted(at, "embedding backward", (uint64_t)at->sequence_parallel, at->sequence_parallel * ROWS * (double)channels * (at->ranks - 1) / at->ranks));
     NEAR(at, grad, want, box.shape[0] * channels);
@@ -225,7 +232,7 @@ static ddp_result alike(const place *at, const void *losses, double mean) {
 static ddp_result entropies(const place *at, const ddp_tp_loss_desc *desc, int kind, const int32_t *targets) {
     int64_t columns = desc->padded_vocab ? desc->padded_vocab : desc->vocab, piece = (columns + at->ranks - 1) / at->ranks;
     int64_t first = piece * at->rank < columns ? piece * at->rank : columns, count = columns - first < piece ? columns - first : piece;
-    size_t bytes = (size_t)(ROWS * count) * ddp_dtype_size(at->dtype);
+    size_t bytes = bytes_of(at, ROWS * count);
     double *x = (double *)take((size_t)(ROWS * columns)), *want_d = (double *)take((size_t)(ROWS * columns)), *want = (double *)take(ROWS);
     double *mine = (double *)take((size_t)(ROWS * count)), mean = -1, again = -1, want_mean;
     void *logits = take((size_t)(ROWS * count)), *losses = take(ROWS), *d = take((size_t)(ROWS * count)), *kept = take((size_t)(ROWS * count));
@@ -245,7 +252,8 @@ static ddp_result entropies(const place *at, const ddp_tp_loss_desc *desc, int k
     RANKS_CHECK(at->group, memcmp(kept, logits, bytes) == 0, "%s", "logits have changed");
     NEAR(at, losses, want, ROWS);
     NEAR(at, d, mine, ROWS * count);
-    RANKS_CHECK(at->group, isnan(want_mean) ? isnan(mean) : fabs(mean - want_mean) <= at->near * (1 + fabs(want_mean)), "mean %.12g, not %.12g", mean, want_mean);
+    RANKS_CHECK(at->group, isnan(want_mean) ? isnan(mean) : fabs(mean - want_mean) <= at->near * (1 + fabs(want_mean)), "mean %.12g, not %.12g", mean,
+                want_mean);
     TRY(alike(at, losses, mean));
     RANKS_OK(at->group, ddp_tp_cross_entropy(at->tp, desc, logits, targets, ROWS, NULL, &again, NULL));
     RANKS_CHECK(at->group, memcmp(&again, &mean, sizeof mean) == 0, "mean alone %.12g, not %.12g", again, mean);
@@ -284,7 +292,8 @@ static ddp_result cross_entropy(const place *at, int64_t vocab, int64_t padded) 
 
 //== norms ==================================================================================
 
-static void norm_plain(int rms, double eps, const double *x, const double *w, const double *b, const double *dy, int64_t n, double *y, double *dx, double *dw, double *db) {
+static void norm_plain(int rms, double eps, const double *x, const double *w, const double *b, const double *dy, int64_t n, double *y, double *dx,
+                       double *dw, double *db) {
     for (int i = 0; i < ROWS; i++, x += n, dy += n, y += n, dx += n) {
         double mean = 0, squares = 0, g = 0, gx = 0, r;
         for (int64_t j = 0; j < n && !rms; j++) mean += x[j] / (double)n;
@@ -335,7 +344,9 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     size_t many = (size_t)(ROWS * n);
     double *x = exactly(21, ROWS * n), *w = exactly(22, n), *b = exactly(23, n), *dy = exactly(24, ROWS * n);
     double *y = (double *)take(many), *want_dx = (double *)take(many), *want_dw = (double *)take((size_t)n), *want_db = (double *)take((size_t)n);
-    void *dy_mine = numbers(at, 24, first, rows * n), *dx = take(many), *dx_alone = take(many), *dw = numbers(at, 25, 0, n), *db = rms ? NULL : numbers(at, 26, 0, n);
+    void *dy_mine = numbers(at, 24, first, rows * n), *dx = take(many), *dx_alone = take(many);
+    void *dw = numbers(at, 25, 0, n), *db = rms ? NULL : numbers(at, 26, 0, n),
+         *dw_alone = numbers(at, 25, 0, n), *db_alone = rms ? NULL : numbers(at, 26, 0, n);
     desc.channels = n;
     desc.rms = rms;
     desc.eps = eps;
@@ -356,14 +367,15 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dx, dw, db));
     TRY(counted(at, "norm backward", (uint64_t)at->sequence_parallel, at->sequence_parallel * (rms ? 2.0 : 4.0) * (double)n * (at->ranks - 1) / at->ranks));
     NEAR(at, dx, want_dx + first, rows * n);
-    RANKS_CHECK(at->group, memcmp(dx, dx_alone, (size_t)(rows * n) * ddp_dtype_size(at->dtype)) == 0, "%s", "dx alone differs");
+    RANKS_CHECK(at->group, memcmp(dx, dx_alone, bytes_of(at, rows * n)) == 0, "%s", "dx alone differs");
     if (at->dtype == DDP_F64) TRY(norm_slopes(&it, (double *)dx, want_dw, want_db));
     for (int64_t j = 0; j < n && at->accumulate; j++) want_dw[j] += number(25 * 1000003 + (uint64_t)j), want_db[j] += number(26 * 1000003 + (uint64_t)j);
     NEAR(at, dw, want_dw, n);
     if (db) NEAR(at, db, want_db, n);
-    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dy_mine, dw, db)); /* in place, and other weights' gradients alone */
-    RANKS_CHECK(at->group, memcmp(dx, dy_mine, (size_t)(rows * n) * ddp_dtype_size(at->dtype)) == 0, "%s", "in place dx differs");
-    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dx, rows, NULL, dw, db));
+    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, NULL, dw_alone, db_alone));
+    RANKS_CHECK(at->group, memcmp(dw, dw_alone, bytes_of(at, n)) == 0 && (rms || memcmp(db, db_alone, bytes_of(at, n)) == 0), "%s", "weights alone differ");
+    RANKS_OK(at->group, ddp_tp_layer_norm_backward(it.norm, it.w, it.x, it.stats, dy_mine, rows, dy_mine, dw, db));
+    RANKS_CHECK(at->group, memcmp(dx, dy_mine, bytes_of(at, rows * n)) == 0, "%s", "in place dx differs");
     ddp_tp_layer_norm_destroy(it.norm);
     drop();
     return DDP_OK;
@@ -444,7 +456,7 @@ static ddp_result dropout_part(const place *at, const ddp_tp_dropout_desc *desc,
     RANKS_OK(at->group, ddp_tp_dropout(at->tp, desc, dy, rows, columns, dx));
     TRY(compare(at, "dropout backward", dx, want_dx, rows * columns, 3e-7));
     RANKS_OK(at->group, ddp_tp_dropout(at->tp, desc, x, rows, columns, x));
-    RANKS_CHECK(at->group, memcmp(x, y, (size_t)(rows * columns) * ddp_dtype_size(at->dtype)) == 0, "%s", "in place it differs");
+    RANKS_CHECK(at->group, memcmp(x, y, bytes_of(at, rows * columns)) == 0, "%s", "in place it differs");
     drop();
     return DDP_OK;
 }
@@ -478,7 +490,7 @@ static ddp_result dropout_rate(const place *at) {
 
 static ddp_result dropout(const place *at) {
     ddp_tp_dropout_desc desc = DDP_ZERO;
-    ddp_tp_stats stats;
+    ddp_tp_stats stats = DDP_ZERO;
     ddp_tp_reset_stats(at->tp);
     desc.key = UINT64_C(0x123456789abcdef0);
     desc.rate = 0.3;
@@ -507,8 +519,9 @@ static ddp_result dropout(const place *at) {
 
 /* The call fails with such a line; two words that it has. */
 static ddp_result fails(ddp_group *group, const char *what, ddp_result have, ddp_result want, const char *one, const char *two) {
-    RANKS_CHECK(group, have == want && strstr(ddp_last_error(), one) && strstr(ddp_last_error(), two), "%s is %s: \"%s\", which should be %s and have \"%s\" and \"%s\"", what,
-                ddp_result_name(have), ddp_last_error(), ddp_result_name(want), one, two);
+    RANKS_CHECK(group, have == want && strstr(ddp_last_error(), one) && strstr(ddp_last_error(), two),
+                "%s is %s: \"%s\", which should be %s and have \"%s\" and \"%s\"", what, ddp_result_name(have), ddp_last_error(), ddp_result_name(want),
+                one, two);
     return DDP_OK;
 }
 #define FAILS(at, call, one, two) TRY(fails((at)->group, #call, call, DDP_ERR_INVALID, one, two))
@@ -688,8 +701,8 @@ static ddp_result nothing_is_allocated(const place *at) {
     ddp_tp_layer_norm *normed;
     int64_t rows = own_rows(at), before = 0;
     int32_t tokens[ROWS];
-    void *table = take(VOCAB * CHANNELS), *x = take(ROWS * CHANNELS), *y = take(ROWS * CHANNELS), *stats = take(2 * ROWS), *w = take(CHANNELS), *b = take(CHANNELS);
-    void *logits = take(ROWS * VOCAB);
+    void *table = take(VOCAB * CHANNELS), *x = take(ROWS * CHANNELS), *y = take(ROWS * CHANNELS), *stats = take(2 * ROWS);
+    void *logits = take(ROWS * VOCAB), *w = take(CHANNELS), *b = take(CHANNELS);
     words.vocab = loss.vocab = VOCAB;
     words.channels = normal.channels = CHANNELS;
     dropped.rate = 0.1;
