@@ -1865,6 +1865,8 @@ DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_lay
 #define DDP__GEMM_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define DDP__GEMM_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__CUDACC__)
+#define DDP__GEMM_UNROLL
 #else
 #define DDP__GEMM_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -2051,8 +2053,12 @@ struct ddp_tp {
     size_t size;               /* bytes of an element */
     unsigned char *workspace;  /* group memory, as much as the neediest layer asked for; what lies there outlives no call */
     size_t workspace_bytes;
+    size_t *counts;            /* 2 world_size: of a call with counts, and its offsets */
     ddp_tp_stats stats;
 };
+
+/* Collectives under way inside a call: one that was early, and as many others as there is room for. */
+typedef struct ddp__tp_flight { ddp_work early, works[DDP__TP_WORKS - 1]; int next; } ddp__tp_flight;
 
 typedef struct ddp__tp_field { const char *name; int64_t value; } ddp__tp_field;
 
@@ -2193,12 +2199,34 @@ static ddp_result ddp__tp_wait(ddp_tp *tp, ddp_work *work) {
     return result;
 }
 
-/* Ends what is under way in a call that fails half-way through, and tells the other ranks, who wait for this one. */
-static ddp_result ddp__tp_give_up(ddp_tp *tp, ddp_result result, ddp_work *works, int count) {
+/* A work for the next collective; waits for the one that had it. */
+static ddp_result ddp__tp_slot(ddp_tp *tp, ddp__tp_flight *flight, ddp_work **work) {
+    *work = &flight->works[flight->next];
+    flight->next = (flight->next + 1) % (DDP__TP_WORKS - 1);
+    return ddp__tp_wait(tp, *work);
+}
+
+/* Rows [first, first + rows) of own_rows, of every rank, to their places in whole (world_size * own_rows, width). Under way on return. */
+static ddp_result ddp__tp_gather_rows(ddp_tp *tp, const void *own, int64_t own_rows, int64_t first, int64_t rows, int64_t width, void *whole,
+                                      ddp__tp_flight *flight, ddp_work **work) {
+    size_t *offsets = tp->counts + tp->world_size, count = (size_t)(rows * width);
+    const unsigned char *from = (const unsigned char *)own + (size_t)(first * width) * tp->size;
+    double start;
+    DDP__TP_TRY(ddp__tp_slot(tp, flight, work));
+    start = ddp_now();
+    for (int r = 0; r < tp->world_size; r++) tp->counts[r] = count, offsets[r] = (size_t)((r * own_rows + first) * width);
+    return ddp__tp_count(tp, ddp_all_gather_v(tp->group, from, count, whole, tp->counts, offsets, tp->desc.dtype, *work), start,
+                         (uint64_t)count * ((uint64_t)tp->world_size - 1));
+}
+
+/* The end of a call: waits for all that is under way. After a failure the other ranks, who wait for this one, are told. */
+static ddp_result ddp__tp_land(ddp_tp *tp, ddp__tp_flight *flight, ddp_result result) {
     char text[400];
+    for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++) result = ddp__tp_wait(tp, i ? &flight->works[i - 1] : &flight->early);
+    if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "%.399s", ddp_last_error());
     if (tp->world_size > 1) ddp_group_poison(tp->group, result, text);
-    for (int i = 0; i < count; i++) (void)ddp_wait(tp->group, &works[i]);
+    for (int i = 0; i < DDP__TP_WORKS; i++) (void)ddp_wait(tp->group, i ? &flight->works[i - 1] : &flight->early);
     return ddp_fail(result, "%s", text);
 }
 
@@ -2227,18 +2255,14 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
 
 /* As many collectives under way as a layer ever has: what the group keeps for them is allocated now and not in some later call. */
 static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
-    ddp_work works[DDP__TP_WORKS];
+    ddp__tp_flight flight;
     ddp_result result = DDP_OK;
-    unsigned char *data = tp->workspace;
-    memset(works, 0, sizeof works);
+    memset(&flight, 0, sizeof flight);
+    memset(tp->counts, 0, 2 * (size_t)tp->world_size * sizeof *tp->counts);
     for (int i = 0; i < DDP__TP_WORKS && result == DDP_OK; i++)
-        result = ddp_all_reduce(tp->group, data + 64 * i, data + 64 * i, 1, tp->desc.dtype, DDP_OP_SUM, &works[i]);
-    if (result != DDP_OK) return ddp__tp_give_up(tp, result, works, DDP__TP_WORKS);
-    for (int i = 0; i < DDP__TP_WORKS; i++) {
-        ddp_result waited = ddp_wait(tp->group, &works[i]);
-        if (result == DDP_OK) result = waited;
-    }
-    return result;
+        result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size, tp->desc.dtype,
+                                  i ? &flight.works[i - 1] : &flight.early);
+    return ddp__tp_land(tp, &flight, result);
 }
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
@@ -2251,7 +2275,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
     *out = NULL;
     result = ddp__tp_resolve(group, desc, &d);
-    tp = (ddp_tp *)ddp_group_malloc(group, sizeof *tp);
+    tp = (ddp_tp *)ddp_group_malloc(group, sizeof *tp + 2 * (size_t)ddp_world_size(group) * sizeof *tp->counts);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     fields[0].name = "dtype", fields[0].value = d.dtype;
     fields[1].name = "max_rows", fields[1].value = d.max_rows;
@@ -2269,6 +2293,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     tp->rank = ddp_rank(group);
     tp->world_size = ddp_world_size(group);
     tp->size = ddp_dtype_size(d.dtype);
+    tp->counts = (size_t *)(void *)(tp + 1);
     bytes = ddp__tp_bytes(3, d.max_rows, tp->size); /* of cross-entropy, which is not created */
     result = ddp__tp_settle(tp, call, DDP_OK, NULL, 0, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
@@ -2297,7 +2322,645 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp) {
 
 //== linear layers =============================================================================== >>impl-tp-linear
 
+#define DDP__LINEAR_PARTS 3
+
+struct ddp_tp_linear {
+    ddp_tp *tp;
+    ddp_tp_linear_desc desc;              /* with every default resolved */
+    int part_count;                       /* what is cut by itself: 1; 3 of fused query, key, value; 2 of gate and up */
+    int64_t part[DDP__LINEAR_PARTS];      /* features in each, over all ranks */
+    int64_t in, out;                      /* columns and rows of this rank's weight */
+    int64_t widest;                       /* the most of the cut features that a rank has */
+};
+
+/* out (M, n) = in (M, k) by the weight, any of whose rows can be had alone: W transposed in forward, W for the gradient of inputs. */
+typedef struct ddp__linear_product {
+    const void *weight, *in;
+    void *out;
+    int64_t in_row, out_row; /* elements from row to row */
+    int forward;
+} ddp__linear_product;
+
+/* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
+static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
+    int64_t base = 0, before = 0, first, count;
+    for (int p = 0; p < part; p++) base += l->part[p], before += ddp__tp_cut(l->part[p], rank, l->tp->world_size, NULL);
+    count = ddp__tp_cut(l->part[part], rank, l->tp->world_size, &first);
+    if (global) *global = base + first;
+    if (local) *local = before;
+    return count;
+}
+
+static int64_t ddp__linear_features(const ddp_tp_linear *l, int rank) {
+    int64_t count = 0;
+    for (int p = 0; p < l->part_count; p++) count += ddp__linear_share(l, p, rank, NULL, NULL);
+    return count;
+}
+
+static const void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) { return (const unsigned char *)data + (size_t)i * tp->size; }
+static void *ddp__tp_to(const ddp_tp *tp, void *data, int64_t i) { return (unsigned char *)data + (size_t)i * tp->size; }
+
+static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) { return ddp__gemm_empty(g) ? DDP_OK : tp->desc.gemm(g, tp->desc.gemm_user); }
+
+/* Rows of a product: `rows` of `in` from row first go to out. */
+static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
+    ddp_gemm g;
+    memset(&g, 0, sizeof g);
+    g.dtype = l->tp->desc.dtype;
+    g.m = rows;
+    g.n = p->forward ? l->out : l->in;
+    g.k = p->forward ? l->in : l->out;
+    g.a = ddp__tp_at(l->tp, p->in, first * p->in_row), g.lda = p->in_row;
+    g.b = p->weight, g.ldb = l->in, g.trans_b = p->forward;
+    g.c = out, g.ldc = p->out_row;
+    return ddp__tp_multiply(l->tp, &g);
+}
+
+/* weight_grad (out, in) = dy' x over all rows, or added to it. */
+static ddp_result ddp__linear_weight_grad(const ddp_tp_linear *l, const void *dy, int64_t dy_row, const void *x, int64_t x_row, int64_t rows,
+                                          void *weight_grad) {
+    ddp_gemm g;
+    memset(&g, 0, sizeof g);
+    g.dtype = l->tp->desc.dtype;
+    g.m = l->out, g.n = l->in, g.k = rows;
+    g.a = dy, g.lda = dy_row, g.trans_a = 1;
+    g.b = x, g.ldb = x_row;
+    g.c = weight_grad, g.ldc = l->in, g.accumulate = l->tp->desc.accumulate_grads;
+    return ddp__tp_multiply(l->tp, &g);
+}
+
+static void ddp__linear_add_bias(const ddp_tp *tp, void *y, int64_t y_row, const void *bias, int64_t rows, int64_t count) {
+    for (int64_t i = 0; i < rows && bias; i++) {
+        float *y32 = (float *)y + i * y_row;
+        double *y64 = (double *)y + i * y_row;
+        const float *b32 = (const float *)bias;
+        const double *b64 = (const double *)bias;
+        if (tp->desc.dtype == DDP_F32) for (int64_t j = 0; j < count; j++) y32[j] += b32[j];
+        else for (int64_t j = 0; j < count; j++) y64[j] += b64[j];
+    }
+}
+
+/* bias_grad = the sum of dy's rows, in their order, or added to it. */
+static void ddp__linear_bias_grad(const ddp_tp *tp, const void *dy, int64_t rows, int64_t count, void *bias_grad) {
+    float *g32 = (float *)bias_grad;
+    double *g64 = (double *)bias_grad;
+    if (!bias_grad) return;
+    if (!tp->desc.accumulate_grads) memset(bias_grad, 0, (size_t)count * tp->size);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *d32 = (const float *)dy + i * count;
+        const double *d64 = (const double *)dy + i * count;
+        if (tp->desc.dtype == DDP_F32) for (int64_t j = 0; j < count; j++) g32[j] += d32[j];
+        else for (int64_t j = 0; j < count; j++) g64[j] += d64[j];
+    }
+}
+
+/* From one slot per rank, (rows, widest), of which the first so many columns are that rank's, to (rows, all features). take: the other way, for this
+   rank alone, and without a gap between rows. */
+static void ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows, int take) {
+    const ddp_tp *tp = l->tp;
+    int64_t total = 0, mine = ddp__linear_features(l, tp->rank), global, local;
+    for (int p = 0; p < l->part_count; p++) total += l->part[p];
+    for (int r = take ? tp->rank : 0; r < (take ? tp->rank + 1 : tp->world_size); r++)
+        for (int p = 0; p < l->part_count; p++) {
+            size_t bytes = (size_t)ddp__linear_share(l, p, r, &global, &local) * tp->size;
+            for (int64_t i = 0; i < rows && bytes; i++) {
+                if (take) memcpy(ddp__tp_to(tp, to, i * mine + local), ddp__tp_at(tp, from, i * total + global), bytes);
+                else memcpy(ddp__tp_to(tp, to, i * total + global), ddp__tp_at(tp, from, (r * rows + i) * l->widest + local), bytes);
+            }
+        }
+}
+
+/* --- rows that travel: own = M/t of them, or all M, in chunk_count pieces --- */
+
+/* Piece i of count rows; *first: where it begins. Pieces at the end may be empty, and are then left out on every rank. */
+static int64_t ddp__linear_piece(const ddp_tp_linear *l, int64_t count, int i, int64_t *first) {
+    return ddp__tp_cut(count, i, l->tp->desc.chunk_count, first);
+}
+
+/* The product where `in` lies on the ranks by rows: own (own_rows, in_row) of this one. They are gathered at whole, in their order. out NULL: that
+   alone. */
+static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_product *p, const void *own, int64_t own_rows, void *whole,
+                                       ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int chunks = tp->desc.chunk_count;
+    ddp_work *work = NULL, *next = NULL;
+    int64_t first, rows = ddp__linear_piece(l, own_rows, 0, &first), after, after_rows;
+    p->in = whole;
+    if (chunks == 1 || !p->out) {
+        DDP__TP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), tp->desc.dtype, NULL));
+        return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
+    }
+    if (rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, flight, &work));
+    for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
+        after_rows = i + 1 < chunks ? ddp__linear_piece(l, own_rows, i + 1, &after) : 0;
+        if (after_rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
+        DDP__TP_TRY(ddp__tp_wait(tp, work));
+        for (int64_t r = 0; r < tp->world_size; r++)
+            DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
+    }
+    return DDP_OK;
+}
+
+/* The product, summed over the ranks; rows of it go back to the ranks: own (own_rows, out_row). pieces: room for all of it. Under way on return. */
+static ddp_result ddp__linear_scattered(const ddp_tp_linear *l, const ddp__linear_product *p, void *own, int64_t own_rows, void *pieces,
+                                        ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int chunks = tp->desc.chunk_count;
+    for (int i = 0; i < chunks; i++) {
+        int64_t first, rows = ddp__linear_piece(l, own_rows, i, &first), at = first * tp->world_size;
+        ddp_work *work = NULL;
+        if (!rows) break;
+        for (int64_t r = 0; r < tp->world_size; r++)
+            DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, pieces, (at + r * rows) * p->out_row)));
+        if (chunks > 1) DDP__TP_TRY(ddp__tp_slot(tp, flight, &work));
+        DDP__TP_TRY(ddp__tp_reduce_scatter(tp, ddp__tp_at(tp, pieces, at * p->out_row), ddp__tp_to(tp, own, first * p->out_row),
+                                           (size_t)(rows * p->out_row), tp->desc.dtype, work));
+    }
+    return DDP_OK;
+}
+
+/* The product, summed over the ranks where it lies: out (rows, out_row) is whole on each of them. Under way on return. */
+static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t rows, ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count;
+    for (int i = 0; i < chunks; i++) {
+        int64_t first, count = ddp__tp_cut(rows, i, chunks, &first);
+        ddp_work *work = NULL;
+        void *out = ddp__tp_to(tp, p->out, first * p->out_row);
+        if (!count) break;
+        DDP__TP_TRY(ddp__linear_rows(l, p, first, count, out));
+        if (chunks > 1) DDP__TP_TRY(ddp__tp_slot(tp, flight, &work));
+        DDP__TP_TRY(ddp__tp_all_reduce(tp, out, (size_t)(count * p->out_row), tp->desc.dtype, DDP_OP_SUM, work));
+    }
+    return DDP_OK;
+}
+
+/* --- column: y (M, out) = x W' + b --- */
+
+static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear_product *p, const void *bias, const void *x, int64_t rows, void *y,
+                                             ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int gathers = l->desc.gather_output && tp->world_size > 1;
+    size_t slot = (size_t)(rows * l->widest);
+    void *mine = gathers ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : y;
+    p->in = x, p->in_row = l->desc.in_features;
+    p->out = mine, p->out_row = gathers ? l->widest : l->out;
+    if (ddp__tp_cuts_rows(tp)) DDP__TP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, flight));
+    else DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
+    ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out);
+    if (!gathers) return DDP_OK;
+    DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, slot, tp->desc.dtype, NULL));
+    ddp__linear_columns(l, tp->workspace, y, rows, 0);
+    return DDP_OK;
+}
+
+static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
+                                              void *weight_grad, void *bias_grad, ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int cuts = ddp__tp_cuts_rows(tp);
+    int64_t in = l->desc.in_features, own_rows = rows / (cuts ? tp->world_size : 1);
+    unsigned char *after = tp->workspace + ddp__tp_pad((size_t)(rows * in) * tp->size);
+    if (l->desc.gather_output && tp->world_size > 1) {
+        ddp__linear_columns(l, dy, tp->workspace, rows, 1);
+        dy = tp->workspace;
+    }
+    if (cuts && weight_grad) {
+        ddp_work *work = tp->desc.chunk_count > 1 ? &flight->early : NULL;
+        DDP__TP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
+        x = tp->workspace;
+    }
+    p->in = dy, p->in_row = l->out;
+    p->out = dx, p->out_row = in;
+    if (dx && cuts) DDP__TP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
+    else if (dx) DDP__TP_TRY(ddp__linear_summed(l, p, rows, flight));
+    if (!weight_grad) return DDP_OK;
+    ddp__linear_bias_grad(tp, dy, rows, l->out, bias_grad);
+    DDP__TP_TRY(ddp__tp_wait(tp, &flight->early));
+    return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, weight_grad);
+}
+
+/* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
+
+static ddp_result ddp__linear_row_forward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, int64_t rows, void *y,
+                                          ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    p->in = x, p->in_row = x_row;
+    p->out = y, p->out_row = l->out;
+    if (ddp__tp_cuts_rows(tp)) return ddp__linear_scattered(l, p, y, rows / tp->world_size, tp->workspace, flight);
+    return ddp__linear_summed(l, p, rows, flight);
+}
+
+static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, const void *dy, int64_t rows,
+                                           void *dx, void *weight_grad, void *bias_grad, ddp__tp_flight *flight) {
+    ddp_tp *tp = l->tp;
+    int spreads = l->desc.scatter_input && tp->world_size > 1 && dx;
+    void *mine = spreads ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : dx;
+    p->in = dy, p->in_row = l->out;
+    p->out = mine, p->out_row = spreads ? l->widest : l->in;
+    if (ddp__tp_cuts_rows(tp)) {
+        DDP__TP_TRY(ddp__linear_gathered(l, p, dy, rows / tp->world_size, tp->workspace, flight));
+        dy = tp->workspace;
+    } else if (dx) DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
+    if (spreads) {
+        DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
+        ddp__linear_columns(l, tp->workspace, dx, rows, 0);
+    }
+    if (!weight_grad) return DDP_OK;
+    ddp__linear_bias_grad(tp, dy, rows, l->out, bias_grad);
+    return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, weight_grad);
+}
+
+/* --- creation --- */
+
+/* The multiple of the ranks that is nearest to n, at least one of each. */
+static int64_t ddp__linear_nearest(int64_t n, int64_t ranks) {
+    int64_t below = n / ranks * ranks;
+    return below && n - below < below + ranks - n ? below : below + ranks;
+}
+
+/* Of the fused query, key and value: heads, kv_heads and head_size are resolved, and l's parts set. */
+static ddp_result ddp__linear_resolve_heads(ddp_tp_linear *l, const char *call) {
+    ddp_tp *tp = l->tp;
+    ddp_tp_linear_desc *d = &l->desc;
+    int64_t ranks = tp->world_size;
+    if (d->kv_heads == 0) d->kv_heads = d->heads;
+    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN, "heads=%d are of a column linear, this one's split is row", d->heads);
+    DDP__TP_NEED(tp, call, d->heads > 0 && d->kv_heads > 0, "heads=%d kv_heads=%d must be positive", d->heads, d->kv_heads);
+    DDP__TP_NEED(tp, call, d->heads % ranks == 0, "heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->heads,
+                 (long long)ranks, (long long)ddp__linear_nearest(d->heads, ranks));
+    DDP__TP_NEED(tp, call, d->kv_heads % ranks == 0, "kv_heads=%d do not divide by %lld ranks; the nearest number that does is %lld", d->kv_heads,
+                 (long long)ranks, (long long)ddp__linear_nearest(d->kv_heads, ranks));
+    DDP__TP_NEED(tp, call, d->heads % d->kv_heads == 0, "heads=%d are no multiple of kv_heads=%d; every key has the same number of queries",
+                 d->heads, d->kv_heads);
+    DDP__TP_NEED(tp, call, d->head_size != 0 || d->in_features % d->heads == 0,
+                 "in_features=%lld do not divide by heads=%d; set head_size, or take %lld features", (long long)d->in_features, d->heads,
+                 (long long)ddp__linear_nearest(d->in_features, d->heads));
+    if (d->head_size == 0) d->head_size = d->in_features / d->heads;
+    DDP__TP_NEED(tp, call, d->head_size > 0 && d->head_size <= 1 << 24, "head_size=%lld, allowed are 1 to 16777216", (long long)d->head_size);
+    l->part_count = 3;
+    l->part[0] = d->heads * d->head_size;
+    l->part[1] = l->part[2] = d->kv_heads * d->head_size;
+    if (d->out_features == 0) d->out_features = l->part[0] + 2 * l->part[1];
+    DDP__TP_NEED(tp, call, d->out_features == l->part[0] + 2 * l->part[1],
+                 "out_features=%lld, but heads=%d and kv_heads=%d of head_size=%lld make %lld; leave it 0", (long long)d->out_features, d->heads,
+                 d->kv_heads, (long long)d->head_size, (long long)(l->part[0] + 2 * l->part[1]));
+    return DDP_OK;
+}
+
+static ddp_result ddp__linear_resolve(ddp_tp_linear *l, const char *call) {
+    ddp_tp *tp = l->tp;
+    ddp_tp_linear_desc *d = &l->desc;
+    DDP__TP_NEED(tp, call, d->split == DDP_TP_COLUMN || d->split == DDP_TP_ROW, "split=%d is neither DDP_TP_COLUMN nor DDP_TP_ROW", (int)d->split);
+    DDP__TP_NEED(tp, call, d->in_features > 0 && d->in_features <= INT64_C(1) << 48, "in_features=%lld; set it to the columns of the global weight",
+                 (long long)d->in_features);
+    DDP__TP_NEED(tp, call, d->heads != 0 || (d->kv_heads == 0 && d->head_size == 0), "kv_heads=%d head_size=%lld want heads, which is 0", d->kv_heads,
+                 (long long)d->head_size);
+    if (d->heads != 0) DDP__TP_TRY(ddp__linear_resolve_heads(l, call));
+    DDP__TP_NEED(tp, call, d->out_features > 0 && d->out_features <= INT64_C(1) << 60, "out_features=%lld; set it to the rows of the global weight",
+                 (long long)d->out_features);
+    DDP__TP_NEED(tp, call, ddp__tp_bytes(d->out_features, d->in_features, 2 * tp->size) != SIZE_MAX, "a weight of %lld x %lld does not fit in memory",
+                 (long long)d->out_features, (long long)d->in_features);
+    DDP__TP_NEED(tp, call, !d->gather_output || d->split == DDP_TP_COLUMN, "gather_output=%d is for a column linear", d->gather_output);
+    DDP__TP_NEED(tp, call, !d->scatter_input || d->split == DDP_TP_ROW, "scatter_input=%d is for a row linear", d->scatter_input);
+    DDP__TP_NEED(tp, call, !tp->desc.sequence_parallel || (!d->gather_output && !d->scatter_input),
+                 "%s is not for sequence_parallel, where rows are cut", d->gather_output ? "gather_output" : "scatter_input");
+    if (l->part_count == 0) l->part_count = 1, l->part[0] = d->split == DDP_TP_COLUMN ? d->out_features : d->in_features;
+    return DDP_OK;
+}
+
+/* What l->tp, desc and parts (of gate and up) make of it; *bytes: of workspace. Not collective. */
+static ddp_result ddp__linear_make(ddp_tp_linear *l, const char *call, size_t *bytes) {
+    ddp_tp *tp = l->tp;
+    const ddp_tp_linear_desc *d = &l->desc;
+    int64_t most = tp->desc.max_rows;
+    size_t rows_bytes, slots_bytes;
+    DDP__TP_TRY(ddp__linear_resolve(l, call));
+    l->in = d->split == DDP_TP_ROW ? ddp__linear_features(l, tp->rank) : d->in_features;
+    l->out = d->split == DDP_TP_ROW ? d->out_features : ddp__linear_features(l, tp->rank);
+    l->widest = ddp__linear_features(l, 0);
+    rows_bytes = ddp__tp_pad(ddp__tp_bytes(most, d->split == DDP_TP_ROW ? d->out_features : d->in_features, tp->size));
+    slots_bytes = ddp__tp_bytes(most, l->widest, tp->size * (size_t)tp->world_size);
+    *bytes = tp->world_size == 1 ? 0 : ddp__tp_cuts_rows(tp) ? rows_bytes : d->gather_output || d->scatter_input ? slots_bytes : 0;
+    if (*bytes && ddp__tp_cuts_rows(tp) && d->split == DDP_TP_COLUMN) *bytes = ddp__tp_sum(*bytes, rows_bytes); /* x, and the gradient of it */
+    return DDP_OK;
+}
+
+static int ddp__linear_fields(const ddp_tp_linear *l, ddp__tp_field *fields) {
+    const ddp_tp_linear_desc *d = &l->desc;
+    static const char *const names[9] = {"split", "in_features", "out_features", "no_bias", "gather_output", "scatter_input", "heads", "kv_heads",
+                                         "head_size"};
+    int64_t values[9];
+    values[0] = d->split, values[1] = d->in_features, values[2] = d->out_features, values[3] = d->no_bias != 0, values[4] = d->gather_output != 0;
+    values[5] = d->scatter_input != 0, values[6] = d->heads, values[7] = d->kv_heads, values[8] = d->head_size;
+    for (int i = 0; i < 9; i++) fields[i].name = names[i], fields[i].value = values[i];
+    return 9;
+}
+
+DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
+    const char *call = "ddp_tp_linear_create";
+    ddp__tp_field fields[DDP__TP_FIELDS];
+    ddp_tp_linear made, *l;
+    ddp_result result = DDP_OK;
+    size_t bytes = 0;
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
+    *out = NULL;
+    memset(&made, 0, sizeof made);
+    made.tp = tp;
+    if (desc) made.desc = *desc;
+    l = (ddp_tp_linear *)ddp_group_malloc(tp->group, sizeof *l);
+    if (!l) result = DDP_ERR_NO_MEMORY;
+    else if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    else result = ddp__linear_make(&made, call, &bytes);
+    result = ddp__tp_settle(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes);
+    if (result != DDP_OK) {
+        ddp_group_mfree(tp->group, l);
+        return result;
+    }
+    *l = made;
+    *out = l;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear) {
+    if (linear) ddp_group_mfree(linear->tp->group, linear);
+}
+
+DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) { return linear ? linear->in : 0; }
+DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear) { return linear ? linear->out : 0; }
+
+/* The box of a weight (ndim 2) or of a bias (1). */
+static ddp_result ddp__linear_box(const ddp_tp_linear *l, const char *call, int part, int ndim, ddp_tensor_box *box) {
+    int64_t first;
+    int cut;
+    if (!l || !box) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, l ? "box" : "linear");
+    DDP__TP_NEED(l->tp, call, part >= 0 && part < l->part_count, "part=%d; this linear has %d", part, l->part_count);
+    DDP__TP_NEED(l->tp, call, ndim == 2 || !l->desc.no_bias, "%s", "this linear has no bias");
+    cut = l->desc.split == DDP_TP_ROW ? 1 : 0;
+    memset(box, 0, sizeof *box);
+    box->ndim = ndim;
+    box->global_shape[0] = box->shape[0] = l->desc.out_features;
+    if (ndim == 2) box->global_shape[1] = box->shape[1] = l->desc.in_features;
+    if (cut >= ndim) return DDP_OK;
+    box->shape[cut] = ddp__linear_share(l, part, l->tp->rank, &first, NULL);
+    box->offset[cut] = first;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box) {
+    return ddp__linear_box(linear, "ddp_tp_linear_weight_box", part, 2, box);
+}
+DDPDEF ddp_result ddp_tp_linear_bias_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box) {
+    return ddp__linear_box(linear, "ddp_tp_linear_bias_box", part, 1, box);
+}
+
+/* What a row linear multiplies: with scatter_input, this rank's columns of x. */
+static const void *ddp__linear_row_input(const ddp_tp_linear *l, const void *x, int64_t *x_row) {
+    int64_t first = 0;
+    *x_row = l->desc.scatter_input ? l->desc.in_features : l->in;
+    if (l->desc.scatter_input) (void)ddp__linear_share(l, 0, l->tp->rank, &first, NULL);
+    return ddp__tp_at(l->tp, x, first);
+}
+
+/* Pointers may be NULL where there is nothing to point at. */
+static ddp_result ddp__linear_check(const ddp_tp_linear *l, const char *call, const void *weight, const void *x, int64_t rows, const char *y_name,
+                                    const void *y) {
+    int64_t x_row;
+    DDP__TP_TRY(ddp__tp_check_rows(l->tp, call, rows));
+    (void)ddp__linear_row_input(l, x, &x_row);
+    DDP__TP_NEED(l->tp, call, weight || !l->in || !l->out, "%s", "weight is NULL");
+    DDP__TP_NEED(l->tp, call, x || !rows || !x_row, "%s", "x is NULL");
+    DDP__TP_NEED(l->tp, call, y || !rows || (!l->out && !l->desc.gather_output), "%s is NULL", y_name);
+    return DDP_OK;
+}
+
+static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
+    ddp__linear_product p;
+    ddp__tp_flight flight;
+    ddp_result result;
+    int64_t x_row;
+    memset(&p, 0, sizeof p);
+    memset(&flight, 0, sizeof flight);
+    p.weight = weight, p.forward = 1;
+    if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_land(l->tp, &flight, ddp__linear_column_forward(l, &p, bias, x, rows, y, &flight));
+    x = ddp__linear_row_input(l, x, &x_row);
+    result = ddp__tp_land(l->tp, &flight, ddp__linear_row_forward(l, &p, x, x_row, rows, y, &flight));
+    if (result == DDP_OK) ddp__linear_add_bias(l->tp, y, l->out, bias, ddp__tp_own_rows(l->tp, rows), l->out);
+    return result;
+}
+
+static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx, void *weight_grad,
+                                       void *bias_grad) {
+    ddp__linear_product p;
+    ddp__tp_flight flight;
+    ddp_result result;
+    int64_t x_row;
+    memset(&p, 0, sizeof p);
+    memset(&flight, 0, sizeof flight);
+    p.weight = weight;
+    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, weight_grad, bias_grad, &flight);
+    else {
+        x = ddp__linear_row_input(l, x, &x_row);
+        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, weight_grad, bias_grad, &flight);
+    }
+    return ddp__tp_land(l->tp, &flight, result);
+}
+
+DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y) {
+    const char *call = "ddp_tp_linear_forward";
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
+    DDP__TP_TRY(ddp__linear_check(linear, call, weight, x, rows, "y", y));
+    DDP__TP_NEED(linear->tp, call, !bias == !!linear->desc.no_bias || !linear->out, "bias is %s, no_bias is %d", bias ? "given" : "NULL",
+                 linear->desc.no_bias);
+    return ddp__linear_forward(linear, weight, bias, x, rows, y);
+}
+
+DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
+                                         void *weight_grad, void *bias_grad) {
+    const char *call = "ddp_tp_linear_backward";
+    if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
+    DDP__TP_TRY(ddp__linear_check(linear, call, weight, x, rows, "dy", dy));
+    DDP__TP_NEED(linear->tp, call, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
+                 bias_grad ? "given" : "NULL", linear->desc.no_bias);
+    DDP__TP_NEED(linear->tp, call, weight_grad || !bias_grad, "%s", "bias_grad without weight_grad");
+    return ddp__linear_backward(linear, weight, x, dy, rows, dx, weight_grad, bias_grad);
+}
+
 //== the pair of an MLP ========================================================================== >>impl-tp-mlp
+
+struct ddp_tp_mlp {
+    ddp_tp_mlp_desc desc;
+    ddp_tp_linear column, row;
+    size_t spare;              /* where in the workspace the two linears leave off: the gradient of what lies between them */
+};
+
+/* exp(x) within 2e-7, for x from -87 to 88 and clamped beyond: x = n ln 2 + r, |r| <= ln(2)/2, and a Taylor polynomial. Without branches, so that
+   loops of it become vectors. NaN stays NaN. */
+static inline float ddp__tp_exp(float x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    float shifted, n, r, power, scale;
+    uint32_t bits;
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    shifted = x * 1.44269504f + magic;
+    n = shifted - magic;
+    r = x - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
+    r = r + n * 2.12194440e-4f;
+    power = 1.0f + r * (1.0f + r * (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127u - 0x4B400000u) << 23;
+    memcpy(&scale, &bits, sizeof scale);
+    return power * scale;
+}
+
+static inline float ddp__tp_sigmoid_f32(float x) { return 1.0f / (1.0f + ddp__tp_exp(-x)); }
+static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+/* Rows of h values (gated: of 2 h, gates before ups) to h of act; and d, the gradient of act, h per row, to that of what came in, which may be d's
+   memory where nothing is gated. GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+#define DDP__MLP_KERNELS(type, suffix)                                                                                                             \
+    static void ddp__mlp_forward_##suffix(ddp_tp_activation kind, int64_t rows, int64_t h, const type *in, type *act) {                            \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715;                                                                         \
+        for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
+            type x = in[i];                                                                                                                        \
+            act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                                  \
+        }                                                                                                                                          \
+        for (int64_t i = 0; i < rows * h && kind == DDP_TP_RELU; i++) act[i] = in[i] < 0 ? 0 : in[i];                                              \
+        for (int64_t i = 0; i < rows && kind == DDP_TP_SILU_GATED; i++)                                                                            \
+            for (int64_t j = 0; j < h; j++) {                                                                                                      \
+                type gate = in[2 * i * h + j];                                                                                                     \
+                act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];                                                  \
+            }                                                                                                                                      \
+    }                                                                                                                                              \
+    static void ddp__mlp_backward_##suffix(ddp_tp_activation kind, int64_t rows, int64_t h, const type *in, const type *d, type *d_in) {           \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715;                                                                         \
+        for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
+            type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                           \
+            d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                                                                \
+        }                                                                                                                                          \
+        for (int64_t i = 0; i < rows * h && kind == DDP_TP_RELU; i++) d_in[i] = in[i] > 0 ? d[i] : in[i] <= 0 ? 0 : in[i];                         \
+        for (int64_t i = 0; i < rows && kind == DDP_TP_SILU_GATED; i++)                                                                            \
+            for (int64_t j = 0; j < h; j++) {                                                                                                      \
+                type gate = in[2 * i * h + j], up = in[(2 * i + 1) * h + j], s = ddp__tp_sigmoid_##suffix(gate), slope = d[i * h + j];             \
+                d_in[2 * i * h + j] = slope * up * s * (1 + gate * (1 - s));                                                                       \
+                d_in[(2 * i + 1) * h + j] = slope * gate * s;                                                                                      \
+            }                                                                                                                                      \
+    }
+DDP__MLP_KERNELS(float, f32)
+DDP__MLP_KERNELS(double, f64)
+#undef DDP__MLP_KERNELS
+
+static int ddp__mlp_gated(const ddp_tp_mlp *m) { return m->desc.activation == DDP_TP_SILU_GATED; }
+
+/* The two linears, and where the workspace has what lies between: between = (rows, hidden), and before the activation (rows, 2 hidden) if gated. */
+static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, size_t *bytes) {
+    const ddp_tp_mlp_desc *d = &m->desc;
+    size_t column_bytes = 0, row_bytes = 0, between;
+    DDP__TP_NEED(tp, call, d->channels > 0 && d->hidden > 0 && d->hidden <= INT64_C(1) << 46, "channels=%lld hidden=%lld; set both",
+                 (long long)d->channels, (long long)d->hidden);
+    DDP__TP_NEED(tp, call, d->activation == DDP_TP_GELU || d->activation == DDP_TP_RELU || d->activation == DDP_TP_SILU_GATED,
+                 "activation=%d is none of DDP_TP_GELU, DDP_TP_RELU, DDP_TP_SILU_GATED", (int)d->activation);
+    m->column.tp = m->row.tp = tp;
+    m->column.desc.split = DDP_TP_COLUMN;
+    m->column.desc.in_features = m->row.desc.out_features = d->channels;
+    m->column.desc.out_features = ddp__mlp_gated(m) ? 2 * d->hidden : d->hidden;
+    m->column.desc.no_bias = m->row.desc.no_bias = d->no_bias;
+    m->row.desc.split = DDP_TP_ROW;
+    m->row.desc.in_features = d->hidden;
+    if (ddp__mlp_gated(m)) m->column.part_count = 2, m->column.part[0] = m->column.part[1] = d->hidden;
+    DDP__TP_TRY(ddp__linear_make(&m->column, call, &column_bytes));
+    DDP__TP_TRY(ddp__linear_make(&m->row, call, &row_bytes));
+    between = ddp__tp_bytes(tp->desc.max_rows, m->row.widest, (ddp__mlp_gated(m) ? 3 : 1) * tp->size);
+    m->spare = ddp__tp_pad(column_bytes > row_bytes ? column_bytes : row_bytes);
+    *bytes = ddp__tp_sum(m->spare, between);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
+    const char *call = "ddp_tp_mlp_create";
+    ddp__tp_field fields[4];
+    ddp_tp_mlp made, *m;
+    ddp_result result = DDP_OK;
+    size_t bytes = 0;
+    if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
+    *out = NULL;
+    memset(&made, 0, sizeof made);
+    if (desc) made.desc = *desc;
+    m = (ddp_tp_mlp *)ddp_group_malloc(tp->group, sizeof *m);
+    if (!m) result = DDP_ERR_NO_MEMORY;
+    else if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    else result = ddp__mlp_make(&made, tp, call, &bytes);
+    fields[0].name = "channels", fields[0].value = made.desc.channels;
+    fields[1].name = "hidden", fields[1].value = made.desc.hidden;
+    fields[2].name = "activation", fields[2].value = made.desc.activation;
+    fields[3].name = "no_bias", fields[3].value = made.desc.no_bias != 0;
+    result = ddp__tp_settle(tp, call, result, fields, 4, bytes);
+    if (result != DDP_OK) {
+        ddp_group_mfree(tp->group, m);
+        return result;
+    }
+    *m = made;
+    *out = m;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp) {
+    if (mlp) ddp_group_mfree(mlp->column.tp->group, mlp);
+}
+
+DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows) {
+    return mlp && rows > 0 ? (size_t)rows * (size_t)(mlp->column.out + mlp->row.in) : 0;
+}
+
+DDPDEF ddp_tp_linear *ddp_tp_mlp_linear(ddp_tp_mlp *mlp, int which) {
+    return !mlp || which < 0 || which > 1 ? NULL : which ? &mlp->row : &mlp->column;
+}
+
+static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const void *const weights[4], const void *x, const void *saved, int64_t rows,
+                                 const char *y_name, const void *y) {
+    const ddp_tp *tp = m->column.tp;
+    DDP__TP_NEED(tp, call, weights, "%s", "weights is NULL");
+    DDP__TP_TRY(ddp__linear_check(&m->column, call, weights[0], x, rows, "saved", saved));
+    return ddp__linear_check(&m->row, call, weights[2], saved, rows, y_name, y);
+}
+
+/* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
+DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y) {
+    const char *call = "ddp_tp_mlp_forward";
+    ddp_tp *tp;
+    void *act;
+    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
+    tp = mlp->column.tp;
+    DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "y", y));
+    DDP__TP_NEED(tp, call, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
+                 "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given" : "NULL", mlp->desc.no_bias);
+    act = ddp__tp_to(tp, saved, rows * mlp->column.out);
+    DDP__TP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
+    if (tp->desc.dtype == DDP_F32) ddp__mlp_forward_f32(mlp->desc.activation, rows, mlp->row.in, (const float *)saved, (float *)act);
+    else ddp__mlp_forward_f64(mlp->desc.activation, rows, mlp->row.in, (const double *)saved, (double *)act);
+    return ddp__linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
+}
+
+DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
+                                      void *dx, void *const grads[4]) {
+    const char *call = "ddp_tp_mlp_backward";
+    void *none[4] = {NULL, NULL, NULL, NULL}, *d_act, *d_in;
+    void *const *to = grads ? grads : none;
+    ddp_tp *tp;
+    if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
+    tp = mlp->column.tp;
+    DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "dy", dy));
+    for (int i = 0; i < 4 && grads; i += 2)
+        DDP__TP_NEED(tp, call, (to[i] && !to[i + 1] == !!mlp->desc.no_bias) || (i == 0 ? !mlp->column.out : !mlp->row.in),
+                     "grads[%d] is %s, grads[%d] %s, no_bias is %d", i, to[i] ? "given" : "NULL", i + 1, to[i + 1] ? "given" : "NULL",
+                     mlp->desc.no_bias);
+    d_act = tp->workspace + mlp->spare;
+    d_in = ddp__mlp_gated(mlp) ? ddp__tp_to(tp, d_act, rows * mlp->row.in) : d_act;
+    DDP__TP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, to[2], to[3]));
+    if (tp->desc.dtype == DDP_F32)
+        ddp__mlp_backward_f32(mlp->desc.activation, rows, mlp->row.in, (const float *)saved, (const float *)d_act, (float *)d_in);
+    else ddp__mlp_backward_f64(mlp->desc.activation, rows, mlp->row.in, (const double *)saved, (const double *)d_act, (double *)d_in);
+    return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, to[0], to[1]);
+}
 
 //== embedding =================================================================================== >>impl-tp-embedding
 
@@ -2740,6 +3403,57 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
         if (tp->desc.dtype == DDP_F32) ddp__tp_drop_f32(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
         else ddp__tp_drop_f64(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
     }
+    return DDP_OK;
+}
+
+/* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits each. */
+static double ddp__tp_normal(uint64_t key, uint64_t index) {
+    const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
+    uint32_t w[4];
+    double u, v;
+    ddp__tp_philox(key, DDP__TP_STREAM_NORMAL, index, w);
+    u = (double)((((uint64_t)w[0] << 32 | w[1]) >> 11) + 1) * unit;
+    v = (double)(((uint64_t)w[2] << 32 | w[3]) >> 11) * unit;
+    return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
+}
+
+/* Rows of the last dimension, one after the other: where each begins in the global tensor. */
+static void ddp__tp_init_rows(const ddp_tensor_box *b, ddp_dtype dtype, uint64_t key, double mean, double deviation, void *out, size_t count) {
+    int last = b->ndim - 1;
+    int64_t at[DDP_MAX_NDIM] = {0}, row = b->ndim ? b->shape[last] : 1;
+    for (size_t done = 0; done < count; done += (size_t)row) {
+        uint64_t index = 0;
+        for (int d = 0; d < b->ndim; d++) index = index * (uint64_t)b->global_shape[d] + (uint64_t)(b->offset[d] + at[d]);
+        for (size_t j = 0; j < (size_t)row; j++) {
+            double value = mean + deviation * ddp__tp_normal(key, index + j);
+            if (dtype == DDP_F32) ((float *)out)[done + j] = (float)value;
+            else ((double *)out)[done + j] = value;
+        }
+        for (int d = last - 1; d >= 0 && ++at[d] == b->shape[d]; d--) at[d] = 0;
+    }
+}
+
+DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dtype, uint64_t key, double mean, double deviation, void *out) {
+    const char *call = "ddp_tensor_init_normal";
+    uint64_t whole = 1;
+    size_t count = 1;
+    if (!box) return ddp_fail(DDP_ERR_INVALID, "%s: box is NULL", call);
+    if (box->ndim < 0 || box->ndim > DDP_MAX_NDIM)
+        return ddp_fail(DDP_ERR_INVALID, "%s: ndim=%d, allowed are 0 to %d", call, box->ndim, DDP_MAX_NDIM);
+    if (dtype != DDP_F32 && dtype != DDP_F64)
+        return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s (%d), allowed are f32 and f64", call, ddp_dtype_name(dtype), (int)dtype);
+    for (int d = 0; d < box->ndim; d++) {
+        long long all = (long long)box->global_shape[d], first = (long long)box->offset[d], n = (long long)box->shape[d];
+        if (all < 0 || first < 0 || n < 0 || first > all || n > all - first)
+            return ddp_fail(DDP_ERR_INVALID, "%s: dimension %d: entries [%lld, %lld + %lld) do not lie in %lld", call, d, first, first, n, all);
+        if (__builtin_mul_overflow(whole, (uint64_t)all, &whole) || whole > (uint64_t)INT64_MAX)
+            return ddp_fail(DDP_ERR_INVALID, "%s: global_shape has more elements than 63 bits count", call);
+        count *= (size_t)n;
+    }
+    if (!(deviation >= 0) || !isfinite(deviation) || !isfinite(mean))
+        return ddp_fail(DDP_ERR_INVALID, "%s: mean=%g deviation=%g; both finite, and deviation not negative", call, mean, deviation);
+    if (!out && count) return ddp_fail(DDP_ERR_INVALID, "%s: out is NULL", call);
+    ddp__tp_init_rows(box, dtype, key, mean, deviation, out, count);
     return DDP_OK;
 }
 
