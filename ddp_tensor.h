@@ -1020,13 +1020,16 @@ static ddp_result ddp__tensor_string(ddp__tensor_npy *f, char out[16], const cha
 static ddp_result ddp__tensor_tuple(ddp__tensor_npy *f) {
     DDP__TENSOR_TRY(ddp__tensor_expect(f, '(', "the ( of a shape"));
     while (ddp__tensor_next(f) != ')') {
+        const char *start = f->at;
         int64_t entry = 0;
         if (*f->at < '0' || *f->at > '9') return ddp__tensor_damage(f, "an entry of a shape, which is a number");
         if (f->ndim == DDP_MAX_NDIM)
             return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s has more than %d dimensions", f->path, DDP_MAX_NDIM);
         for (; *f->at >= '0' && *f->at <= '9'; f->at++)
-            if (__builtin_mul_overflow(entry, 10, &entry) || __builtin_add_overflow(entry, *f->at - '0', &entry))
+            if (__builtin_mul_overflow(entry, 10, &entry) || __builtin_add_overflow(entry, *f->at - '0', &entry)) {
+                f->at = start;
                 return ddp__tensor_damage(f, "an entry of a shape below 2^63");
+            }
         if (*f->at == 'L') f->at++;
         f->shape[f->ndim++] = entry;
         if (ddp__tensor_next(f) == ',') f->at++;
@@ -1593,18 +1596,18 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
     ddp_tensor *from = gathers ? part : whole, *to = gathers ? whole : part;
     size_t count = (size_t)ddp__tensor_product(m->ndim, m->global), bytes = count * m->size;
     if (bytes == 0) return DDP_OK;
-    if (m->to > 0) return ddp__tensor_root_blocks(m, root, gathers, whole, part, space);
-    if (m->to == DDP_PARTIAL && gathers) return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
+    if (m->to > 0 && m->world > 1) return ddp__tensor_root_blocks(m, root, gathers, whole, part, space);
+    if (m->to == DDP_PARTIAL && gathers && m->world > 1) return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
     if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
     if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
-    return m->to == DDP_REPLICATE && !gathers ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
+    return m->to == DDP_REPLICATE && !gathers && m->world > 1 ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
 }
 
 /* Which blocks, of what room; elements that do not fit in memory are found here. */
 static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     int dim = ddp__tensor_cut_dim(m->to);
     int64_t bytes, begin, length;
-    if (dim < 0 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
+    if (dim < 0 || m->world == 1 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
     m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
     ddp__tensor_cut(m->global[dim], m->rank, m->world, &begin, &length);
     if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size, m->padded, &bytes) ||
