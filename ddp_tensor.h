@@ -421,7 +421,7 @@ static int ddp__tensor_equal(int ndim, const int64_t *a, const int64_t *b) {
 }
 
 /* Bytes of a tensor; -1 when they do not fit in memory, or there is no such tensor. */
-static int64_t ddp__tensor_bytes(const ddp_tensor *t) {
+static int64_t ddp__tensor_room(const ddp_tensor *t) {
     int64_t bytes = ddp_tensor_count(t);
     if (bytes < 0 || __builtin_mul_overflow(bytes, (int64_t)ddp_dtype_size(t->dtype), &bytes) || bytes > PTRDIFF_MAX / 2) return -1;
     return bytes;
@@ -438,10 +438,10 @@ static ddp_result ddp__tensor_check(const char *who, const ddp_group *group, con
     for (int i = 0; i < t->ndim; i++)
         if (t->shape[i] < 0)
             return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: shape[%d]=%lld is negative", name, i, (long long)t->shape[i]);
-    if (ddp__tensor_bytes(t) < 0)
+    if (ddp__tensor_room(t) < 0)
         return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: %s of %s does not fit in memory", name, ddp__tensor_shape(t->ndim, t->shape, &text),
                                 ddp_dtype_name(t->dtype));
-    if (with_data && !t->data && ddp__tensor_bytes(t)) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
+    if (with_data && !t->data && ddp__tensor_room(t)) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "%s: data is NULL", name);
     return DDP_OK;
 }
 
@@ -457,7 +457,7 @@ static ddp_result ddp__tensor_alike(const char *who, const ddp_group *group, con
 }
 
 static int ddp__tensor_overlap(const ddp_tensor *a, const ddp_tensor *b) {
-    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_bytes(a), y_size = (uintptr_t)ddp__tensor_bytes(b);
+    uintptr_t x = (uintptr_t)a->data, y = (uintptr_t)b->data, x_size = (uintptr_t)ddp__tensor_room(a), y_size = (uintptr_t)ddp__tensor_room(b);
     return x_size && y_size && x < y + y_size && y < x + x_size;
 }
 
@@ -509,7 +509,7 @@ static ddp_result ddp__tensor_make(const char *who, ddp_group *group, const char
     }
     DDP__TENSOR_TRY(ddp__tensor_check(who, group, name, &t, 0));
     DDP__TENSOR_TRY(ddp__tensor_enter(group));
-    DDP__TENSOR_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_bytes(&t), &t.data));
+    DDP__TENSOR_TRY(ddp__tensor_alloc(group, (size_t)ddp__tensor_room(&t), &t.data));
     *out = t;
     return DDP_OK;
 }
@@ -561,7 +561,7 @@ static ddp_result ddp__tensor_value(const char *who, const ddp_group *group, ddp
 /* A block of them, and then what is there again and again, by pieces that stay in the cache. */
 static void ddp__tensor_fill(ddp_group *group, const ddp_tensor *t, const unsigned char bits[8]) {
     const ddp_device *device = ddp__tensor_device(group);
-    size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_bytes(t), at = 0, n;
+    size_t size = ddp_dtype_size(t->dtype), bytes = (size_t)ddp__tensor_room(t), at = 0, n;
     unsigned char block[4096], *data = (unsigned char *)t->data;
     int zero = 1;
     for (size_t i = 0; i < size; i++) zero &= bits[i] == 0;
@@ -660,7 +660,7 @@ DDPDEF ddp_result ddp_tensor_copy(ddp_group *group, const ddp_tensor *in, ddp_te
     if (ddp__tensor_overlap(in, &t) && (in->data != t.data || ddp_dtype_size(in->dtype) != ddp_dtype_size(t.dtype)))
         return DDP__TENSOR_BAD(group, "in and out overlap");
     if (in->dtype != t.dtype) device->cast(t.data, t.dtype, in->data, in->dtype, (size_t)ddp_tensor_count(in));
-    else if (t.data != in->data && ddp__tensor_bytes(in)) device->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
+    else if (t.data != in->data && ddp__tensor_room(in)) device->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
     return ddp__tensor_put(group, out, &t, DDP_OK);
 }
 
@@ -907,7 +907,7 @@ DDPDEF ddp_result ddp_tensor_print(ddp_group *group, const ddp_tensor *tensor, d
     int high = rows < 4 ? (int)rows : 4, wide = columns < 8 ? (int)columns : 8;
     if (group && ddp_world_size(group) > 1) ddp__tensor_say(page, "rank %d/%d ", ddp_rank(group), ddp_world_size(group));
     ddp__tensor_say(page, "%s %s %s\n", ddp_dtype_name(tensor->dtype), ddp__tensor_shape(n, tensor->shape, &shape), ddp_placement_name(placement));
-    if (ddp__tensor_bytes(tensor) == 0) {
+    if (ddp__tensor_room(tensor) == 0) {
         ddp__tensor_say(page, "  no elements\n");
         high = 0;
     } else if (n > 2) {
@@ -978,7 +978,7 @@ static ddp_result ddp__tensor_transfer(const ddp__tensor_npy *f, void *data, siz
 /* The values between a tensor and the file from data_at on; of a device's memory, piece by piece. */
 static ddp_result ddp__tensor_values(const ddp__tensor_npy *f, const ddp_tensor *t, int writes) {
     const ddp_device *device = ddp__tensor_device(f->group);
-    size_t bytes = (size_t)ddp__tensor_bytes(t), room = bytes < ((size_t)1 << 20) ? bytes : (size_t)1 << 20, n;
+    size_t bytes = (size_t)ddp__tensor_room(t), room = bytes < ((size_t)1 << 20) ? bytes : (size_t)1 << 20, n;
     ddp_result result = DDP_OK;
     char *block;
     if (device == ddp_device_cpu()) return ddp__tensor_transfer(f, t->data, bytes, f->data_at, writes);
@@ -1126,12 +1126,12 @@ static ddp_result ddp__tensor_npy_what(const ddp__tensor_npy *f, ddp_dtype as, d
     if (f->fortran && large > 1)
         return ddp__tensor_fail(DDP_ERR_UNSUPPORTED, f->who, f->group, "%.300s: %s in Fortran order; write numpy.ascontiguousarray of it", f->path,
                                 text.text);
-    if (ddp__tensor_bytes(t) < 0)
+    if (ddp__tensor_room(t) < 0)
         return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s: a shape of %s does not fit in memory", f->path, text.text);
-    if (ddp__tensor_bytes(t) > f->size - f->data_at)
+    if (ddp__tensor_room(t) > f->size - f->data_at)
         return ddp__tensor_fail(DDP_ERR_CORRUPT, f->who, f->group, "%.300s ends at byte %lld, but %s of %s from byte %lld on take %lld more", f->path,
                                 (long long)f->size, text.text, ddp_dtype_name(t->dtype), (long long)f->data_at,
-                                (long long)(ddp__tensor_bytes(t) - (f->size - f->data_at)));
+                                (long long)(ddp__tensor_room(t) - (f->size - f->data_at)));
     return DDP_OK;
 }
 
@@ -1422,7 +1422,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     if (a >= 0 && from != to && !global) m->global[a] = t.shape[a];
     whole = t;
     memcpy(whole.shape, m->global, sizeof whole.shape);
-    whole_fits = ddp__tensor_bytes(&whole) >= 0;
+    whole_fits = ddp__tensor_room(&whole) >= 0;
     if (!whole_fits) return ddp__tensor_check(who, group, "the global tensor", &whole, 0);
     if (from != to || global) {
         DDP__TENSOR_TRY(ddp__tensor_move_fits(m, "in", m->in_shape, from));
@@ -1434,7 +1434,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
                                     ddp__tensor_shape(m->ndim, m->out_shape, &y), ddp_placement_name(from));
     }
     m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
-    if (ddp__tensor_bytes(&whole) == 0) m->plan.collective = "none";
+    if (ddp__tensor_room(&whole) == 0) m->plan.collective = "none";
     else if (m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL) DDP__TENSOR_TRY(ddp__tensor_move_choose(m));
     if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
         (in->data != t.data || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
@@ -1446,7 +1446,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
 /* Where nothing is sent. */
 static ddp_result ddp__tensor_move_local(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
     const ddp_device *device = ddp__tensor_device(m->group);
-    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    size_t out_bytes = (size_t)ddp__tensor_room(out);
     ddp_tensor_box box;
     if (m->from == m->to || m->world == 1 || (m->from == DDP_REPLICATE && m->to == DDP_PARTIAL && m->rank == 0)) {
         if (out_bytes && in->data != out->data) device->copy(out->data, in->data, out_bytes);
@@ -1488,7 +1488,7 @@ static ddp_result ddp__tensor_move_call(const ddp__tensor_move *m, const void *s
 
 static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, char *space, size_t *counts) {
     int a = ddp__tensor_cut_dim(m->from), b = ddp__tensor_cut_dim(m->to);
-    size_t out_bytes = (size_t)ddp__tensor_bytes(out);
+    size_t out_bytes = (size_t)ddp__tensor_room(out);
     const void *send = m->pack_bytes ? space : in->data;
     void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
     if (m->pack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, m->padded, in->data, space));
@@ -1576,7 +1576,7 @@ static ddp_result ddp__tensor_agree(const char *who, ddp_group *group, ddp_resul
 static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
     const ddp_device *device = ddp__tensor_device(m->group);
     int dim = ddp__tensor_cut_dim(m->to), packed = m->rank == root && m->pack_bytes;
-    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded), mine = (size_t)ddp__tensor_bytes(part);
+    size_t each = (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * m->padded), mine = (size_t)ddp__tensor_room(part);
     int is_short = mine < each * m->size;
     void *own = is_short ? space + (packed ? (size_t)m->rank * each * m->size : 0) : part->data;
     void *all = packed ? space : m->rank == root ? whole->data : NULL;
@@ -1790,13 +1790,13 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     next->ndim = now->ndim;
     memcpy(next->shape, box.shape, sizeof next->shape);
     DDP__TENSOR_TRY(ddp__tensor_move_make(&m, who, group, now, r->step[step].from, r->step[step].to, next, around.shape, runs));
-    bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_bytes(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_bytes(next) : 0);
+    bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
     plan->sent_bytes += m.plan.sent_bytes;
     if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
     if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
     if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
     if (!runs) return DDP_OK;
-    if (!next->data) DDP__TENSOR_TRY(ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_bytes(next), &next->data));
+    if (!next->data) DDP__TENSOR_TRY(ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data));
     DDP__TENSOR_TRY(ddp__tensor_enter(group));
     return ddp__tensor_move_run(&m, now, next);
 }
@@ -1829,9 +1829,9 @@ DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_lay
         if (result != DDP_OK && next.data != t.data) ddp__tensor_release(group, next.data);
         if (now.data != in->data) ddp__tensor_release(group, now.data);
     }
-    if (r.count == 0 && ddp__tensor_bytes(in) && (!out || t.data != in->data)) {
+    if (r.count == 0 && ddp__tensor_room(in) && (!out || t.data != in->data)) {
         found.collective = "copy";
-        if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_bytes(in));
+        if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
     }
     if (out) result = ddp__tensor_put(group, out, &t, result);
     if (plan && result == DDP_OK) *plan = found;

@@ -1,0 +1,63 @@
+/*  fuzz_npy.c - bytes of anybody's choice as a .npy file: a libFuzzer harness.
+
+    What is accepted has the file's own bytes as values, and comes back the same from the file that the library makes of it; what is not has a sentence that names
+    the file. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_npy.c; corpus_npy/ is where it starts from. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE
+#endif
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
+#define DDP_IMPLEMENTATION
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "../../ddp_tensor.h"
+
+static char path[64];
+static int file = -1;
+
+static void put(const void *data, size_t size, int64_t at) {
+    if (pwrite(file, data, size, (off_t)at) != (ssize_t)size) abort();
+}
+
+static void use(const ddp_tensor *t, const uint8_t *data, size_t size) {
+    int64_t bytes = ddp__tensor_room(t);
+    char head[512], text[2048];
+    size_t length, room = sizeof text;
+    ddp_tensor again = DDP_ZERO;
+    if (bytes < 0 || (size_t)bytes > size || t->ndim > DDP_MAX_NDIM) abort();
+    if (bytes && !memmem(data, size, t->data, (size_t)bytes)) abort();
+    if (ddp_tensor_print(NULL, t, DDP_REPLICATE, text, &room) != DDP_OK) abort();
+    length = ddp__tensor_npy_write_head(head, t);
+    if (length % 64 || ftruncate(file, 0) != 0) abort();
+    put(head, length, 0);
+    put(t->data, (size_t)bytes, (int64_t)length);
+    again.dtype = t->dtype;
+    if (ddp_tensor_load_npy(NULL, path, &again) != DDP_OK) abort();
+    if (again.ndim != t->ndim || memcmp(again.shape, t->shape, sizeof t->shape) != 0 || memcmp(again.data, t->data, (size_t)bytes) != 0) abort();
+    ddp_tensor_free(NULL, &again);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    if (file < 0) {
+        file = memfd_create("fuzz", 0);
+        if (file < 0) abort();
+        snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    }
+    for (int half = 0; half < 2; half++) { /* bf16 is read when asked for */
+        ddp_tensor t = DDP_ZERO;
+        ddp_result result;
+        t.dtype = half ? DDP_BF16 : DDP_DTYPE_DEFAULT;
+        if (ftruncate(file, 0) != 0) abort();
+        put(data, size, 0);
+        result = ddp_tensor_load_npy(NULL, path, &t);
+        if (result == DDP_OK) use(&t, data, size);
+        else if (t.data || !strstr(ddp_last_error(), path) || (result != DDP_ERR_CORRUPT && result != DDP_ERR_UNSUPPORTED && (result != DDP_ERR_INVALID || !half))) abort();
+        if (result == DDP_OK) ddp_tensor_free(NULL, &t);
+    }
+    return 0;
+}
