@@ -507,7 +507,7 @@ static ddp_result says(ddp_group *world, ddp_result result, ddp_result wanted_re
 
 static ddp_result sentences(ddp_group *world) {
     int w = ddp_world_size(world), rank = ddp_rank(world), last = w - 1;
-    float data[20] = {0}, other[20] = {0};
+    float data[64] = {0}, other[64] = {0};
     ddp_tensor in = DDP_ZERO, out = DDP_ZERO;
     static const int64_t global[2] = {5, 4};
     char text[160];
