@@ -129,7 +129,8 @@ typedef struct ddp_tp_desc {
     ddp_dtype dtype;          /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
     int64_t max_rows;         /* required; M, rows (tokens of all sequences) of a whole activation, at most */
     int sequence_parallel;    /* 1 = activations between the pairs are cut by rows; M is then a multiple of the ranks */
-    int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied */
+    int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied, with the same bits; at
+                                 most 64. Not over the tcp backend */
     int accumulate_grads;     /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
     ddp_gemm_fn gemm;         /* NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core */
     void *gemm_user;
@@ -280,8 +281,8 @@ DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_lay
 /* --- layers ---
    M rows, t ranks, K and N features. Buffers are the caller's, contiguous, of the context's dtype, in host memory, and read or written until the call
    returns. Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. In sequence parallelism activations
-   outside the column-row pairs have M/t rows, SHARD(0). A gradient of inputs (dx) may be NULL: not wanted. Collective over the tensor group,
-   blocking, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent; those of collectives. */
+   outside the column-row pairs have M/t rows, SHARD(0). A gradient of inputs (dx) may be NULL, on every rank alike: not wanted. Collective over the
+   tensor group, blocking, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent; those of collectives. */
 
 /* Collective, as is the creation of layers, which may grow the shared workspace (group memory) and is not done while a layer is at work. After that
    no call allocates. */
@@ -290,7 +291,8 @@ DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
 DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
 
-/* The product that layers use where desc.gemm is NULL; alone it needs no group. user is not read. */
+/* The product that layers use where desc.gemm is NULL; alone it needs no group. user is not read. Each element of c is one chain of additions in the
+   order of k, so that its bits do not depend on what is computed beside it. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
@@ -306,8 +308,8 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows 
    ROW:    x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism.
    rows is M. bias NULL with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y);
-/* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism x is gathered again, beside the product that gives dx.
-   weight_grad NULL: gradients of weights are not wanted. */
+/* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism a column linear gathers x again, in chunks beside the product
+   that gives dx. weight_grad and bias_grad NULL, on every rank alike: gradients of weights are not wanted. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad);
 
@@ -2344,6 +2346,9 @@ typedef struct ddp__linear_product {
     int forward;
 } ddp__linear_product;
 
+/* Where gradients of weights go. wanted: on every rank alike, also where a rank's weight is empty and its memory NULL. */
+typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linear_grads;
+
 /* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
 static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
     int64_t base = 0, before = 0, first, count;
@@ -2449,7 +2454,7 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
     ddp_work *work = NULL, *next = NULL;
     int64_t first, rows = ddp__linear_piece(l, own_rows, 0, &first), after, after_rows;
     p->in = whole;
-    if (chunks == 1 || !p->out) {
+    if (chunks == 1) {
         DDP__TP_TRY(ddp__tp_all_gather(tp, own, whole, (size_t)(own_rows * p->in_row), tp->desc.dtype, NULL));
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
@@ -2458,7 +2463,7 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
         after_rows = i + 1 < chunks ? ddp__linear_piece(l, own_rows, i + 1, &after) : 0;
         if (after_rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
         DDP__TP_TRY(ddp__tp_wait(tp, work));
-        for (int64_t r = 0; r < tp->world_size; r++)
+        for (int64_t r = 0; r < tp->world_size && p->out; r++)
             DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
@@ -2518,7 +2523,7 @@ static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear
 }
 
 static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
-                                              void *weight_grad, void *bias_grad, ddp__tp_flight *flight) {
+                                              const ddp__linear_grads *grads, ddp__tp_flight *flight) {
     ddp_tp *tp = l->tp;
     int cuts = ddp__tp_cuts_rows(tp);
     int64_t in = l->desc.in_features, own_rows = rows / (cuts ? tp->world_size : 1);
@@ -2527,7 +2532,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
         ddp__linear_columns(l, dy, tp->workspace, rows, 1);
         dy = tp->workspace;
     }
-    if (cuts && weight_grad) {
+    if (cuts && grads->wanted) {
         ddp_work *work = tp->desc.chunk_count > 1 ? &flight->early : NULL;
         DDP__TP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
         x = tp->workspace;
@@ -2536,10 +2541,10 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
     p->out = dx, p->out_row = in;
     if (dx && cuts) DDP__TP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
     else if (dx) DDP__TP_TRY(ddp__linear_summed(l, p, rows, flight));
-    if (!weight_grad) return DDP_OK;
-    ddp__linear_bias_grad(tp, dy, rows, l->out, bias_grad);
+    if (!grads->wanted) return DDP_OK;
+    ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias);
     DDP__TP_TRY(ddp__tp_wait(tp, &flight->early));
-    return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, weight_grad);
+    return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, grads->weight);
 }
 
 /* --- row: y (M, N) = x W' summed over the ranks, each of which has columns of x and W, + b --- */
@@ -2554,7 +2559,7 @@ static ddp_result ddp__linear_row_forward(const ddp_tp_linear *l, ddp__linear_pr
 }
 
 static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, int64_t x_row, const void *dy, int64_t rows,
-                                           void *dx, void *weight_grad, void *bias_grad, ddp__tp_flight *flight) {
+                                           void *dx, const ddp__linear_grads *grads, ddp__tp_flight *flight) {
     ddp_tp *tp = l->tp;
     int spreads = l->desc.scatter_input && tp->world_size > 1 && dx;
     void *mine = spreads ? ddp__tp_to(tp, tp->workspace, tp->rank * rows * l->widest) : dx;
@@ -2568,9 +2573,9 @@ static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_p
         DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
         ddp__linear_columns(l, tp->workspace, dx, rows, 0);
     }
-    if (!weight_grad) return DDP_OK;
-    ddp__linear_bias_grad(tp, dy, rows, l->out, bias_grad);
-    return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, weight_grad);
+    if (!grads->wanted) return DDP_OK;
+    ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias);
+    return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, grads->weight);
 }
 
 /* --- creation --- */
@@ -2751,8 +2756,8 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     return result;
 }
 
-static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx, void *weight_grad,
-                                       void *bias_grad) {
+static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
+                                       const ddp__linear_grads *grads) {
     ddp__linear_product p;
     ddp__tp_flight flight;
     ddp_result result;
@@ -2760,10 +2765,10 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     memset(&p, 0, sizeof p);
     memset(&flight, 0, sizeof flight);
     p.weight = weight;
-    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, weight_grad, bias_grad, &flight);
+    if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &flight);
     else {
         x = ddp__linear_row_input(l, x, &x_row);
-        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, weight_grad, bias_grad, &flight);
+        result = ddp__linear_row_backward(l, &p, x, x_row, dy, rows, dx, grads, &flight);
     }
     return ddp__tp_land(l->tp, &flight, result);
 }
@@ -2780,12 +2785,16 @@ DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weigh
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad) {
     const char *call = "ddp_tp_linear_backward";
+    ddp__linear_grads grads;
     if (!linear) return ddp_fail(DDP_ERR_INVALID, "%s: linear is NULL", call);
     DDP__TP_TRY(ddp__linear_check(linear, call, weight, x, rows, "dy", dy));
     DDP__TP_NEED(linear->tp, call, !weight_grad || !bias_grad == !!linear->desc.no_bias || !linear->out, "bias_grad is %s, no_bias is %d",
                  bias_grad ? "given" : "NULL", linear->desc.no_bias);
-    DDP__TP_NEED(linear->tp, call, weight_grad || !bias_grad, "%s", "bias_grad without weight_grad");
-    return ddp__linear_backward(linear, weight, x, dy, rows, dx, weight_grad, bias_grad);
+    DDP__TP_NEED(linear->tp, call, weight_grad || !bias_grad || !linear->in || !linear->out, "%s", "bias_grad without weight_grad");
+    grads.wanted = weight_grad || bias_grad;
+    grads.weight = weight_grad;
+    grads.bias = bias_grad;
+    return ddp__linear_backward(linear, weight, x, dy, rows, dx, &grads);
 }
 
 //== the pair of an MLP ========================================================================== >>impl-tp-mlp
@@ -2946,23 +2955,25 @@ DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
                                       void *dx, void *const grads[4]) {
     const char *call = "ddp_tp_mlp_backward";
-    void *none[4] = {NULL, NULL, NULL, NULL}, *d_act, *d_in;
-    void *const *to = grads ? grads : none;
+    ddp__linear_grads to[2];
+    void *d_act, *d_in;
     ddp_tp *tp;
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
     tp = mlp->column.tp;
     DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "dy", dy));
-    for (int i = 0; i < 4 && grads; i += 2)
-        DDP__TP_NEED(tp, call, (to[i] && !to[i + 1] == !!mlp->desc.no_bias) || (i == 0 ? !mlp->column.out : !mlp->row.in),
-                     "grads[%d] is %s, grads[%d] %s, no_bias is %d", i, to[i] ? "given" : "NULL", i + 1, to[i + 1] ? "given" : "NULL",
-                     mlp->desc.no_bias);
+    memset(to, 0, sizeof to);
+    for (int i = 0; i < 2 && grads; i++) {
+        to[i].wanted = 1, to[i].weight = grads[2 * i], to[i].bias = grads[2 * i + 1];
+        DDP__TP_NEED(tp, call, (to[i].weight && !to[i].bias == !!mlp->desc.no_bias) || !mlp->row.in, "grads[%d] is %s, grads[%d] %s, no_bias is %d",
+                     2 * i, to[i].weight ? "given" : "NULL", 2 * i + 1, to[i].bias ? "given" : "NULL", mlp->desc.no_bias);
+    }
     d_act = tp->workspace + mlp->spare;
     d_in = ddp__mlp_gated(mlp) ? ddp__tp_to(tp, d_act, rows * mlp->row.in) : d_act;
-    DDP__TP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, to[2], to[3]));
+    DDP__TP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
     if (tp->desc.dtype == DDP_F32)
         ddp__mlp_backward_f32(mlp->desc.activation, rows, mlp->row.in, (const float *)saved, (const float *)d_act, (float *)d_in);
     else ddp__mlp_backward_f64(mlp->desc.activation, rows, mlp->row.in, (const double *)saved, (const double *)d_act, (double *)d_in);
-    return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, to[0], to[1]);
+    return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
 //== embedding =================================================================================== >>impl-tp-embedding

@@ -264,6 +264,12 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
             TRY(slopes(at, name, linear_value, &r, v, desc.no_bias ? 2 : 3));
         }
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, NULL, NULL, NULL)); /* nothing is wanted */
+        memset(my_dx, 0, (size_t)(xp.rows * xp.columns) * ddp_dtype_size(at->dtype));
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, my_dx, NULL, NULL));
+        TRY(compare(at, name, "dx alone", my_dx, dx, xp, 0));
+        if (!at->accumulate) memset(my_dw, 0, (size_t)(wp.rows * wp.columns) * ddp_dtype_size(at->dtype));
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, NULL, my_dw, my_db));
+        if (!at->accumulate) TRY(compare(at, name, "weight_grad alone", my_dw, dw, wp, 0));
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, 0, my_dx, my_dw, my_db)); /* no rows */
         if (!at->accumulate) for (int64_t i = 0; i < wp.rows * wp.columns; i++) RANKS_CHECK(at->group, get(at, my_dw, i) == 0, "%s: no rows", name);
         ddp_tp_linear_destroy(layer);

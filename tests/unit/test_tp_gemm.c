@@ -1,7 +1,12 @@
 /*  test_tp_gemm.c - ddp_gemm_builtin against a plain triple loop: all transposes, sizes around every edge of the blocking, rows that lie apart, sizes of 0,
     adding to c, both dtypes; that nothing outside of c is written; that an element's bits depend on its row of op(a) and column of op(b) alone; what is
-    refused. With DDP_USE_CBLAS the default of a context is held against the same loop. */
-#define DDP_IMPLEMENTATION
+    refused. With DDP_USE_CBLAS the default of a context is held against the same loop.
+
+    TP_GEMM_WIDE: the kernel for vectors of 64 bytes, on a CPU that has them. */
+#if defined(TP_GEMM_WIDE)
+#pragma GCC target("avx512f")
+#endif
+#define DDP_TENSOR_IMPLEMENTATION
 #include <math.h>
 #include "../../ddp_tensor.h"
 #include "../support/unit.h"
@@ -136,6 +141,9 @@ static void test_bad_input(void **state) {
 }
 
 int main(void) {
+#if defined(TP_GEMM_WIDE)
+    if (!__builtin_cpu_supports("avx512f")) return puts("skipped: this CPU has no AVX-512"), 0;
+#endif
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_a_plain_loop),
 #if defined(DDP_USE_CBLAS)
