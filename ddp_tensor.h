@@ -705,25 +705,30 @@ static void ddp__tensor_walk_simplify(ddp__tensor_walk *w) {
     for (int i = 0; i + 2 < w->ndim; i++) if (w->in_step[i] < w->in_step[w->ndim - 2]) ddp__tensor_walk_swap(w, i, w->ndim - 2);
 }
 
-/* n x m runs of size bytes. Short ones go tile by tile: one of the two sides jumps from line to line. */
-#define DDP__TENSOR_PLANE(size, tile)                                                                                    \
-    for (int64_t i0 = 0; i0 < n; i0 += tile)                                                                             \
-        for (int64_t j0 = 0; j0 < m; j0 += tile)                                                                         \
-            for (int64_t i = i0; i < n && i < i0 + tile; i++)                                                            \
-                for (int64_t j = j0; j < m && j < j0 + tile; j++) memcpy(out + i * out_i + j * out_j, in + i * in_i + j * in_j, size)
-static void ddp__tensor_plane(const ddp__tensor_walk *w, const char *in, char *out) {
+/* The last two dimensions, tile by tile where runs are short: one of the two sides jumps from line to line. */
+static inline __attribute__((always_inline)) void ddp__tensor_tiles(const ddp__tensor_walk *w, const char *in, char *out, size_t size, int64_t tile) {
     int last = w->ndim - 1;
-    int64_t n = last > 0 ? w->extent[last - 1] : 1, m = last >= 0 ? w->extent[last] : 1;
-    int64_t in_i = last > 0 ? w->in_step[last - 1] : 0, out_i = last > 0 ? w->out_step[last - 1] : 0;
-    int64_t in_j = last >= 0 ? w->in_step[last] : 0, out_j = last >= 0 ? w->out_step[last] : 0;
-    if (w->run == 1) DDP__TENSOR_PLANE(1, 32);
-    else if (w->run == 2) DDP__TENSOR_PLANE(2, 32);
-    else if (w->run == 4) DDP__TENSOR_PLANE(4, 32);
-    else if (w->run == 8) DDP__TENSOR_PLANE(8, 32);
-    else if (w->run < 64) DDP__TENSOR_PLANE(w->run, 16);
-    else DDP__TENSOR_PLANE(w->run, ((int64_t)1 << 40));
+    int64_t n = last > 0 ? w->extent[last - 1] : 1, m = last >= 0 ? w->extent[last] : 1, in_i = last > 0 ? w->in_step[last - 1] : 0;
+    int64_t out_i = last > 0 ? w->out_step[last - 1] : 0, in_j = last >= 0 ? w->in_step[last] : 0, out_j = last >= 0 ? w->out_step[last] : 0;
+    for (int64_t i0 = 0; i0 < n; i0 += tile)
+        for (int64_t j0 = 0; j0 < m; j0 += tile) {
+            int64_t high = n - i0 < tile ? n - i0 : tile, wide = m - j0 < tile ? m - j0 : tile;
+            for (int64_t i = i0; i < i0 + high; i++) {
+                const char *from = in + i * in_i + j0 * in_j;
+                char *to = out + i * out_i + j0 * out_j;
+                for (int64_t j = 0; j < wide; j++, from += in_j, to += out_j) memcpy(to, from, size);
+            }
+        }
 }
-#undef DDP__TENSOR_PLANE
+static void ddp__tensor_plane(const ddp__tensor_walk *w, const char *in, char *out) {
+    switch (w->run) {
+    case 1: ddp__tensor_tiles(w, in, out, 1, 32); break;
+    case 2: ddp__tensor_tiles(w, in, out, 2, 32); break;
+    case 4: ddp__tensor_tiles(w, in, out, 4, 32); break;
+    case 8: ddp__tensor_tiles(w, in, out, 8, 16); break;
+    default: ddp__tensor_tiles(w, in, out, w->run, w->run < 64 ? 16 : (int64_t)1 << 40);
+    }
+}
 
 /* by_plane: in host memory; otherwise the device copies run by run. */
 static void ddp__tensor_walk_all(const ddp__tensor_walk *w, const ddp_device *device, int by_plane, const char *in, char *out) {
@@ -1337,17 +1342,17 @@ static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int ra
     return rest * length;
 }
 
-/* Between a tensor and the row of its blocks. padded: entries of each block along dim; 0 = as many as it has. */
-static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, int64_t padded, void *tensor,
-                                     void *blocks) {
-    int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM], rest = ddp__tensor_block(m->ndim, shape, dim, 0, 1) / (shape[dim] ? shape[dim] : 1);
+/* Between a tensor and the row of its blocks. Only the last one that is not empty may be shorter than those before it, so blocks that are filled up to
+   equal length begin at the same places. */
+static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, void *tensor, void *blocks) {
+    int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
     char *block = (char *)blocks;
     memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
     for (int r = 0; r < m->world; r++) {
         ddp__tensor_cut(shape[dim], r, m->world, &offset[dim], &extent[dim]);
         if (packs) DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
         else DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
-        block += (size_t)((padded ? padded : extent[dim]) * rest) * m->size;
+        block += (size_t)ddp__tensor_product(m->ndim, extent) * m->size;
     }
     return DDP_OK;
 }
@@ -1493,11 +1498,11 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     size_t out_bytes = (size_t)ddp__tensor_room(out);
     const void *send = m->pack_bytes ? space : in->data;
     void *recv = m->unpack_bytes ? space + m->pack_bytes : out->data;
-    if (m->pack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, m->padded, in->data, space));
+    if (m->pack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->in_shape, b, in->data, space));
     if (m->padded && m->global[b] % m->world) /* this rank's block may be longer than its part */
         recv = space + (size_t)(ddp__tensor_product(m->ndim, m->global) / m->global[b] * m->padded * m->rank) * m->size;
     DDP__TENSOR_TRY(ddp__tensor_move_call(m, send, recv, counts));
-    if (m->unpack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, 0, out->data, recv));
+    if (m->unpack_bytes) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 0, m->out_shape, a, out->data, recv));
     else if (recv != out->data && out_bytes) ddp__tensor_device(m->group)->copy(out->data, recv, out_bytes);
     return DDP_OK;
 }
@@ -1585,9 +1590,9 @@ static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, i
     if (gathers) {
         if (is_short && mine) device->copy(own, part->data, mine);
         DDP__TENSOR_TRY(ddp_gather(m->group, own, all, each, m->dtype, root, NULL));
-        return packed ? ddp__tensor_blocks(m, 0, m->global, dim, m->padded, whole->data, space) : DDP_OK;
+        return packed ? ddp__tensor_blocks(m, 0, m->global, dim, whole->data, space) : DDP_OK;
     }
-    if (packed) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->global, dim, m->padded, whole->data, space));
+    if (packed) DDP__TENSOR_TRY(ddp__tensor_blocks(m, 1, m->global, dim, whole->data, space));
     DDP__TENSOR_TRY(ddp_scatter(m->group, all, own, each, m->dtype, root, NULL));
     if (is_short && mine) device->copy(part->data, own, mine);
     return DDP_OK;

@@ -476,6 +476,8 @@ static ddp_result routes(ddp_group *world) {
         {{DDP_SHARD(0), DDP_SHARD(0)}, {DDP_REPLICATE, DDP_SHARD(0)}, "ddp_all_gather", 64 + 128},
         {{DDP_SHARD(0), DDP_SHARD(1)}, {DDP_REPLICATE, DDP_SHARD(1)}, "ddp_all_gather", 64},
         {{DDP_REPLICATE, DDP_REPLICATE}, {DDP_SHARD(1), DDP_SHARD(1)}, "copy", 0},
+        {{DDP_SHARD(0), DDP_REPLICATE}, {DDP_REPLICATE, DDP_SHARD(0)}, "ddp_all_gather", 128},
+        {{DDP_SHARD(0), DDP_PARTIAL}, {DDP_REPLICATE, DDP_SHARD(0)}, "ddp_all_reduce", 128 + 128},
     };
     if (ddp_world_size(world) != 4) return DDP_OK;
     desc.ndim = 2, desc.shape[0] = desc.shape[1] = 2, desc.names[0] = names[0], desc.names[1] = names[1];

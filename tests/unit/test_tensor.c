@@ -736,6 +736,8 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         REFUSED(ddp_tensor_gather(near_group, &in, 0, shape, 0, NULL), "out is NULL");
         REFUSED(ddp_tensor_gather(NULL, &in, 0, shape, 0, &none), "group is NULL");
         REFUSED(ddp_tensor_gather(near_group, NULL, 0, shape, 0, &none), "in is NULL");
+        REFUSED(ddp_tensor_gather(near_group, &in, DDP_SHARD(0), shape, 0, &in), "in and out overlap");
+        REFUSED(ddp_tensor_distribute(near_group, &in, 0, DDP_SHARD(0), &half), "whole and out overlap");
         in.shape[0] = 2;
         REFUSED(ddp_tensor_gather(near_group, &in, DDP_SHARD(1), shape, 0, &none), "in is (2, 4), but SHARD(1) of (3, 4) on rank 0 of 1 is (3, 4)");
         assert_null(none.data);
