@@ -308,8 +308,8 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows 
    ROW:    x (M, K/t), or (M, K) with scatter_input -> y (M, N), or (M/t, N) in sequence parallelism.
    rows is M. bias NULL with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y);
-/* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism a column linear gathers x again, in chunks beside the product
-   that gives dx. weight_grad and bias_grad NULL, on every rank alike: gradients of weights are not wanted. */
+/* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism a column linear gathers x again, in chunks beside the
+   product that gives dx. weight_grad and bias_grad NULL, on every rank alike: gradients of weights are not wanted. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad);
 
