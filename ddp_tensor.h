@@ -2464,12 +2464,16 @@ static ddp_result ddp__linear_gathered(const ddp_tp_linear *l, ddp__linear_produ
         return p->out ? ddp__linear_rows(l, p, 0, own_rows * tp->world_size, p->out) : DDP_OK;
     }
     if (rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, first, rows, p->in_row, whole, flight, &work));
+    p->in = own; /* this rank's rows need not travel */
+    if (p->out) DDP__TP_TRY(ddp__linear_rows(l, p, 0, own_rows, ddp__tp_to(tp, p->out, tp->rank * own_rows * p->out_row)));
+    p->in = whole;
     for (int i = 0; rows; i++, work = next, first = after, rows = after_rows) {
         after_rows = i + 1 < chunks ? ddp__linear_piece(l, own_rows, i + 1, &after) : 0;
         if (after_rows) DDP__TP_TRY(ddp__tp_gather_rows(tp, own, own_rows, after, after_rows, p->in_row, whole, flight, &next));
         DDP__TP_TRY(ddp__tp_wait(tp, work));
         for (int64_t r = 0; r < tp->world_size && p->out; r++)
-            DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
+            if (r != tp->rank)
+                DDP__TP_TRY(ddp__linear_rows(l, p, r * own_rows + first, rows, ddp__tp_to(tp, p->out, (r * own_rows + first) * p->out_row)));
     }
     return DDP_OK;
 }

@@ -346,11 +346,11 @@ static void activate(ddp_tp_activation kind, matrix h, matrix act, const matrix 
         }
 }
 
-/* What a pair sends forward and backward, as a ring does: whole rows, an all-reduce of M x C each; cut ones, a gather and a scatter each, and in backward a
-   gather more, of x. */
+/* What a pair sends forward and backward, as a ring does: whole rows, an all-reduce of M x C each; cut ones, a gather and a scatter each, and in
+   backward a gather more, of x. */
 static ddp_result pair_sent(const place *at, ddp_tp *tp, int64_t channels, int backward, int chunks) {
     double one = (double)(at->ranks - 1) / at->ranks * M * (double)channels, want = (backward && at->sequence_parallel ? 3 : 2) * one;
-    ddp_tp_stats stats;
+    ddp_tp_stats stats = DDP_ZERO;
     RANKS_OK(at->group, ddp_tp_get_stats(tp, &stats));
     RANKS_CHECK(at->group, fabs((double)stats.elements_sent - want) < 1e-9 + (at->sequence_parallel ? 0 : chunks - 1),
                 "backward=%d sp=%d: %llu elements, not %g", backward, at->sequence_parallel, (unsigned long long)stats.elements_sent, want);
