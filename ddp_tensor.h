@@ -334,13 +334,14 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 
 /* Cross-entropy of logits cut along the vocabulary, (M, this rank's share of padded_vocab): two collectives, an all-reduce MAX and one fused SUM
    (Megatron-LM). losses (M), may be NULL: each row's, 0 where it does not count. *mean (may be NULL): over the rows that count; 0 where none does.
-   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A target outside 0 to vocab - 1
-   that is not ignore_index is DDP_ERR_INVALID naming its row. */
+   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. targets and
+   desc are the same on every rank; a target outside 0 to vocab - 1 that is not ignore_index is DDP_ERR_INVALID naming its row. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits);
 
 /* Over the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism. stats: 2 rows elements for backward. bias NULL
-   with rms. In sequence parallelism the gradients of weight and bias are summed over the group by one all-reduce: then collective. */
+   with rms. In sequence parallelism the gradients of weight and bias are summed over the group by one all-reduce: then collective. They may be NULL, on
+   every rank: not wanted. dx may be dy. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc);
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm);
 DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
@@ -3119,6 +3120,8 @@ typedef struct ddp__tp_loss {
 
 #define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
 
+static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); } /* of minus infinity it is 0 */
+
 /* Three passes over the rows, and a collective behind each of the first two: the greatest logit; exponentials, kept in dlogits, their sum, and the
    target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
    not win in the first pass: it does in the sum. */
@@ -3140,18 +3143,22 @@ typedef struct ddp__tp_loss {
         const type *x = (const type *)logits;                                                                                                \
         type *d = (type *)dlogits, *target = (type *)sums, *sum = target + loss->rows;                                                       \
         for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
-            int64_t row = i * loss->count, at = loss->targets[i] - loss->first;                                                              \
-            type most = ((const type *)greatest)[i];                                                                                         \
-            double all = 0;                                                                                                                  \
+            int64_t j = i * loss->count, end = j + loss->valid, at = loss->targets[i] - loss->first;                                         \
+            type most = ((const type *)greatest)[i], e[DDP__TP_LANES];                                                                       \
+            double part[DDP__TP_LANES] = DDP_ZERO;                                                                                           \
             target[i] = sum[i] = 0;                                                                                                          \
             if (loss->targets[i] == loss->ignore) continue;                                                                                  \
-            if (at >= 0 && at < loss->valid) target[i] = x[row + at] - most;                                                                 \
-            for (int64_t j = row; j < row + loss->valid; j++) {                                                                              \
-                type e = exponential(x[j] - most);                                                                                           \
-                all += (double)e;                                                                                                            \
-                if (d) d[j] = e;                                                                                                             \
+            if (at >= 0 && at < loss->valid) target[i] = x[j + at] - most;                                                                   \
+            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES) {                                                                           \
+                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] += (double)(e[lane] = exponential(x[j + lane] - most));          \
+                if (d) memcpy(d + j, e, sizeof e);                                                                                           \
             }                                                                                                                                \
-            sum[i] = (type)all;                                                                                                              \
+            for (; j < end; j++) {                                                                                                           \
+                part[0] += (double)(e[0] = exponential(x[j] - most));                                                                        \
+                if (d) d[j] = e[0];                                                                                                          \
+            }                                                                                                                                \
+            for (int lane = 1; lane < DDP__TP_LANES; lane++) part[0] += part[lane];                                                          \
+            sum[i] = (type)part[0];                                                                                                          \
         }                                                                                                                                    \
     }                                                                                                                                        \
     static double ddp__tp_loss_end_##suffix(const ddp__tp_loss *loss, const void *greatest, const void *sums, void *losses, void *dlogits) { \
@@ -3174,7 +3181,7 @@ typedef struct ddp__tp_loss {
         }                                                                                                                                    \
         return total;                                                                                                                        \
     }
-DDP__TP_LOSS_FNS(float, f32, expf) DDP__TP_LOSS_FNS(double, f64, exp)
+DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp) DDP__TP_LOSS_FNS(double, f64, exp)
 #undef DDP__TP_LOSS_FNS
 
 /* What is wrong with the arguments is wrong on every rank. *counting: rows that count. */
