@@ -334,14 +334,14 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 
 /* Cross-entropy of logits cut along the vocabulary, (M, this rank's share of padded_vocab): two collectives, an all-reduce MAX and one fused SUM
    (Megatron-LM). losses (M), may be NULL: each row's, 0 where it does not count. *mean (may be NULL): over the rows that count; 0 where none does.
-   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. targets and
-   desc are the same on every rank; a target outside 0 to vocab - 1 that is not ignore_index is DDP_ERR_INVALID naming its row. */
+   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. targets
+   and desc are the same on every rank; a target outside 0 to vocab - 1 that is not ignore_index is DDP_ERR_INVALID naming its row. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits);
 
 /* Over the last dimension of x (rows, channels); rows is this rank's, M/t in sequence parallelism. stats: 2 rows elements for backward. bias NULL
-   with rms. In sequence parallelism the gradients of weight and bias are summed over the group by one all-reduce: then collective. They may be NULL, on
-   every rank: not wanted. dx may be dy. */
+   with rms. In sequence parallelism the gradients of weight and bias are summed over the group by one all-reduce: then collective. They may be NULL,
+   on every rank: not wanted. dx may be dy. */
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc);
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm);
 DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void *weight, const void *bias, const void *x, int64_t rows, void *stats,
@@ -3119,6 +3119,7 @@ typedef struct ddp__tp_loss {
 } ddp__tp_loss;
 
 #define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
+#define DDP__TP_BLOCK 64 /* so do loops of so many; shorter ones are unrolled first */
 
 static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__tp_exp(x); } /* of minus infinity it is 0 */
 
@@ -3144,20 +3145,21 @@ static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__
         type *d = (type *)dlogits, *target = (type *)sums, *sum = target + loss->rows;                                                       \
         for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
             int64_t j = i * loss->count, end = j + loss->valid, at = loss->targets[i] - loss->first;                                         \
-            type most = ((const type *)greatest)[i], e[DDP__TP_LANES];                                                                       \
-            double part[DDP__TP_LANES] = DDP_ZERO;                                                                                           \
+            type most = ((const type *)greatest)[i], e[DDP__TP_BLOCK];                                                                       \
+            double part[DDP__TP_BLOCK] = DDP_ZERO;                                                                                           \
             target[i] = sum[i] = 0;                                                                                                          \
             if (loss->targets[i] == loss->ignore) continue;                                                                                  \
             if (at >= 0 && at < loss->valid) target[i] = x[j + at] - most;                                                                   \
-            for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES) {                                                                           \
-                for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] += (double)(e[lane] = exponential(x[j + lane] - most));          \
+            for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                                                           \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);                                                 \
+                for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                                                             \
                 if (d) memcpy(d + j, e, sizeof e);                                                                                           \
             }                                                                                                                                \
             for (; j < end; j++) {                                                                                                           \
                 part[0] += (double)(e[0] = exponential(x[j] - most));                                                                        \
                 if (d) d[j] = e[0];                                                                                                          \
             }                                                                                                                                \
-            for (int lane = 1; lane < DDP__TP_LANES; lane++) part[0] += part[lane];                                                          \
+            for (int k = 1; k < DDP__TP_BLOCK; k++) part[0] += part[k];                                                                      \
             sum[i] = (type)part[0];                                                                                                          \
         }                                                                                                                                    \
     }                                                                                                                                        \
@@ -3382,28 +3384,45 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
 
 /* Philox 4x32-10 (Salmon et al. 2011): four words that depend on key, stream and counter alone. */
 enum { DDP__TP_STREAM_DROPOUT = 0, DDP__TP_STREAM_NORMAL = 1 };
+static inline void ddp__tp_philox_round(uint32_t *c0, uint32_t *c1, uint32_t *c2, uint32_t *c3, uint32_t k0, uint32_t k1) {
+    uint64_t a = (uint64_t)0xd2511f53u * *c0, b = (uint64_t)0xcd9e8d57u * *c2;
+    *c0 = (uint32_t)(b >> 32) ^ *c1 ^ k0;
+    *c1 = (uint32_t)b;
+    *c2 = (uint32_t)(a >> 32) ^ *c3 ^ k1;
+    *c3 = (uint32_t)a;
+}
+
 static void ddp__tp_philox(uint64_t key, uint32_t stream, uint64_t counter, uint32_t out[4]) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = stream, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
-        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)a;
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    out[0] = (uint32_t)counter, out[1] = (uint32_t)(counter >> 32), out[2] = stream, out[3] = 0;
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) ddp__tp_philox_round(out, out + 1, out + 2, out + 3, k0, k1);
+}
+
+/* The words of `count` counters in a row, at most DDP__TP_BLOCK. */
+static void ddp__tp_philox_row(uint64_t key, uint32_t stream, uint64_t counter, int count, uint32_t *words) {
+    uint32_t c[4][DDP__TP_BLOCK], k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int k = 0; k < count; k++) {
+        c[0][k] = (uint32_t)(counter + (uint64_t)k), c[1][k] = (uint32_t)((counter + (uint64_t)k) >> 32);
+        c[2][k] = stream, c[3][k] = 0;
     }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
+        for (int k = 0; k < count; k++) ddp__tp_philox_round(&c[0][k], &c[1][k], &c[2][k], &c[3][k], k0, k1);
+    for (int k = 0; k < count; k++)
+        for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
 }
 
 /* Elements begin .. begin + count - 1 of the global activation. Word e % 4 of block e / 4 is element e's; below the threshold it is dropped. */
 #define DDP__TP_DROP_FN(type, suffix)                                                                                                           \
-    static void ddp__tp_drop_##suffix(const void *from, void *to, int64_t count, uint64_t key, uint64_t begin, uint64_t threshold, double up) { \
+    static void ddp__tp_drop_##suffix(const void *from, void *to, int64_t count, uint64_t key, uint64_t begin, uint32_t threshold, double up) { \
         const type *x = (const type *)from;                                                                                                     \
         type *y = (type *)to, factor = (type)up;                                                                                                \
-        uint32_t word[4];                                                                                                                       \
-        for (int64_t j = 0; j < count; j++) {                                                                                                   \
-            uint64_t element = begin + (uint64_t)j;                                                                                             \
-            if (j == 0 || element % 4 == 0) ddp__tp_philox(key, DDP__TP_STREAM_DROPOUT, element / 4, word);                                     \
-            y[j] = word[element % 4] < threshold ? 0 : x[j] * factor;                                                                           \
+        uint32_t words[4 * DDP__TP_BLOCK];                                                                                                      \
+        for (int64_t some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) {                                           \
+            int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                                                               \
+            if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                                                                 \
+            some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                                                       \
+            ddp__tp_philox_row(key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);                                                     \
+            for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < threshold ? 0 : x[j] * factor;                                          \
         }                                                                                                                                       \
     }
 DDP__TP_DROP_FN(float, f32) DDP__TP_DROP_FN(double, f64)
@@ -3423,9 +3442,10 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
                  "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
                  (long long)width);
     size_t row_bytes = (size_t)columns * tp->size;
-    uint64_t threshold = (uint64_t)(desc->rate * 4294967296.0);
+    uint32_t threshold = (uint32_t)(desc->rate * 4294967296.0);
     if (desc->rate == 0 && x != y && rows && columns) memcpy(y, x, (size_t)rows * row_bytes);
     if (desc->rate == 0) return DDP_OK;
+    if (columns == width) columns *= rows, rows = rows > 0; /* one long row */
     for (int64_t i = 0; i < rows; i++) {
         const char *from = (const char *)x + (size_t)i * row_bytes;
         char *to = (char *)y + (size_t)i * row_bytes;
