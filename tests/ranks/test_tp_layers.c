@@ -734,6 +734,7 @@ static ddp_result nothing_is_allocated(const place *at) {
 static ddp_result in_a_context(ddp_group *group, ddp_dtype dtype, int sequence_parallel, int accumulate) {
     static const int64_t vocabs[][2] = {{17, 0}, {16, 24}, {10, 19}, {3, 0}, {1, 16}};
     ddp_tp_desc desc = DDP_ZERO;
+    ddp_tp_stats stats = DDP_ZERO;
     place at = DDP_ZERO;
     at.group = group;
     at.dtype = dtype;
@@ -747,6 +748,8 @@ static ddp_result in_a_context(ddp_group *group, ddp_dtype dtype, int sequence_p
     desc.sequence_parallel = sequence_parallel;
     desc.accumulate_grads = accumulate;
     RANKS_OK(group, ddp_tp_create(&at.tp, group, &desc));
+    RANKS_OK(group, ddp_tp_get_stats(at.tp, &stats));
+    RANKS_CHECK(group, stats.workspace_bytes >= 3 * ROWS * ddp_dtype_size(dtype), "%zu bytes are too few for cross-entropy", stats.workspace_bytes);
     for (int v = 0; v < 5; v++) {
         RANKS_RUN(group, embedding(&at, vocabs[v][0], vocabs[v][1], v == 2 ? 1 : 6 + v));
         RANKS_RUN(group, cross_entropy(&at, vocabs[v][0], vocabs[v][1]));
