@@ -15,17 +15,17 @@
 static double a64[MOST], b64[MOST], c64[MOST], want[MOST];
 static float a32[MOST], b32[MOST], c32[MOST];
 
-/* Element i of stream key, in [0, 1). */
+/* Element i of stream key, in [0, 1); f32 holds it. */
 static double uniform(uint64_t key, uint64_t i) {
     uint64_t x = (i + key * UINT64_C(1000003)) * UINT64_C(0x9e3779b97f4a7c15);
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
     x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return (double)((x ^ x >> 31) >> 11) / 9007199254740992.0;
+    return (double)((x ^ x >> 31) >> 40) / 16777216.0;
 }
 
 typedef struct shape { int64_t m, n, k; } shape;
 static const shape shapes[] = {{1, 1, 1}, {0, 3, 2}, {3, 0, 2}, {3, 2, 0}, {1, 33, 5}, {33, 1, 5}, {5, 7, 1}, {11, 31, 127}, {12, 32, 128}, {13, 33, 129},
-    {23, 64, 255}, {24, 65, 256}, {25, 113, 257}, {49, 223, 300}, {50, 225, 513}, {97, 449, 130}, {7, 500, 600}};
+    {23, 64, 255}, {24, 65, 256}, {25, 113, 257}, {49, 223, 300}, {50, 225, 513}, {37, 449, 130}, {7, 500, 600}};
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 
 static double at(const ddp_gemm *g, const void *data, size_t index) {
@@ -42,9 +42,9 @@ static void check(ddp_gemm g, ddp_gemm_fn multiply) {
     for (int64_t i = 0; i < end + 16; i++) want[i] = at(&g, g.c, (size_t)i);
     for (int64_t i = 0; i < g.m; i++)
         for (int64_t j = 0; j < g.n; j++) {
-            double sum = g.accumulate ? at(&g, g.c, (size_t)(i * g.ldc + j)) : 0;
-            for (int64_t k = 0; k < g.k; k++)
-                sum += at(&g, g.a, (size_t)(g.trans_a ? k * g.lda + i : i * g.lda + k)) * at(&g, g.b, (size_t)(g.trans_b ? j * g.ldb + k : k * g.ldb + j));
+            const double *a = a64 + (g.trans_a ? i : i * g.lda), *b = b64 + (g.trans_b ? j * g.ldb : j);
+            double sum = g.accumulate ? want[i * g.ldc + j] : 0;
+            for (int64_t k = 0; k < g.k; k++, a += g.trans_a ? g.lda : 1, b += g.trans_b ? 1 : g.ldb) sum += *a * *b;
             want[i * g.ldc + j] = sum;
         }
     assert_int_equal(multiply(&g, NULL), DDP_OK);
@@ -97,7 +97,7 @@ static void test_parts_have_the_bits_of_the_whole(void **state) {
     (void)state;
     memset(&g, 0, sizeof g);
     for (int f64 = 0; f64 < 2; f64++)
-        for (int cut = 1; cut <= 600; cut = cut * 3 + 4) {
+        for (int cut = 5; cut <= 600; cut = cut * 3 + 4) {
             size_t size = f64 ? sizeof(double) : sizeof(float);
             unsigned char *part = f64 ? (unsigned char *)want : (unsigned char *)a64, *whole = f64 ? (unsigned char *)c64 : (unsigned char *)c32;
             const unsigned char *a = f64 ? (const unsigned char *)b64 : (const unsigned char *)a32;
