@@ -3085,9 +3085,8 @@ DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const vo
         const type *dy = (const type *)from;                                                                                                       \
         for (int64_t i = 0; i < rows; i++, dy += channels) {                                                                                       \
             int64_t at = tokens[i] - embedding->first;                                                                                             \
-            type *grad = (type *)to + at * channels;                                                                                               \
             if (at < 0 || at >= embedding->count) continue;                                                                                        \
-            for (int64_t j = 0; j < channels; j++) grad[j] += dy[j];                                                                               \
+            for (int64_t j = 0; j < channels; j++) ((type *)to)[at * channels + j] += dy[j];                                                       \
         }                                                                                                                                          \
     }
 DDP__TP_SCATTER_ADD_FN(float, f32) DDP__TP_SCATTER_ADD_FN(double, f64)
