@@ -1343,8 +1343,8 @@ static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int ra
     return rest * length;
 }
 
-/* Between a tensor and the row of its blocks. Only the last one that is not empty may be shorter than those before it, so blocks that are filled up to
-   equal length begin at the same places. */
+/* Between a tensor and the row of its blocks. Only the last one that is not empty may be shorter than those before it: blocks that are filled up
+   to equal length begin at the same places. */
 static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const int64_t *shape, int dim, void *tensor, void *blocks) {
     int64_t offset[DDP_MAX_NDIM] = {0}, extent[DDP_MAX_NDIM];
     char *block = (char *)blocks;
@@ -1559,9 +1559,10 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 
 /* --- from one rank, and to one --- */
 
-static ddp_result ddp__tensor_host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
+/* data becomes op over ranks of data, which is host memory whatever the device is. */
+static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
     ddp_call call = DDP_ZERO;
-    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root;
+    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = dtype, call.op = op, call.root = -1;
     call.tag = DDP_ON_HOST;
     call.send = call.recv = data;
     call.count = count;
@@ -1573,7 +1574,7 @@ static ddp_result ddp__tensor_agree(const char *who, ddp_group *group, ddp_resul
     char text[480];
     int64_t word = mine == DDP_OK ? INT64_MAX : (int64_t)ddp_rank(group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    DDP__TENSOR_TRY(ddp__tensor_host_call(group, DDP_CALL_ALL_REDUCE, &word, 1, DDP_I64, DDP_OP_MIN, -1));
+    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &word, 1, DDP_I64, DDP_OP_MIN));
     if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
     if (word == INT64_MAX) return DDP_OK;
     return ddp__tensor_fail((ddp_result) - (int)(word & 255), who, group, "rank %d has failed before anything was sent: %s", (int)(word / 256),
@@ -1605,7 +1606,8 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
     size_t count = (size_t)ddp__tensor_product(m->ndim, m->global), bytes = count * m->size;
     if (bytes == 0) return DDP_OK;
     if (m->to > 0 && m->world > 1) return ddp__tensor_root_blocks(m, root, gathers, whole, part, space);
-    if (m->to == DDP_PARTIAL && gathers && m->world > 1) return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
+    if (m->to == DDP_PARTIAL && gathers && m->world > 1)
+        return ddp_reduce(m->group, part->data, whole->data, count, m->dtype, DDP_OP_SUM, root, NULL);
     if (m->rank == root && from->data != to->data) device->copy(to->data, from->data, bytes);
     if (m->to == DDP_PARTIAL && m->rank != root) device->fill_zero(part->data, bytes);
     return m->to == DDP_REPLICATE && !gathers && m->world > 1 ? ddp_broadcast(m->group, part->data, count, m->dtype, root, NULL) : DDP_OK;
@@ -1645,7 +1647,7 @@ static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_grou
     memcpy(m->global, global_shape, (size_t)ndim * sizeof *global_shape);
 }
 
-typedef struct ddp__tensor_letter { /* what root tells of its tensor */
+typedef struct ddp__tensor_letter { /* what root tells of its tensor; zeros on other ranks, so that a sum of bytes brings it to all */
     int64_t result, dtype, ndim, shape[DDP_MAX_NDIM];
     char text[256];                 /* when result is not 0: the error line */
 } ddp__tensor_letter;
@@ -1667,7 +1669,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
             memcpy(letter.shape, source.shape, sizeof letter.shape);
         } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
     }
-    DDP__TENSOR_TRY(ddp__tensor_host_call(group, DDP_CALL_BROADCAST, &letter, sizeof letter, DDP_U8, DDP_OP_SUM, root));
+    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter, DDP_U8, DDP_OP_SUM));
     if (letter.result != DDP_OK) return ddp_fail((ddp_result)letter.result, "%s", letter.text);
     ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)letter.dtype, (int)letter.ndim, letter.shape);
     ddp_result result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);
@@ -1745,8 +1747,8 @@ static int ddp__tensor_route_early(const ddp__tensor_route *r, int axis, ddp_pla
     return 0;
 }
 
-/* Cuts that cost nothing come first: what follows is smaller. Then sums, innermost first. Then the rest, outermost first: an axis that was gathered is
-   cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and an axis is cut three times at most. */
+/* Cuts that cost nothing come first: what follows is smaller. Then sums, innermost first. Then the rest, outermost first: an axis that was gathered
+   is cut again in its turn. At most 48 steps for 8 axes: each gather undoes a cut, and an axis is cut three times at most. */
 static void ddp__tensor_route_find(ddp__tensor_route *r, const ddp_tensor_layout *from, const ddp_tensor_layout *to) {
     int n = from->axis_count;
     memset(r, 0, sizeof *r);
