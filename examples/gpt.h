@@ -745,8 +745,9 @@ static inline void gpt__sum_over_queries(float *out, size_t row, int n, int HS, 
     gpt__product_by_rows(n, HS, count, s, values, (size_t)(GPT_NR * count), gpt__output(out, row, NULL, add ? out : NULL));
 }
 
-/* out (B, T, C) from qkv (B, T, 3C) = queries, keys, values; lse (B, NH, T) is kept for backward. */
-static inline void gpt__attention(const gpt_pass *pass, float *out, float *lse, const float *qkv) {
+/* out (B, T, C) from qkv (B, T, 3C) = queries, keys, values; lse (B, NH, T) is kept for backward. Of pass->config heads and channels are read: with those of
+   some of the heads it is the attention of these, whose C = NH HS columns of queries, keys and values lie side by side. */
+GPT_DEF void gpt_attention(const gpt_pass *pass, float *out, float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
     size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config);
     float *k_pack = pass->scratch, *v_pack = k_pack + keys * size, *q_pack = v_pack + keys * size, *s = q_pack + GPT_QB * size;
@@ -788,8 +789,8 @@ static inline void gpt__softmax_columns_backward(float *s, float *dp, int n, int
 
 /* d_qkv (B, T, 3C) from d_out, out (B, T, C), qkv and lse. Blocks of queries go from last to first: the last one sees
    every key, so it writes the gradients of keys and values and the others add to them. */
-static inline void gpt__attention_backward(const gpt_pass *pass, float *d_qkv, const float *d_out, const float *out,
-                                           const float *lse, const float *qkv) {
+GPT_DEF void gpt_attention_backward(const gpt_pass *pass, float *d_qkv, const float *d_out, const float *out,
+                                    const float *lse, const float *qkv) {
     int T = pass->length, NH = pass->config->heads, C = pass->config->channels, HS = C / NH;
     size_t row = 3 * (size_t)C, keys = gpt__attention_keys(T), size = gpt__attention_size(pass->config), block = GPT_QB * size;
     float *k_rows = pass->scratch, *v_rows = k_rows + keys * size, *k_deep = v_rows + keys * size;
@@ -910,7 +911,7 @@ GPT_DEF void gpt_block_forward(const gpt_pass *pass, const gpt_block *w, const f
     size_t at = (size_t)pass->first * 4 * (size_t)C;
     gpt__layernorm(pass, a->ln1, a->ln1_mean, a->ln1_rstd, in, w->ln1_weight, w->ln1_bias);
     gpt__linear(pass, a->qkv, a->ln1, w->qkv_weight, w->qkv_bias, NULL, C, 3 * C);
-    gpt__attention(pass, a->attention, a->lse, a->qkv);
+    gpt_attention(pass, a->attention, a->lse, a->qkv);
     gpt__linear(pass, a->middle, a->attention, w->attn_weight, w->attn_bias, in, C, C);
     gpt__layernorm(pass, a->ln2, a->ln2_mean, a->ln2_rstd, a->middle, w->ln2_weight, w->ln2_bias);
     gpt__linear(pass, a->fc, a->ln2, w->fc_weight, w->fc_bias, NULL, C, 4 * C);
@@ -950,7 +951,7 @@ GPT_DEF void gpt_block_backward(const gpt_pass *pass, const gpt_block *w, const 
     gpt__linear_grads(pass, first, GPT_ATTN_WEIGHT, g->attn_weight, g->attn_bias, t->d_middle, a->attention, C, C);
     if (input) {
         gpt__linear_input_grad(pass, t->d_norm, t->d_middle, w->attn_weight, C, C);
-        gpt__attention_backward(pass, t->d_qkv, t->d_norm, a->attention, a->lse, a->qkv);
+        gpt_attention_backward(pass, t->d_qkv, t->d_norm, a->attention, a->lse, a->qkv);
     }
     gpt__linear_grads(pass, first, GPT_QKV_WEIGHT, g->qkv_weight, g->qkv_bias, t->d_qkv, a->ln1, C, 3 * C);
     if (!input) return;

@@ -31,6 +31,9 @@
 #define VALIDATION_WINDOWS 128
 #define SVG_PATH "loss.svg"
 #define HASH_START UINT64_C(0xcbf29ce484222325)
+#ifndef TRAIN_PROMISE /* the last line of --help */
+#define TRAIN_PROMISE "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit."
+#endif
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 #define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
@@ -48,7 +51,7 @@ typedef struct run_program run_program;
 typedef struct run_options {
     const run_program *program;
     run_config config;
-    int32_t ranks, threads_as_ranks, replicas, stages, chunks, micro_batches, help;
+    int32_t ranks, threads_as_ranks, replicas, stages, chunks, micro_batches, tensor, sequence_parallel, help;
     const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;
@@ -97,7 +100,7 @@ static void print_help(const run_program *program) {
         snprintf(left, sizeof left, "%s %.*s", f->name, metavar, f->help);
         printf("  %-22s%s\n", left, f->help + metavar + (metavar > 0));
     }
-    printf("The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit.\n");
+    printf("%s\n", TRAIN_PROMISE);
 }
 
 static void flag_set(const flag *f, run_options *o, const char *value) {
@@ -392,18 +395,26 @@ static int64_t validation_micro_batches(const run_plan *p) {
     return (windows + p->config.micro_batch - 1) / p->config.micro_batch;
 }
 
-/* The model's activations, and arrays that go with them. own: GPT_OWN_VALUES, or 0. */
-static ddp_result run_build_model(run *r, int own) {
+static gpt_config run_model_config(const run *r) {
     const run_config *c = &r->plan.config;
-    int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch, validation = validation_micro_batches(&r->plan);
-    int count;
     gpt_config config;
     config.vocab = 256; config.context = c->context; config.layers = c->layers; config.heads = c->heads; config.channels = c->channels;
-    count = gpt_param_count(&config);
+    return config;
+}
+
+static ddp_result run_no_room(void) {
+    return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
+}
+
+/* The parameters' shapes, and arrays for a micro-batch and its losses. */
+static ddp_result run_build_arrays(run *r) {
+    const run_config *c = &r->plan.config;
+    int64_t tokens = (int64_t)c->micro_batch * c->context, losses = c->batch / c->micro_batch, validation = validation_micro_batches(&r->plan);
+    gpt_config config = run_model_config(r);
+    int count = gpt_param_count(&config);
     r->micro_count = (int)losses / r->world_size;
     if (losses < validation) losses = validation;
-    if (tokens > INT32_MAX / 4 / c->channels || gpt_model_create(&r->model, &config, c->micro_batch, own) != 0)
-        return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory; use a smaller --channels, --layers, --context or --micro-batch");
+    if (tokens > INT32_MAX / 4 / c->channels) return run_no_room();
     r->infos = (gpt_param *)calloc((size_t)count, sizeof *r->infos);
     r->tokens = (int *)calloc((size_t)tokens, sizeof *r->tokens);
     r->targets = (int *)calloc((size_t)tokens, sizeof *r->targets);
@@ -414,6 +425,13 @@ static ddp_result run_build_model(run *r, int own) {
         if (r->infos[i].tied_to < 0) r->parameter_count += r->infos[i].count;
     }
     return DDP_OK;
+}
+
+/* These, and the model's activations. own: GPT_OWN_VALUES, or 0. */
+static ddp_result run_build_model(run *r, int own) {
+    gpt_config config = run_model_config(r);
+    TRY(run_build_arrays(r));
+    return gpt_model_create(&r->model, &config, r->plan.config.micro_batch, own) == 0 ? DDP_OK : run_no_room();
 }
 
 /* A parameter as the library wants it; no values yet. */

@@ -1,0 +1,73 @@
+#!/bin/sh
+# The trainer on tensor-parallel ranks prints the losses of train_gpt, within 1e-4: tensor groups of 1, 2 and 4 ranks and two groups of two, with and without
+# sequence parallelism, in chunks, as processes and as threads, which end with the same bits. A layer sends what it should. Wrong input is one sentence.
+# usage: train_gpt_tensor.sh path/of/train_gpt_tensor, with train_gpt of the same flavour beside it
+. "$(dirname "$0")/../support/train_gpt.sh"
+whole=$(dirname "$program")/$(basename "$program" | sed 's/_tensor//')
+
+seq 1 300 > text # short: the run goes through several epochs
+run="--heads 4 --channels 16 --context 16 --micro-batch 2 --batch 8 --lr 0.01 --seed 7"
+tables='/^  ranks  /,/^$/d'
+steps=20 kinds='processes threads'
+if [ "$slowdown" -gt 1 ]; then steps=3 kinds=threads; fi
+
+losses() { grep -o 'loss [0-9.]*' "$1.out" | cut -d ' ' -f 2; }
+# close NAME: as many losses as train_gpt has printed, each within the last of the four digits that are shown.
+close() {
+    losses "$1" > "$1.losses"
+    paste whole.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad }' ||
+        { paste whole.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
+}
+# sent NAME: elements per rank and step, from the table.
+sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
+
+# shellcheck disable=SC2086
+{
+    train_with whole "$whole" $run --layers 2 --steps $steps --ranks 1
+    losses whole > whole.losses
+    [ "$(grep -c ^ whole.losses)" -gt $steps ] || fail "not every step printed its loss"
+    for ranks in 1 2 4; do
+        for tp in 1 2 4; do
+            case $ranks$tp in 11 | 22 | 42 | 44) ;; *) continue ;; esac
+            for sequence in '' --sequence-parallel; do
+                for kind in $kinds; do
+                    name=${ranks}by$tp$sequence-$kind flag=
+                    if [ $kind = threads ]; then flag=--threads-as-ranks; fi
+                    train_with "$name" "$program" $run --layers 2 --steps $steps --ranks $ranks --tp $tp $sequence $flag
+                    close "$name"
+                done
+                [ "$kinds" = threads ] || same "${ranks}by$tp$sequence-processes" "${ranks}by$tp$sequence-threads"
+            done
+        done
+    done
+    train_with chunks "$program" $run --layers 2 --steps $steps --ranks 2 --tp 2 --chunks 4
+    close chunks
+    train_with chunks-sequence "$program" $run --layers 2 --steps $steps --ranks 4 --threads-as-ranks --sequence-parallel --chunks 2
+    close chunks-sequence
+}
+[ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
+
+# Of four micro-batches, 8 b s h (t - 1) / t elements per block, b s = 32 tokens, h = 16 channels.
+# shellcheck disable=SC2086
+for tp in 2 4; do
+    train_with one "$program" $run --layers 1 --steps 1 --ranks $tp --tp $tp
+    train_with three "$program" $run --layers 3 --steps 1 --ranks $tp --tp $tp
+    [ $(($(sent three) - $(sent one))) -eq $((4 * 2 * 8 * 32 * 16 * (tp - 1) / tp)) ] || fail "--tp $tp: $(sent three) and $(sent one) elements for 3 blocks and 1"
+done
+
+before=$(state)
+# shellcheck disable=SC2086
+{
+    wrong "--heads 4 cannot be dealt out to --tp 3 ranks; use --tp 1" $run --ranks 3 --tp 3 text
+    wrong "--tp 3 does not divide 4 ranks; use --tp 2" $run --ranks 4 --tp 3 text
+    wrong "--heads 2 cannot be dealt out to --tp 4 ranks; use --tp 2" $run --heads 2 --ranks 4 --tp 4 text
+    wrong "use --context 16" $run --micro-batch 1 --context 15 --ranks 2 --tp 2 --sequence-parallel text
+    wrong "use --batch 8" $run --batch 6 --ranks 4 --tp 2 text
+    wrong "use --channels 16" $run --channels 15 --ranks 2 --tp 2 text
+    wrong "--tp 0: give a whole number from 1 to 64" $run --tp 0 text
+    wrong "--chunks 0: give a whole number from 1 to 64" $run --chunks 0 text
+    wrong "--sequence-parallel takes no value" $run --sequence-parallel=2 text
+    wrong "there is no flag --pp" $run --pp 2 text
+    wrong "No such file" $run --ranks 2 --tp 2 missing
+}
+echo "train_gpt_tensor: the losses of train_gpt on 1, 2 and 4 tensor ranks, to the end: $(tail -n 1 whole.losses)"
