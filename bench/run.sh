@@ -5,6 +5,7 @@
 #   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
 #   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes; needs nothing else
 #   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 4 minutes; needs nothing else
+#   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
 #
@@ -13,16 +14,17 @@
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/results/last
-quick=0 fsdp=0 pipeline=0 two= four=
+quick=0 fsdp=0 pipeline=0 tensor=0 two= four=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
         --fsdp) fsdp=1 ;;
         --pipeline) pipeline=1 ;;
+        --tensor) tensor=1 ;;
         --two) two=${2:?--two needs seconds}; shift ;;
         --four) four=${2:?--four needs seconds}; shift ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
+        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
     esac
     shift
 done
@@ -52,6 +54,14 @@ if [ $pipeline = 1 ]; then
     { "$build/pipeline" waits 8 32 10 3 "$out/pipeline.dat" && echo && "$build/pipeline" gpt; } >>"$out/pipeline.md" || exit 1
     cat "$out/pipeline.md"
     if command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_pipeline.gp") && echo "bench: wrote $out/pipeline.svg"; fi
+    exit 0
+fi
+if [ $tensor = 1 ]; then
+    ${CC:-cc} $flags "$here/bench_tensor.c" -o "$build/tensor" -lpthread -lm || { echo "bench: bench_tensor.c does not compile" >&2; exit 1; }
+    rm -f "$out/tensor.dat" "$out/tensor.md"
+    { "$build/tensor" 512 8 256 4 15 "$out/tensor.dat" && echo && "$build/tensor" 128 4 128 4 61; } >>"$out/tensor.md" || exit 1
+    cat "$out/tensor.md"
+    if command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_tensor.gp") && echo "bench: wrote $out/tensor.svg"; fi
     exit 0
 fi
 ${CC:-cc} $flags "$here/bench_collectives.c" -o "$build/ddp" -lpthread -lm || { echo "bench: bench_collectives.c does not compile" >&2; exit 1; }

@@ -428,7 +428,7 @@ static ddp_result run_build_arrays(run *r) {
 }
 
 /* These, and the model's activations. own: GPT_OWN_VALUES, or 0. */
-static ddp_result run_build_model(run *r, int own) {
+static inline ddp_result run_build_model(run *r, int own) {
     gpt_config config = run_model_config(r);
     TRY(run_build_arrays(r));
     return gpt_model_create(&r->model, &config, r->plan.config.micro_batch, own) == 0 ? DDP_OK : run_no_room();

@@ -343,9 +343,9 @@ static ddp_result forward(trainer *t, double *loss, int with_grads) {
     return ddp_tp_cross_entropy(t->tp, &desc, t->logits, t->run.targets, t->tokens, NULL, loss, with_grads ? t->logits : NULL);
 }
 
-/* These gradients are final: the last micro-batch's are sent along dp while backward goes on. */
+/* These gradients are final: the last micro-batch's are sent along dp while backward goes on. A block may also run without replicas. */
 static ddp_result ready(trainer *t, int last, int first) {
-    for (int i = last; i >= first; i--) TRY(ddp_accumulator_ready(t->accumulator, i));
+    for (int i = last; i >= first && t->accumulator; i--) TRY(ddp_accumulator_ready(t->accumulator, i));
     return DDP_OK;
 }
 

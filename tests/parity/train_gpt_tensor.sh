@@ -11,7 +11,7 @@ tables='/^  ranks  /,/^$/d'
 steps=20 kinds='processes threads'
 if [ "$slowdown" -gt 1 ]; then steps=3 kinds=threads; fi
 
-losses() { grep -o 'loss [0-9.]*' "$1.out" | cut -d ' ' -f 2; }
+losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
 # close NAME: as many losses as train_gpt has printed, each within the last of the four digits that are shown.
 close() {
     losses "$1" > "$1.losses"
@@ -62,7 +62,7 @@ before=$(state)
     wrong "--tp 3 does not divide 4 ranks; use --tp 2" $run --ranks 4 --tp 3 text
     wrong "--heads 2 cannot be dealt out to --tp 4 ranks; use --tp 2" $run --heads 2 --ranks 4 --tp 4 text
     wrong "use --context 16" $run --micro-batch 1 --context 15 --ranks 2 --tp 2 --sequence-parallel text
-    wrong "use --batch 8" $run --batch 6 --ranks 4 --tp 2 text
+    wrong "use --batch 4" $run --batch 6 --ranks 4 --tp 2 text
     wrong "use --channels 16" $run --channels 15 --ranks 2 --tp 2 text
     wrong "--tp 0: give a whole number from 1 to 64" $run --tp 0 text
     wrong "--chunks 0: give a whole number from 1 to 64" $run --chunks 0 text

@@ -1,0 +1,164 @@
+/*  bench_tensor.c - one transformer block of train_gpt_tensor, forward and backward, over 1, 2 and 4 tensor ranks.
+
+USAGE
+    cc -O3 -march=native bench/bench_tensor.c -o bench_tensor -lm -lpthread
+    ./bench_tensor [channels [heads [context [sequences [rounds [dat]]]]]]       default: 512 8 256 4 15
+
+    Ranks are processes. With and without sequence parallelism, in 1, 2 and 4 chunks: all variants of a number of ranks are built once and take turns, block by
+    block, with a barrier before each. The time of a block is that of its slowest rank; figures are medians over rounds, the first of which does not
+    count. "waiting" is time inside collectives of the layers that compute did not hide, mean over ranks. The ideal is the time of one rank, divided by
+    the ranks, or by the cores where there are fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block
+    without sequence parallelism should send; with it, two inputs are gathered once more in backward. Lines for plot_tensor.gp are appended to the file dat.
+*/
+#define main train_gpt_tensor_main /* its blocks are measured here */
+#include "../examples/train_gpt_tensor.c"
+#undef main
+
+#include <sys/mman.h>
+
+enum { ROUNDS_MAX = 256, VARIANTS = 6 };
+
+typedef struct variant { int sequence_parallel, chunks; } variant;
+static const variant variants[VARIANTS] = {{0, 1}, {0, 2}, {0, 4}, {1, 1}, {1, 2}, {1, 4}};
+static const int worlds[] = {1, 2, 4};
+enum { WORLDS = sizeof worlds / sizeof worlds[0] };
+
+typedef struct figures { double seconds[ROUNDS_MAX], waiting[ROUNDS_MAX], elements; } figures;
+
+/* In memory that ranks share with the program. */
+typedef struct setup {
+    int channels, heads, context, sequences, rounds, world; /* world: number in worlds */
+    figures of[WORLDS][VARIANTS];
+} setup;
+
+static int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, int count) {
+    qsort(x, (size_t)count, sizeof *x, by_value);
+    return count % 2 ? x[count / 2] : (x[count / 2 - 1] + x[count / 2]) / 2;
+}
+
+/* A trainer of one block whose input and output's gradient are noise. Collective. */
+static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_group *world, job *j) {
+    run *r = &t->run;
+    size_t floats = 0;
+    run_init(r, world, j);
+    r->options = options;
+    r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads, r->plan.config.context = u->context;
+    r->plan.config.micro_batch = r->plan.config.batch = u->sequences, r->plan.config.seed = 1;
+    TRY(build_model(t));
+    for (int i = 0; i < t->param_count; i++) floats += GPT_ROUND_UP((size_t)(t->pieces[i].rows * t->pieces[i].columns), 16);
+    t->grads[0] = (float *)calloc(floats, sizeof(float));
+    if (!t->grads[0]) return run_no_room();
+    for (int i = 1; i < t->param_count; i++) t->grads[i] = t->grads[i - 1] + GPT_ROUND_UP((size_t)(t->pieces[i - 1].rows * t->pieces[i - 1].columns), 16);
+    for (int64_t i = 0; i < t->rows * t->config.channels; i++) t->acts[0].in[i] = (float)(gpt_random(3, (uint64_t)i) >> 40) * 0x1p-23f - 1;
+    return DDP_OK;
+}
+
+/* One block. Nobody averages its gradients: without an accumulator they are announced to nobody. Collective. */
+static ddp_result run_block(trainer *t, figures *f, int round) {
+    ddp_tp_stats stats = DDP_ZERO;
+    double seconds, waiting;
+    for (int64_t i = 0; i < t->rows * t->config.channels; i++) t->d[i] = 0x1p-10f * t->acts[0].in[i];
+    ddp_tp_reset_stats(t->tp);
+    TRY(ddp_barrier(t->run.world));
+    seconds = ddp_now();
+    TRY(block_forward(t, 0));
+    TRY(block_backward(t, 0));
+    seconds = ddp_now() - seconds;
+    TRY(ddp_tp_get_stats(t->tp, &stats));
+    waiting = stats.comm_seconds;
+    TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
+    TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
+    if (t->run.rank == 0 && round >= 0) f->seconds[round] = seconds, f->waiting[round] = waiting, f->elements = (double)stats.elements_sent;
+    return DDP_OK;
+}
+
+static ddp_result measure(ddp_group *world, setup *u, trainer *trainers, run_options *options, job *j) {
+    for (int v = 0; v < VARIANTS; v++) {
+        options[v].tensor = ddp_world_size(world);
+        options[v].sequence_parallel = variants[v].sequence_parallel;
+        options[v].chunks = variants[v].chunks;
+        TRY(build(&trainers[v], u, &options[v], world, j));
+    }
+    for (int round = -1; round < u->rounds; round++)
+        for (int v = 0; v < VARIANTS; v++) {
+            int turn = round % 2 ? VARIANTS - 1 - v : v;
+            TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
+        }
+    return DDP_OK;
+}
+
+static ddp_result rank(ddp_group *world, void *user) {
+    trainer *trainers = (trainer *)calloc(VARIANTS, sizeof *trainers);
+    run_options *options = (run_options *)calloc(VARIANTS, sizeof *options);
+    ddp_result result;
+    job j;
+    memset(&j, 0, sizeof j);
+    result = trainers && options ? measure(world, (setup *)user, trainers, options, &j) : run_no_room();
+    for (int v = VARIANTS - 1; v >= 0 && trainers; v--) {
+        if (trainers[v].grads) free(trainers[v].grads[0]);
+        trainer_free(&trainers[v]);
+    }
+    free(trainers);
+    free(options);
+    return result;
+}
+
+static void print_bar(FILE *dat, int ranks, const variant *v, double computing, double waiting) {
+    fprintf(dat, "\"%d %s%s", ranks, ranks > 1 ? "ranks" : "rank", v->sequence_parallel ? ", sequence" : "");
+    if (v->chunks > 1) fprintf(dat, ", %d chunks", v->chunks);
+    fprintf(dat, "\" %.6f %.6f\n", computing * 1e3, waiting * 1e3);
+}
+
+static void print_rows(setup *u, FILE *dat) {
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    double one = median(u->of[0][0].seconds, u->rounds), bsh = (double)u->sequences * u->context * u->channels;
+    printf("%d channels, %d heads, %d sequences of %d tokens, f32, %ld cores, medians of %d rounds\n\n"
+           "| ranks | sequence parallel | chunks | forward and backward, ms | of the ideal | waiting, ms | waiting | elements sent | 8bsh(t-1)/t |\n"
+           "|---|---|---|---|---|---|---|---|---|\n", u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
+    for (int w = 0; w < WORLDS; w++)
+        for (int v = 0; v < VARIANTS; v++) {
+            figures *f = &u->of[w][v];
+            double seconds = median(f->seconds, u->rounds), waiting = median(f->waiting, u->rounds);
+            int parallel = worlds[w] < cores ? worlds[w] : (int)cores;
+            if (worlds[w] == 1 && v > 0) continue; /* nobody to talk to */
+            printf("| %d | %s | %d | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no", variants[v].chunks,
+                   seconds * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements, 8 * bsh * (worlds[w] - 1) / worlds[w]);
+            if (dat) print_bar(dat, worlds[w], &variants[v], seconds - waiting, waiting);
+        }
+    fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    setup *u = (setup *)mmap(NULL, sizeof *u, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    FILE *dat;
+    if (u == (setup *)MAP_FAILED) return perror("bench_tensor"), 1;
+    u->channels = argc > 1 ? atoi(argv[1]) : 512;
+    u->heads = argc > 2 ? atoi(argv[2]) : 8;
+    u->context = argc > 3 ? atoi(argv[3]) : 256;
+    u->sequences = argc > 4 ? atoi(argv[4]) : 4;
+    u->rounds = argc > 5 ? atoi(argv[5]) : 15;
+    if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4 || u->context % 4 || u->sequences < 1 || u->rounds < 1 ||
+        u->rounds > ROUNDS_MAX) {
+        fprintf(stderr, "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, divisible by 4 [sequences [rounds 1-%d [dat]]]]]]\n",
+                ROUNDS_MAX);
+        return 1;
+    }
+    for (u->world = 0; u->world < WORLDS; u->world++) {
+        ddp_launch_desc desc = DDP_ZERO;
+        desc.world_size = worlds[u->world];
+        if (ddp_launch(&desc, rank, u) == DDP_OK) continue;
+        fprintf(stderr, "bench_tensor: %s\n", ddp_last_error());
+        return 1;
+    }
+    dat = argc > 6 ? fopen(argv[6], "a") : NULL;
+    if (argc > 6 && !dat) return perror(argv[6]), 1;
+    print_rows(u, dat);
+    return dat && fclose(dat) != 0 ? (perror(argv[6]), 1) : 0;
+}
+
+/* MIT License: see LICENSE. */
