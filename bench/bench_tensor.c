@@ -126,8 +126,8 @@ static void print_rows(setup *u, FILE *dat) {
             double seconds = median(f->seconds, u->rounds), waiting = median(f->waiting, u->rounds);
             int parallel = worlds[w] < cores ? worlds[w] : (int)cores;
             if (worlds[w] == 1 && v > 0) continue; /* nobody to talk to */
-            printf("| %d | %s | %d | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no", variants[v].chunks,
-                   seconds * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements, 8 * bsh * (worlds[w] - 1) / worlds[w]);
+            printf("| %d | %s | %d | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no",
+                   variants[v].chunks, seconds * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements, 8 * bsh * (worlds[w] - 1) / worlds[w]);
             if (dat) print_bar(dat, worlds[w], &variants[v], seconds - waiting, waiting);
         }
     fflush(stdout);
@@ -142,8 +142,8 @@ int main(int argc, char **argv) {
     u->context = argc > 3 ? atoi(argv[3]) : 256;
     u->sequences = argc > 4 ? atoi(argv[4]) : 4;
     u->rounds = argc > 5 ? atoi(argv[5]) : 15;
-    if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4 || u->context % 4 || u->sequences < 1 || u->rounds < 1 ||
-        u->rounds > ROUNDS_MAX) {
+    if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4 || u->context % 4 || u->sequences < 1 ||
+        u->rounds < 1 || u->rounds > ROUNDS_MAX) {
         fprintf(stderr, "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, divisible by 4 [sequences [rounds 1-%d [dat]]]]]]\n",
                 ROUNDS_MAX);
         return 1;

@@ -22,6 +22,7 @@ A STEP
     Rank 0 alone reads files, writes files and prints. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "checkpoint.h"
 #include "train.h"
 
 static const flag FLAGS[] = {
@@ -31,48 +32,6 @@ static const flag FLAGS[] = {
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
 static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
-
-//== checkpoint ======================================================================================== >>checkpoint
-
-/* A checkpoint file: this header, then parameter_count values, first moments and second moments, as f32, then the FNV-1a hash of all
-   bytes before it. Numbers as this machine has them. */
-typedef struct checkpoint_header {
-    char magic[8];
-    uint32_t version, header_bytes;
-    run_saved run;
-    int64_t parameter_count;
-} checkpoint_header;
-
-#define CHECKPOINT_MAGIC "ddp gpt" /* with its zero: 8 bytes */
-#define CHECKPOINT_VERSION 1
-
-/* Reads the whole file, so that nothing is believed before its hash is right. */
-static ddp_result checkpoint_read(const char *path, text_buffer *file, checkpoint_header *header) {
-    uint64_t hash, stored;
-    struct stat info;
-    int64_t body;
-    if (stat(path, &info) != 0) return WRONG("--resume %s: %s; give a file that --checkpoint has written", path, strerror(errno));
-    if (S_ISREG(info.st_mode)) TRY(text_add_file(file, path, 0));
-    if (file->count < (int64_t)sizeof header->magic || memcmp(file->bytes, CHECKPOINT_MAGIC, sizeof header->magic))
-        return WRONG("--resume %s: this is no checkpoint; give a file that --checkpoint has written", path);
-    body = file->count - (int64_t)sizeof *header - (int64_t)sizeof hash;
-    if (body >= 0) memcpy(header, file->bytes, sizeof *header);
-    if (body >= 0 && (header->version != CHECKPOINT_VERSION || header->header_bytes != sizeof *header))
-        return WRONG("--resume %s: version %u of the format, this program reads version %d; train anew, or use the program that wrote it", path,
-                     header->version, CHECKPOINT_VERSION);
-    if (body < 0 || body / 12 < header->parameter_count)
-        return ddp_fail(DDP_ERR_CORRUPT, "--resume %s is cut short; give an older or a complete copy", path);
-    hash = hash_bytes(HASH_START, file->bytes, (size_t)file->count - sizeof hash);
-    memcpy(&stored, file->bytes + file->count - sizeof stored, sizeof stored);
-    if (hash != stored || header->parameter_count < 1 || body != header->parameter_count * 12)
-        return ddp_fail(DDP_ERR_CORRUPT, "--resume %s is damaged, its hash does not fit its contents; give another copy", path);
-    return DDP_OK;
-}
-
-static void put(FILE *file, uint64_t *hash, const void *data, size_t size_bytes) {
-    *hash = hash_bytes(*hash, data, size_bytes);
-    if (size_bytes) fwrite(data, 1, size_bytes, file); /* ferror tells at the end */
-}
 
 //== trainer ============================================================================================== >>trainer
 
@@ -126,12 +85,8 @@ static ddp_result start_values(trainer *t) {
     run *r = &t->run;
     const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
     size_t moment_bytes = (size_t)r->parameter_count * sizeof(float);
-    ddp_result result = DDP_OK;
     if (r->plan.first_step == 0) { gpt_model_init(&r->model, (uint64_t)r->plan.config.seed); return DDP_OK; }
-    if (r->rank == 0 && t->saved_header.parameter_count != r->parameter_count)
-        result = ddp_fail(DDP_ERR_CORRUPT, "%s holds %lld parameters, the model has %lld; train anew", r->options->resume,
-                          (long long)t->saved_header.parameter_count, (long long)r->parameter_count);
-    TRY(share_result(r->world, result));
+    TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
     if (r->rank == 0) {
         for (int i = 0; i < r->model.param_count; i++)
             if (t->moment[i] >= 0)
@@ -228,39 +183,16 @@ static uint64_t hash_weights(const trainer *t) {
     return hash;
 }
 
-/* Writes beside the file, then renames: whenever this is killed, one whole checkpoint is there. */
 static ddp_result save_checkpoint(const trainer *t, const char *path, int64_t step) {
     const run *r = &t->run;
-    char temporary[4096];
-    checkpoint_header header;
-    uint64_t hash = HASH_START, unused = 0;
     size_t moment_bytes = (size_t)r->parameter_count * sizeof(float);
-    FILE *file;
-    int failed;
-    memset(&header, 0, sizeof header);
-    memcpy(header.magic, CHECKPOINT_MAGIC, sizeof header.magic);
-    header.version = CHECKPOINT_VERSION;
-    header.header_bytes = sizeof header;
-    header.run.config = r->plan.config;
-    header.run.text_hash = r->plan.text_hash;
-    header.run.step = step;
-    header.parameter_count = r->parameter_count;
-    TRY(ddp_sampler_save(&r->sampler, &header.run.data));
-    snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    file = fopen(temporary, "wb");
-    if (!file) return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; choose a place where it can", path, strerror(errno));
-    put(file, &hash, &header, sizeof header);
+    checkpoint_writer w;
+    TRY(checkpoint_begin(&w, r, path, step));
     for (int i = 0; i < r->model.param_count; i++)
-        if (t->moment[i] >= 0) put(file, &hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
-    put(file, &hash, t->first, moment_bytes);
-    put(file, &hash, t->second, moment_bytes);
-    put(file, &unused, &hash, sizeof hash);
-    failed = fflush(file) != 0 || ferror(file) || fsync(fileno(file)) != 0;
-    failed = fclose(file) != 0 || failed;
-    if (!failed && rename(temporary, path) == 0) return DDP_OK;
-    failed = errno;
-    unlink(temporary);
-    return ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s; what was there is untouched", path, strerror(failed));
+        if (t->moment[i] >= 0) checkpoint_put(&w, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
+    checkpoint_put(&w, t->first, moment_bytes);
+    checkpoint_put(&w, t->second, moment_bytes);
+    return checkpoint_end(&w, path);
 }
 
 /* The validation loss, and after training steps a checkpoint. Collective. */

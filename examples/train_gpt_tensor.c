@@ -20,11 +20,13 @@ A BLOCK
     linear. With --sequence-parallel what is outside of these pairs, stream and norms, is cut by tokens, and sums become reduce-scatters and
     all-gathers. The embedding's rows, which the head uses too, are cut along the vocabulary, and so is the loss.
 
-    Sums of products are cut as well, so that losses are those of train_gpt but for rounding, and the hash in the last line is another one for another --tp.
+    Sums of products are cut as well, so that losses are those of train_gpt but for rounding, and the hash in the last line is another one for another
+    --tp. A checkpoint holds the global model: it is train_gpt's own, and goes on there or here, under another --tp.
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_tensor.h"
 #define TRAIN_PROMISE "The same --batch and --micro-batch give the losses of train_gpt, but for rounding, on any number of ranks."
+#include "checkpoint.h"
 #include "train.h"
 
 static const flag FLAGS[] = {
@@ -32,9 +34,12 @@ static const flag FLAGS[] = {
     {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N ranks of a tensor group; default: as many as divide ranks and heads"},
     {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N pieces in which tokens travel while others are multiplied; default 1"},
+    {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end, as train_gpt does"},
+    {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "FILE go on from a checkpoint, train_gpt's too, with any --tp on any number of ranks"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
-static const run_program PROGRAM = {"train_gpt_tensor", "trains a byte-level GPT on text with tensor-parallel ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
+static const run_program PROGRAM = {"train_gpt_tensor", "trains a byte-level GPT on text with tensor-parallel ranks", FLAGS,
+                                    (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
 //== trainer ============================================================================================== >>trainer
 
@@ -58,6 +63,8 @@ typedef struct piece {
 /* One rank. */
 typedef struct trainer {
     run run;
+    text_buffer saved;               /* rank 0: the file of --resume, its header is in saved_header */
+    checkpoint_header saved_header;
     gpt_config config, own;          /* the model's; and with this rank's heads and their channels alone */
     int param_count, tp_ranks;
     int64_t tokens, rows;            /* M and S */
@@ -74,7 +81,7 @@ typedef struct trainer {
     block_acts *acts;                /* layers + 1 */
     float *ln_f, *ln_f_stats, *logits;                 /* (S, C) (2 S) (M, this rank's part of the vocabulary) */
     float *d, *d_middle, *d_norm, *d_attention, *d_qkv; /* gradients: (S, C) (S, C) (S, C) (M, L) (M, 3L) */
-    float *scratch, *memory;
+    float *scratch, *memory, *whole; /* whole: room for the largest parameter */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
     uint64_t elements_sent;          /* by layers in training steps; likewise */
@@ -91,21 +98,25 @@ static int nearest_divisor(int number, int wish) {
     return wish > distance && number % (wish - distance) == 0 ? wish - distance : wish + distance;
 }
 
-/* Before the plan is there. */
-static int heads_of(const run *r) { return r->options->config.heads ? r->options->config.heads : 4; }
-static int tensor_ranks(const run *r) { return r->options->tensor ? r->options->tensor : common_divisor(r->world_size, heads_of(r)); }
+static int tensor_ranks(const run *r, int heads) { return r->options->tensor ? r->options->tensor : common_divisor(r->world_size, heads); }
 
 /* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
-static ddp_result plan_run(run *r) {
+static ddp_result plan_run(trainer *t) {
+    run *r = &t->run;
+    const run_options *o = r->options;
     const run_config *c = &r->plan.config;
-    int tp = tensor_ranks(r), heads = heads_of(r), better;
-    TRY(check_options(r->options, r->world_size));
+    int tp, heads, better;
+    TRY(check_options(o, r->world_size));
+    if (o->checkpoint) TRY(check_writable(o->checkpoint));
+    if (o->resume) TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
+    heads = o->config.heads ? o->config.heads : o->resume ? t->saved_header.run.config.heads : 4;
+    tp = tensor_ranks(r, heads);
     better = nearest_divisor(common_divisor(r->world_size, heads), tp);
     if (r->world_size % tp) return WRONG("--tp %d does not divide %d ranks; use --tp %d", tp, r->world_size, better);
     if (heads % tp) return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, tp, better);
-    TRY(make_plan(&r->plan, r->options, r->world_size / tp, NULL, &r->text));
+    TRY(make_plan(&r->plan, o, r->world_size / tp, o->resume ? &t->saved_header.run : NULL, &r->text));
     if (c->micro_batch > INT32_MAX / c->context) return run_no_room();
-    if (r->options->sequence_parallel && c->micro_batch * c->context % tp)
+    if (o->sequence_parallel && c->micro_batch * c->context % tp)
         return WRONG("--sequence-parallel deals the tokens of --micro-batch %d x --context %d out to --tp %d ranks; use --context %d", c->micro_batch,
                      c->context, tp, (c->context + tp - 1) / tp * tp);
     return DDP_OK;
@@ -184,15 +195,40 @@ static ddp_result find_piece(const trainer *t, int index, piece *p) {
     return DDP_OK;
 }
 
-/* First values are drawn row by row, as in the whole matrix. */
-static void fill_piece(const trainer *t, int index) {
-    float *to = t->values[index];
+/* Elements from one row of the global matrix to the next. */
+static int64_t box_stride(const ddp_tensor_box *box) { return box->ndim > 1 ? box->global_shape[1] : 1; }
+
+/* Where row i of the box begins in the global matrix. */
+static int64_t box_row(const ddp_tensor_box *box, int64_t i) { return (box->offset[0] + i) * box_stride(box) + (box->ndim > 1 ? box->offset[1] : 0); }
+
+/* First values are drawn row by row, as in the whole matrix; or they are this rank's part of it. */
+static void fill_piece(const trainer *t, int index, const float *whole, float *to) {
+    size_t columns = (size_t)t->pieces[index].columns;
     for (int k = 0; k < t->pieces[index].box_count; k++) {
         const ddp_tensor_box *box = &t->pieces[index].box[k];
-        int64_t all = box->ndim > 1 ? box->global_shape[1] : 1, first = box->ndim > 1 ? box->offset[1] : 0, columns = t->pieces[index].columns;
         for (int64_t i = 0; i < box->shape[0]; i++, to += columns)
-            gpt_param_init(&t->config, (uint64_t)t->run.plan.config.seed, index, (box->offset[0] + i) * all + first, columns, to);
+            if (whole) memcpy(to, whole + box_row(box, i), columns * sizeof(float));
+            else gpt_param_init(&t->config, (uint64_t)t->run.plan.config.seed, index, box_row(box, i), (int64_t)columns, to);
     }
+}
+
+/* Values and moments from rank 0's checkpoint, tensor by tensor. Collective. */
+static ddp_result load_checkpoint(trainer *t) {
+    run *r = &t->run;
+    float *const *const tables[] = {t->values, t->first, t->second};
+    const uint8_t *from = t->saved.bytes + sizeof(checkpoint_header);
+    TRY(share_result(r->world, r->rank == 0 ? checkpoint_check(r, &t->saved_header) : DDP_OK));
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < t->param_count; i++) {
+            size_t count = (size_t)r->infos[i].count;
+            if (r->infos[i].tied_to >= 0) continue;
+            if (r->rank == 0) memcpy(t->whole, from, count * sizeof(float)), from += count * sizeof(float);
+            TRY(ddp_broadcast(r->world, t->whole, count, DDP_F32, 0, NULL));
+            fill_piece(t, i, t->whole, tables[k][i]);
+        }
+    free(t->saved.bytes);
+    memset(&t->saved, 0, sizeof t->saved);
+    return DDP_OK;
 }
 
 //== memory ================================================================================================ >>memory
@@ -235,10 +271,10 @@ static size_t place(trainer *t, float *memory) {
 /* Arrays, layers, and this rank's parts of the parameters with their first values. Collective. */
 static ddp_result build_model(trainer *t) {
     run *r = &t->run;
-    size_t count;
+    size_t count, largest = 0;
     TRY(run_build_arrays(r));
     t->config = t->own = run_model_config(r);
-    t->tp_ranks = tensor_ranks(r);
+    t->tp_ranks = tensor_ranks(r, t->config.heads);
     t->own.heads /= t->tp_ranks, t->own.channels /= t->tp_ranks;
     t->tokens = (int64_t)r->plan.config.micro_batch * r->plan.config.context;
     t->rows = r->options->sequence_parallel ? t->tokens / t->tp_ranks : t->tokens;
@@ -254,17 +290,19 @@ static ddp_result build_model(trainer *t) {
     TRY(build_layers(t));
 
     for (int i = 0; i < t->param_count; i++) TRY(find_piece(t, i, &t->pieces[i]));
+    for (int i = 0; i < t->param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->memory = (float *)calloc(place(t, NULL) + 16, sizeof(float));
-    if (!t->memory) return run_no_room();
+    t->whole = (float *)calloc(largest, sizeof(float));
+    if (!t->memory || !t->whole) return run_no_room();
     place(t, (float *)GPT_ROUND_UP((uintptr_t)t->memory, 64));
     for (int i = 0; i < t->param_count; i++) {
         run_describe(r, i, &t->params[i]);
         t->params[i].value.data = t->values[i];
         t->params[i].value.shape[0] = t->pieces[i].rows;
         if (t->params[i].value.ndim > 1) t->params[i].value.shape[1] = t->pieces[i].columns;
-        if (r->infos[i].tied_to < 0) fill_piece(t, i);
+        if (r->infos[i].tied_to < 0 && r->plan.first_step == 0) fill_piece(t, i, NULL, t->values[i]);
     }
-    return DDP_OK;
+    return r->plan.first_step > 0 ? load_checkpoint(t) : DDP_OK;
 }
 
 /* What makes replicas of the tensor groups. Collective. */
@@ -450,7 +488,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
 }
 
 /* Mean loss over the validation windows. Replicas take contiguous shares of the micro-batches, which are the same on any number of them. Collective. */
-static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
+static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan), replicas = ddp_world_size(t->replicas), share = (count + replicas - 1) / replicas;
     int64_t first = ddp_rank(t->replicas) * share;
@@ -460,73 +498,90 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
         TRY(forward(t, &each, 0));
         keep_loss(t, i, each);
     }
-    TRY(run_mean_loss(r, count, loss));
-    if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
-    return DDP_OK;
+    return run_mean_loss(r, count, loss);
 }
 
-//== the end ================================================================================================== >>end
-
-/* Parameter `index` from all ranks of the group, which all get it. Collective over the tensor group. */
-static ddp_result gather(const trainer *t, int index, float *whole) {
+/* The whole of a parameter, or of its moments, of which this rank has `from`: t->whole on every rank of the group. Collective over the tensor group. */
+static ddp_result gather(trainer *t, int index, float *from) {
     const piece *p = &t->pieces[index];
-    const float *from = t->values[index];
+    float *whole = t->whole;
     for (int k = 0; k < p->box_count; k++) {
         ddp_tensor in = t->params[index].value, out = in;
-        int64_t count;
-        in.data = (void *)from, out.data = whole;
+        in.data = from, out.data = whole;
         for (int d = 0; d < in.ndim; d++) in.shape[d] = p->box[k].shape[d], out.shape[d] = p->box[k].global_shape[d];
-        out.shape[0] /= p->box_count;
+        out.shape[0] /= p->box_count; /* queries, keys, values: each is a third of its own */
         TRY(ddp_tensor_redistribute(t->tensor, &in, p->placement, DDP_REPLICATE, &out));
-        count = ddp_tensor_count(&out);
-        from += ddp_tensor_count(&in), whole += count;
+        from += ddp_tensor_count(&in), whole += ddp_tensor_count(&out);
     }
     return DDP_OK;
 }
 
-/* The hash of the global weights; rank 0 keeps them. whole has room for the largest. Collective. */
-static ddp_result hash_weights(trainer *t, float *whole, uint64_t *hash) {
+/* The first replica's ranks give their parts, rank 0 writes. Collective. */
+static ddp_result save_checkpoint(trainer *t, const char *path, int64_t step) {
+    run *r = &t->run;
+    float *const *const tables[] = {t->values, t->first, t->second};
+    checkpoint_writer w;
+    ddp_result result;
+    TRY(share_result(r->world, r->rank == 0 ? checkpoint_begin(&w, r, path, step) : DDP_OK));
+    result = DDP_OK;
+    for (int k = 0; k < 3 && ddp_rank(t->replicas) == 0; k++)
+        for (int i = 0; i < t->param_count && result == DDP_OK; i++) {
+            if (r->infos[i].tied_to >= 0) continue;
+            result = gather(t, i, tables[k][i]);
+            if (r->rank == 0 && result == DDP_OK) checkpoint_put(&w, t->whole, (size_t)r->infos[i].count * sizeof(float));
+        }
+    if (r->rank == 0 && result == DDP_OK) result = checkpoint_end(&w, path);
+    else if (r->rank == 0) fclose(w.file), unlink(w.temporary);
+    return result == DDP_OK || r->rank == 0 ? share_result(r->world, result) : result;
+}
+
+/* The validation loss, and after training steps a checkpoint. Collective. */
+static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
+    run *r = &t->run;
+    TRY(validate(t, loss));
+    if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
+    return r->options->checkpoint && step > r->plan.first_step ? save_checkpoint(t, r->options->checkpoint, step) : DDP_OK;
+}
+
+//== the end ================================================================================================== >>end
+
+/* The hash of the global weights; rank 0 keeps them. Collective. */
+static ddp_result hash_weights(trainer *t, uint64_t *hash) {
     run *r = &t->run;
     *hash = HASH_START;
     for (int i = 0; i < t->param_count; i++) {
         size_t size_bytes = (size_t)r->infos[i].count * sizeof(float);
         if (r->infos[i].tied_to >= 0) continue;
-        TRY(gather(t, i, whole));
-        *hash = hash_bytes(*hash, whole, size_bytes);
-        if (r->rank == 0) memcpy(r->model.values[i], whole, size_bytes);
+        TRY(gather(t, i, t->values[i]));
+        *hash = hash_bytes(*hash, t->whole, size_bytes);
+        if (r->rank == 0) memcpy(r->model.values[i], t->whole, size_bytes);
     }
     return DDP_OK;
 }
 
-static void print_table(const trainer *t, double mean) {
+/* waiting: seconds, mean over ranks. */
+static void print_table(const trainer *t, double waiting) {
     const run *r = &t->run;
-    double sent = (double)t->elements_sent / r->plan.config.steps;
+    double steps = r->plan.config.steps > r->plan.first_step ? (double)(r->plan.config.steps - r->plan.first_step) : 1;
     printf("\n  ranks   tp   chunks   sequence parallel   tokens/s   elements sent per rank and step   waiting for the tensor group\n");
     printf("  %5d   %2d   %6d   %17s   %8.0f   %32.0f   %.4f s per step, %.2f%% of the time\n\n", r->world_size, t->tp_ranks,
-           r->options->chunks ? r->options->chunks : 1, r->options->sequence_parallel ? "yes" : "no", tokens_per_second(r, r->plan.config.steps), sent,
-           mean / r->plan.config.steps, r->train_seconds > 0 ? 100 * mean / r->train_seconds : 0);
+           r->options->chunks ? r->options->chunks : 1, r->options->sequence_parallel ? "yes" : "no", tokens_per_second(r, r->plan.config.steps),
+           (double)t->elements_sent / steps, waiting / steps, r->train_seconds > 0 ? 100 * waiting / r->train_seconds : 0);
 }
 
 /* Weights go to rank 0 for the sample; table, and what every run ends with. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
-    int64_t largest = 0;
-    double mean = t->comm_seconds;
-    float *whole;
+    double waiting = t->comm_seconds;
     uint64_t hash;
-    ddp_result result;
-    for (int i = 0; i < t->param_count; i++) largest = r->infos[i].count > largest ? r->infos[i].count : largest;
-    whole = (float *)malloc((size_t)largest * sizeof(float));
-    result = !whole || (r->rank == 0 && gpt_model_create(&r->model, &t->config, 1, GPT_OWN_VALUES) != 0) ? run_no_room() : DDP_OK;
-    if (result == DDP_OK) result = hash_weights(t, whole, &hash);
-    free(whole);
-    TRY(result);
-    TRY(ddp_all_reduce(r->world, &mean, &mean, 1, DDP_F64, DDP_OP_AVG, NULL));
+    if (r->rank == 0 && gpt_model_create(&r->model, &t->config, 1, GPT_OWN_VALUES) != 0) return run_no_room();
+    TRY(hash_weights(t, &hash));
+    TRY(ddp_all_reduce(r->world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(tokens, prompt);
-        print_table(t, mean);
+        print_table(t, waiting);
     }
     return run_finish(r, validation, hash);
 }
@@ -535,12 +590,12 @@ static ddp_result train(trainer *t) {
     run *r = &t->run;
     double validation = 0, loss;
     float norm;
-    TRY(run_start(r, r->rank == 0 ? plan_run(r) : DDP_OK));
+    TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
     TRY(build_model(t));
     TRY(build_parallel(t));
     run_report_start(r);
-    TRY(evaluate(t, 0, &validation));
-    for (int64_t step = 1; step <= r->plan.config.steps; step++) {
+    TRY(evaluate(t, r->plan.first_step, &validation));
+    for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
         TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
         if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
@@ -566,6 +621,8 @@ static void trainer_free(trainer *t) {
     free(t->values);
     free(t->acts);
     free(t->memory);
+    free(t->whole);
+    free(t->saved.bytes);
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {

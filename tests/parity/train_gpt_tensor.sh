@@ -1,6 +1,7 @@
 #!/bin/sh
 # The trainer on tensor-parallel ranks prints the losses of train_gpt, within 1e-4: tensor groups of 1, 2 and 4 ranks and two groups of two, with and without
-# sequence parallelism, in chunks, as processes and as threads, which end with the same bits. A layer sends what it should. Wrong input is one sentence.
+# sequence parallelism, in chunks, as processes and as threads, which end with the same bits; resumed under another group, and by train_gpt. A layer sends
+# what it should. Wrong input is one sentence.
 # usage: train_gpt_tensor.sh path/of/train_gpt_tensor, with train_gpt of the same flavour beside it
 . "$(dirname "$0")/../support/train_gpt.sh"
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_tensor//')
@@ -12,20 +13,21 @@ steps=20 kinds='processes threads'
 if [ "$slowdown" -gt 1 ]; then steps=3 kinds=threads; fi
 
 losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
-# close NAME: as many losses as train_gpt has printed, each within the last of the four digits that are shown.
+# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four digits that are shown.
 close() {
     losses "$1" > "$1.losses"
-    paste whole.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad }' ||
-        { paste whole.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
+    losses "${2:-whole}" > as.losses
+    paste as.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad || !NR }' ||
+        { paste as.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
 }
+hash_of() { tail -n 1 "$1.out"; }
 # sent NAME: elements per rank and step, from the table.
 sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
 
 # shellcheck disable=SC2086
 {
     train_with whole "$whole" $run --layers 2 --steps $steps --ranks 1
-    losses whole > whole.losses
-    [ "$(grep -c ^ whole.losses)" -gt $steps ] || fail "not every step printed its loss"
+    [ "$(losses whole | grep -c ^)" -gt $steps ] || fail "not every step printed its loss"
     for ranks in 1 2 4; do
         for tp in 1 2 4; do
             case $ranks$tp in 11 | 22 | 42 | 44) ;; *) continue ;; esac
@@ -46,6 +48,26 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
     close chunks-sequence
 }
 [ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
+
+# A checkpoint is the global model, whoever has written it and whoever goes on from it: the same weights, and the losses of train_gpt.
+# shellcheck disable=SC2086
+{
+    train_with half "$whole" $run --layers 2 --steps 3 --ranks 1 --checkpoint half.ckpt
+    train_with rest "$whole" --resume half.ckpt --steps 6 --ranks 1
+    train_with two "$program" $run --layers 2 --steps 3 --ranks 2 --tp 2 --checkpoint two.ckpt
+    train_with four "$program" --resume two.ckpt --ranks 4 --tp 4 --threads-as-ranks
+    train_with one "$whole" --resume two.ckpt --ranks 1
+    for name in four one; do
+        grep -q 'goes on from step 3' $name.out || fail "$name did not say where it goes on"
+        [ "$(hash_of $name)" = "$(hash_of two)" ] || fail "$name: resumed $(hash_of $name), saved $(hash_of two)"
+    done
+    train_with there "$program" --resume half.ckpt --steps 6 --ranks 4 --tp 2 --threads-as-ranks --sequence-parallel --checkpoint there.ckpt
+    close there rest
+    train_with back "$whole" --resume two.ckpt --steps 6 --ranks 1
+    close back rest
+    cp half.ckpt damaged.ckpt
+    printf 'damage' | dd of=damaged.ckpt bs=1 seek=600 conv=notrunc 2> dd.log || fail "$(cat dd.log)"
+}
 
 # Of four micro-batches, 8 b s h (t - 1) / t elements per block, b s = 32 tokens, h = 16 channels.
 # shellcheck disable=SC2086
@@ -69,5 +91,8 @@ before=$(state)
     wrong "--sequence-parallel takes no value" $run --sequence-parallel=2 text
     wrong "there is no flag --pp" $run --pp 2 text
     wrong "No such file" $run --ranks 2 --tp 2 missing
+    wrong "cannot be written" $run --ranks 2 --checkpoint missing/new.ckpt text
+    wrong "damaged" --ranks 2 --resume damaged.ckpt text
+    wrong "use --tp 1" --ranks 3 --resume half.ckpt --tp 3 text
 }
-echo "train_gpt_tensor: the losses of train_gpt on 1, 2 and 4 tensor ranks, to the end: $(tail -n 1 whole.losses)"
+echo "train_gpt_tensor: the losses of train_gpt on 1, 2 and 4 tensor ranks, to the end: $(losses whole | tail -n 1)"
