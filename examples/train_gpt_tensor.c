@@ -20,8 +20,8 @@ A BLOCK
     linear. With --sequence-parallel what is outside of these pairs, stream and norms, is cut by tokens, and sums become reduce-scatters and
     all-gathers. The embedding's rows, which the head uses too, are cut along the vocabulary, and so is the loss.
 
-    Sums of products are cut as well, so that losses are those of train_gpt but for rounding, and the hash in the last line is another one for another
-    --tp. A checkpoint holds the global model: it is train_gpt's own, and goes on there or here, under another --tp.
+    Sums of products are cut as well, so that losses are those of train_gpt but for rounding; the hash in the last line is another one for another
+    --tp, and the same for any number of replicas. A checkpoint holds the global model: it is train_gpt's own, and goes on there or here, under another --tp.
 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_tensor.h"

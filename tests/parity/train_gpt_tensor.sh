@@ -42,10 +42,16 @@ sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
             done
         done
     done
+    for sequence in '' --sequence-parallel; do same 2by2$sequence-threads 4by2$sequence-threads; done # replicas leave no trace
     train_with chunks "$program" $run --layers 2 --steps $steps --ranks 2 --tp 2 --chunks 4
     close chunks
     train_with chunks-sequence "$program" $run --layers 2 --steps $steps --ranks 4 --threads-as-ranks --sequence-parallel --chunks 2
     close chunks-sequence
+    # Neither the vocabulary nor the tokens of a sequence divide by three.
+    odd="--heads 3 --channels 12 --context 15 --micro-batch 2 --batch 4 --lr 0.01 --layers 1 --steps 3"
+    train_with odd "$whole" $odd --ranks 1
+    train_with odd3 "$program" $odd --ranks 6 --tp 3 --threads-as-ranks --sequence-parallel --chunks 2
+    close odd3 odd
 }
 [ "$(sent 1by1-threads)" -eq 0 ] || fail "a group of one rank has sent $(sent 1by1-threads) elements"
 
