@@ -7,7 +7,8 @@ set style histogram rowstacked gap 1
 set boxwidth 0.7
 set style fill solid 0.9 border -1
 set ylabel "milliseconds"
-set yrange [0:*]
+stats "tensor.dat" using ($2 + $3) nooutput
+set yrange [0:STATS_max * 1.3]
 set grid y lc rgb "#dddddd"
 set key top right reverse Left samplen 1
 set xtics rotate by 30 right font ",11"
