@@ -60,7 +60,8 @@ typedef struct layer {
     int64_t kept_elements, masks;
 } layer;
 
-static double number(uint64_t seed) { return (double)(float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0); }
+/* Between -1 and 1; f32 holds it. */
+static double number(uint64_t seed) { return (double)(ranks_mix(seed) >> 40) / 8388608.0 - 1; }
 
 static double get(const layer *l, const void *memory, int64_t index) {
     return l->dtype == DDP_F32 ? (double)((const float *)memory)[index] : ((const double *)memory)[index];
