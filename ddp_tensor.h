@@ -1571,7 +1571,7 @@ static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t c
 
 /* Collective: DDP_OK where every rank brings it; otherwise an error on all of them. */
 static ddp_result ddp__tensor_agree(const char *who, ddp_group *group, ddp_result mine) {
-    char text[480];
+    char text[512];
     int64_t word = mine == DDP_OK ? INT64_MAX : (int64_t)ddp_rank(group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
     DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &word, 1, DDP_I64, DDP_OP_MIN));
