@@ -250,10 +250,11 @@ DDPDEF ddp_result ddp_placement_box(ddp_placement placement, int ndim, const int
 
 /* This rank's part of a tensor that every rank has whole. Sends nothing. PARTIAL: rank 0 keeps the values, others get zeros. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out);
-/* The same from root alone, whole is read there only: its shape and dtype travel along. Collective, blocking. */
+/* The same from root alone, whole is read there only: its shape and dtype travel along. PARTIAL: root keeps the values. Collective, blocking. What is
+   wrong on one rank before anything is sent, memory that runs out included, is an error on all. */
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out);
 
-/* The inverse: the whole tensor on root, out is made (or written) there only. global_shape: ndim entries. Collective, blocking. */
+/* The inverse: the whole tensor on root; out is made or written there alone. global_shape: in's ndim entries. Collective, blocking; errors as above. */
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
                                     ddp_tensor *out);
 

@@ -1,5 +1,5 @@
-/*  test_tensor_ranks.c - tensors over ranks: every placement to every other, shapes up to 4-d, uneven and empty; what is called and how many bytes go where against the
-    plan; layouts over the axes of meshes; sums with the bits of the tree; failures that all ranks hear of; a cut tensor in a checkpoint.
+/*  test_tensor_ranks.c - tensors over ranks: every placement to every other, shapes up to 4-d, uneven and empty; what is called and how many bytes go
+    where against the plan; layouts over the axes of meshes; sums with the bits of the tree; failures that all ranks hear of; a cut tensor in a checkpoint.
 
     test_tensor_ranks BACKEND [W ...]: see support/ranks.h */
 #define DDP_TENSOR_IMPLEMENTATION
@@ -47,7 +47,10 @@ static ddp_result recorder_run(ddp_group *group, void *state, const ddp_call *ca
     return ddp_group_call(r->below, call, NULL);
 }
 static ddp_result recorder_status(const ddp_group *group, void *state) { (void)group; return ddp_group_cause(((recorder *)state)->below); }
-static void recorder_poison(ddp_group *group, void *state, ddp_result cause, const char *text) { (void)group; ddp_group_poison(((recorder *)state)->below, cause, text); }
+static void recorder_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+    (void)group;
+    ddp_group_poison(((recorder *)state)->below, cause, text);
+}
 static void recorder_close(ddp_group *group, void *state) { (void)group; (void)state; }
 
 static ddp_result record(ddp_group **out, ddp_group *group, recorder *r) {
@@ -172,7 +175,8 @@ static void wanted(held *h, const ranks_data *data, int ndim, const int64_t *sha
 
 static ddp_result same(ddp_group *group, const ddp_tensor *have, const ddp_tensor *want, const char *what) {
     ddp__tensor_text a, b;
-    RANKS_CHECK(group, have->ndim == want->ndim && have->dtype == want->dtype && ddp__tensor_equal(want->ndim, have->shape, want->shape), "%s: %s, not %s", what,
+    RANKS_CHECK(group, have->ndim == want->ndim && have->dtype == want->dtype && ddp__tensor_equal(want->ndim, have->shape, want->shape),
+        "%s: %s, not %s", what,
                 ddp__tensor_shape(have->ndim, have->shape, &a), ddp__tensor_shape(want->ndim, want->shape, &b));
     size_t bytes = (size_t)ddp_tensor_count(want) * ddp_dtype_size(want->dtype);
     RANKS_CHECK(group, bytes == 0 || memcmp(have->data, want->data, bytes) == 0, "%s: other values", what);
@@ -183,7 +187,8 @@ static ddp_result same(ddp_group *group, const ddp_tensor *have, const ddp_tenso
 //== one axis =================================================================================================
 
 static const struct { int ndim; int64_t shape[4]; } shapes[] = {
-    {0, {0}}, {1, {1}}, {1, {13}}, {1, {16}}, {2, {5, 4}}, {2, {24, 8}}, {2, {1, 9}}, {3, {3, 8, 2}}, {3, {1, 5, 6}}, {4, {2, 3, 4, 5}}, {4, {1, 1, 8, 16}}, {2, {0, 3}}, {3, {4, 3, 0}}};
+    {0, {0}}, {1, {1}}, {1, {13}}, {1, {16}}, {2, {5, 4}}, {2, {24, 8}}, {2, {1, 9}}, {3, {3, 8, 2}}, {3, {1, 5, 6}}, {4, {2, 3, 4, 5}},
+    {4, {1, 1, 8, 16}}, {2, {0, 3}}, {3, {4, 3, 0}}};
 static const ddp_dtype dtypes[] = {DDP_F32, DDP_BF16, DDP_I32};
 
 /* The cheapest collective, by hand. */
@@ -204,7 +209,8 @@ static ddp_result redistribute(ddp_group *group, recorder *r, const ranks_data *
     ddp_tensor_plan plan;
     char what[160];
     ddp__tensor_text text;
-    snprintf(what, sizeof what, "%s %s %s to %s", ddp_dtype_name(data->dtype), ddp__tensor_shape(ndim, shape, &text), ddp_placement_name(from), ddp_placement_name(to));
+    snprintf(what, sizeof what, "%s %s %s to %s", ddp_dtype_name(data->dtype), ddp__tensor_shape(ndim, shape, &text), ddp_placement_name(from),
+        ddp_placement_name(to));
     hold(&in, data, ndim, shape, from, rank, w);
     hold(&kept, data, ndim, shape, from, rank, w);
     wanted(&want, data, ndim, shape, from, to, rank, w);
@@ -219,10 +225,12 @@ static ddp_result redistribute(ddp_group *group, recorder *r, const ranks_data *
     TRY(same(group, &out, &want.tensor, what));
     TRY(same(group, &in.tensor, &kept.tensor, what));
     moves = plan.sent_bytes != 0 || (strcmp(plan.collective, "none") != 0 && strcmp(plan.collective, "copy") != 0);
-    RANKS_CHECK(group, r->calls - calls == moves && (!moves || strcmp(ddp_call_name(r->kind), plan.collective) == 0), "%s: %d calls, the last one %s, plan %s", what,
+    RANKS_CHECK(group, r->calls - calls == moves && (!moves || strcmp(ddp_call_name(r->kind), plan.collective) == 0),
+        "%s: %d calls, the last one %s, plan %s", what,
                 r->calls - calls, ddp_call_name(r->kind), plan.collective);
     RANKS_CHECK(group, r->sent - sent == plan.sent_bytes, "%s: %zu bytes sent, plan %zu", what, r->sent - sent, plan.sent_bytes);
-    RANKS_CHECK(group, mode == RANKS_MPI || (peak_bytes - before == plan.workspace_bytes && live_bytes == before), "%s: %zu bytes of workspace, plan %zu", what, peak_bytes - before,
+    RANKS_CHECK(group, mode == RANKS_MPI || (peak_bytes - before == plan.workspace_bytes && live_bytes == before),
+        "%s: %zu bytes of workspace, plan %zu", what, peak_bytes - before,
                 plan.workspace_bytes);
     if (from == to || w == 1 || strcmp(plan.collective, "ddp_all_reduce") == 0) { /* in place */
         RANKS_OK(group, ddp_tensor_redistribute(group, &in.tensor, from, to, &in.tensor));
@@ -291,7 +299,8 @@ static ddp_result formulas(ddp_group *world) {
         RANKS_OK(world, ddp_placement_box(all[i % 4], 2, shape, ddp_rank(world), (int)w, &box));
         memcpy(out.shape, box.shape, sizeof out.shape);
         RANKS_OK(world, ddp_tensor_redistribute_plan(world, &in, all[i / 4], all[i % 4], &out, &plan));
-        RANKS_CHECK(world, plan.sent_bytes == bytes[i / 4][i % 4], "%s to %s: %zu bytes, not %zu", ddp_placement_name(all[i / 4]), ddp_placement_name(all[i % 4]),
+        RANKS_CHECK(world, plan.sent_bytes == bytes[i / 4][i % 4], "%s to %s: %zu bytes, not %zu", ddp_placement_name(all[i / 4]),
+            ddp_placement_name(all[i % 4]),
                     plan.sent_bytes, bytes[i / 4][i % 4]);
         if (w > 1 && all[i % 4] == DDP_SHARD(0) && all[i / 4] == DDP_PARTIAL) RANKS_CHECK(world, plan.workspace_bytes == 0, "rows lie as blocks already");
     }
@@ -321,7 +330,8 @@ static int layout_of(const grid *g, int ndim, const int64_t *shape, const ddp_pl
 }
 
 /* The sum of the summands of all PARTIAL axes from this one on, innermost first, each by the tree. */
-static void nested(const grid *g, const ddp_placement *p, int axis, int summand_so_far, const ranks_data *data, int first, int ranks, float *out, int64_t count) {
+static void nested(const grid *g, const ddp_placement *p, int axis, int summand_so_far, const ranks_data *data, int first, int ranks, float *out,
+    int64_t count) {
     float right[MOST];
     int left = 1;
     if (axis == g->axes) { ranks_fill(out, data, summand_so_far, 0, (size_t)count); return; }
@@ -383,7 +393,8 @@ static ddp_result relayout(ddp_group *world, grid *g, ddp_dtype dtype, int ndim,
     RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, NULL, &plan));
     RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, &out, &done));
     for (int i = 0; i < g->axes; i++) sent -= g->recorder[i].sent;
-    RANKS_CHECK(world, plan.sent_bytes == done.sent_bytes && plan.workspace_bytes == done.workspace_bytes && plan.collective == done.collective && plan.sent_bytes + sent == 0,
+    RANKS_CHECK(world, plan.sent_bytes == done.sent_bytes && plan.workspace_bytes == done.workspace_bytes && plan.collective == done.collective &&
+        plan.sent_bytes + sent == 0,
                 "plan %s %zu, done %s %zu, sent %zu", plan.collective, plan.sent_bytes, done.collective, done.sent_bytes, (size_t)0 - sent);
     layout_of(g, ndim, shape, to, rank, box, inside);
     expected = tensor_like(want, dtype, ndim, box);
@@ -489,7 +500,8 @@ static ddp_result routes(ddp_group *world) {
         in.dtype = DDP_F32, in.ndim = 2;
         memcpy(in.shape, box.shape, sizeof in.shape);
         RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, NULL, &plan));
-        RANKS_CHECK(world, strcmp(plan.collective, cases[c].collective) == 0 && plan.sent_bytes == cases[c].elements * 4, "case %zu: %s, %zu elements", c, plan.collective,
+        RANKS_CHECK(world, strcmp(plan.collective, cases[c].collective) == 0 && plan.sent_bytes == cases[c].elements * 4,
+            "case %zu: %s, %zu elements", c, plan.collective,
                     plan.sent_bytes / 4);
     }
     ddp_mesh_destroy(mesh);
@@ -513,7 +525,8 @@ static ddp_result sentences(ddp_group *world) {
     if (w == 1) return DDP_OK;
     in.data = data, in.dtype = DDP_F32, in.ndim = 2, in.shape[0] = 5, in.shape[1] = 4;
     out.data = other, out.dtype = DDP_F32, out.ndim = 2, out.shape[0] = 1, out.shape[1] = 1;
-    snprintf(text, sizeof text, "out is (1, 1), but SHARD(0) of (5, 4) on rank %d of %d is (%d, 4)", rank, w, (int)(piece_of(5, rank, w).end - piece_of(5, rank, w).begin));
+    snprintf(text, sizeof text, "out is (1, 1), but SHARD(0) of (5, 4) on rank %d of %d is (%d, 4)", rank, w,
+        (int)(piece_of(5, rank, w).end - piece_of(5, rank, w).begin));
     TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_REPLICATE, DDP_SHARD(0), &out), DDP_ERR_INVALID, text));
     if (rank == 1 && w == 2) {
         out.shape[0] = 3, out.shape[1] = 4;
@@ -521,7 +534,8 @@ static ddp_result sentences(ddp_group *world) {
                  "rank 1/2 ddp_tensor_redistribute group=world: out is (3, 4), but SHARD(0) of (5, 4) on rank 1 of 2 is (2, 4)"));
     }
     out.data = data, out.shape[0] = piece_of(5, rank, w).end - piece_of(5, rank, w).begin, out.shape[1] = 4;
-    if (out.shape[0]) TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_REPLICATE, DDP_SHARD(0), &out), DDP_ERR_INVALID, "REPLICATE to SHARD(0) is not done in place"));
+    if (out.shape[0]) TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_REPLICATE, DDP_SHARD(0), &out), DDP_ERR_INVALID,
+        "REPLICATE to SHARD(0) is not done in place"));
 
     /* one rank is wrong, all hear of it, and the group goes on */
     out.data = NULL;
@@ -540,13 +554,15 @@ static ddp_result sentences(ddp_group *world) {
     in.shape[0] = 5;
     if (mode == RANKS_MPI) return DDP_OK; /* it allocates, too */
     grants = rank == 1 ? 0 : -1;
-    TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY, rank == 1 ? "bytes could not be allocated" : "rank 1 has failed before"));
+    TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY,
+        rank == 1 ? "bytes could not be allocated" : "rank 1 has failed before"));
     RANKS_CHECK(world, !out.data, "out was made");
     grants = -1;
     return ddp_barrier(world);
 }
 
-/* Each allocation of a call fails in its turn, on every rank alike; what has been made until then is given back. Over a mesh that is tensors between steps, too. */
+/* Each allocation of a call fails in its turn, on every rank alike; what has been made until then is given back. Over a mesh that is tensors between
+   steps, too. */
 static ddp_result without_memory(ddp_group *world) {
     static const char *const names[] = {"dp", "tp"};
     int w = ddp_world_size(world), rank = ddp_rank(world);

@@ -1,7 +1,7 @@
 /*  fuzz_npy.c - bytes of anybody's choice as a .npy file: a libFuzzer harness.
 
-    What is accepted has the file's own bytes as values, and comes back the same from the file that the library makes of it; what is not has a sentence that names
-    the file. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_npy.c; corpus_npy/ is where it starts from. */
+    What is accepted has the file's own bytes as values, and comes back the same from the file that the library makes of it; what is not has a sentence
+    that names the file. A harness of its own main: clang -fsanitize=fuzzer,address fuzz_npy.c; corpus_npy/ is where it starts from. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -56,7 +56,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         put(data, size, 0);
         result = ddp_tensor_load_npy(NULL, path, &t);
         if (result == DDP_OK) use(&t, data, size);
-        else if (t.data || !strstr(ddp_last_error(), path) || (result != DDP_ERR_CORRUPT && result != DDP_ERR_UNSUPPORTED && (result != DDP_ERR_INVALID || !half))) abort();
+        else if (t.data || !strstr(ddp_last_error(), path) || (result != DDP_ERR_CORRUPT && result != DDP_ERR_UNSUPPORTED &&
+            (result != DDP_ERR_INVALID || !half))) abort();
         if (result == DDP_OK) ddp_tensor_free(NULL, &t);
     }
     return 0;

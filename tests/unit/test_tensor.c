@@ -1,5 +1,5 @@
-/*  test_tensor.c - tensors of one rank: memory, views, boxes, casts, text, .npy files, placements. Boxes and transposes against loops over single elements; every
-    sentence for bad input; memory that runs out; and all of it again on a device whose memory the host cannot touch. */
+/*  test_tensor.c - tensors of one rank: memory, views, boxes, casts, text, .npy files, placements. Boxes and transposes against loops over single
+    elements; every sentence for bad input; memory that runs out; and all of it again on a device whose memory the host cannot touch. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -56,7 +56,9 @@ static ddp_result far_alloc(ddp_group *group, size_t size, void **out) {
 static void far_free(ddp_group *group, void *memory) { (void)group; if (memory) arena_live--; }
 static void far_copy(void *dst, const void *src, size_t size) { memcpy(real_of(dst), real_of(src), size); }
 static void far_fill_zero(void *dst, size_t size) { memset(real_of(dst), 0, size); }
-static void far_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) { ddp_device_cpu()->cast(real_of(dst), to, real_of(src), from, count); }
+static void far_cast(void *dst, ddp_dtype to, const void *src, ddp_dtype from, size_t count) {
+    ddp_device_cpu()->cast(real_of(dst), to, real_of(src), from, count);
+}
 
 static ddp_device far_device;
 static ddp_group *near_group, *far_group, *poor_group;
@@ -298,8 +300,8 @@ static void boxes(void **state) {
     }
     {
         float data[12] = {0}, other[12] = {0};
-        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = tensor_of(other, DDP_F32, 2, 4, 3, 0, 0), flat = tensor_of(other, DDP_F32, 1, 12, 0, 0, 0);
-        ddp_tensor f64 = tensor_of(other, DDP_F64, 2, 2, 3, 0, 0);
+        ddp_tensor in = tensor_of(data, DDP_F32, 2, 3, 4, 0, 0), out = tensor_of(other, DDP_F32, 2, 4, 3, 0, 0);
+        ddp_tensor flat = tensor_of(other, DDP_F32, 1, 12, 0, 0, 0), f64 = tensor_of(other, DDP_F64, 2, 2, 3, 0, 0);
         int64_t extent[2] = {2, 3}, at[2] = {2, 0}, negative[2] = {-1, 0}, huge[2] = {INT64_MAX, 0};
         ok(ddp_tensor_copy_box(NULL, &in, NULL, &out, NULL, extent));
         REFUSED(ddp_tensor_copy_box(NULL, &in, at, &out, NULL, extent), "the box of (2, 3) at (2, 0) is not inside of in, which is (3, 4)");
@@ -379,7 +381,8 @@ static void fills_and_pads(void **state) {
                 else if (d == DDP_U64) { uint64_t n = (uint64_t)value; memcpy(one, &n, 8); }
                 else { int64_t n = (int64_t)value; memcpy(one, &n, 8); } /* little-endian: the low bytes come first */
                 ok(ddp_tensor_fill(groups[g], &t, value));
-                for (size_t i = 0; i < (size_t)ddp_tensor_count(&t); i++) if (memcmp(real_of(t.data) + i * size, one, size) != 0) fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
+                for (size_t i = 0; i < (size_t)ddp_tensor_count(&t); i++)
+                    if (memcmp(real_of(t.data) + i * size, one, size) != 0) fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
             }
             if (d >= DDP_I8) {
                 double wrong[] = {0.5, (double)NAN, bounds[d - DDP_I8][0] * 2 - 1, bounds[d - DDP_I8][1] * 2, (double)INFINITY};
@@ -388,7 +391,13 @@ static void fills_and_pads(void **state) {
             }
             ddp_tensor_free(groups[g], &t);
         }
-    { ddp_tensor empty = DDP_ZERO; static const int64_t none[] = {0}; ok(ddp_tensor_create(far_group, &empty, DDP_F32, 1, none)); ok(ddp_tensor_fill(far_group, &empty, 3)); ddp_tensor_free(far_group, &empty); }
+    {
+        static const int64_t none[] = {0};
+        ddp_tensor empty = DDP_ZERO;
+        ok(ddp_tensor_create(far_group, &empty, DDP_F32, 1, none));
+        ok(ddp_tensor_fill(far_group, &empty, 3));
+        ddp_tensor_free(far_group, &empty);
+    }
     REFUSED(ddp_tensor_fill(NULL, NULL, 0), "tensor is NULL");
     for (int g = 0; g < 3; g++) {
         static const int32_t data[6] = {1, 2, 3, 4, 5, 6}, want[20] = {9, 9, 9, 9, 9, 9, 9, 1, 2, 3, 9, 9, 4, 5, 6, 9, 9, 9, 9, 9};
@@ -508,7 +517,8 @@ static void npy_there_and_back(void **state) {
                 bytes = (size_t)ddp_tensor_count(&t) * ddp_dtype_size(t.dtype);
                 ok(ddp_tensor_save_npy(groups[g], &t, path));
                 if (d == DDP_BF16) {
-                    says(ddp_tensor_load_npy(groups[g], path, &back), DDP_ERR_UNSUPPORTED, "its elements are '<u2', which is no ddp_dtype unless out->dtype says DDP_BF16");
+                    says(ddp_tensor_load_npy(groups[g], path, &back), DDP_ERR_UNSUPPORTED,
+                        "its elements are '<u2', which is no ddp_dtype unless out->dtype says DDP_BF16");
                     assert_null(back.data);
                     back.dtype = DDP_BF16;
                 }
@@ -552,7 +562,8 @@ static void npy_damaged(void **state) {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 47, DDP_ERR_CORRUPT,
          " ends at byte 116, but (3, 4) of f32 from byte 69 on take 1 more"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }", 0, DDP_ERR_CORRUPT, "take 48 more"},
-        {1, "{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED, "(3, 4) in Fortran order; write numpy.ascontiguousarray of it"},
+        {1, "{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED,
+            "(3, 4) in Fortran order; write numpy.ascontiguousarray of it"},
         {1, "{'descr': '>f4', 'fortran_order': False, 'shape': (3, 4), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '>f4', which is no ddp_dtype"},
         {1, "{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '<c16'"},
         {1, "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", 48, DDP_ERR_UNSUPPORTED, "its elements are '|O'"},
@@ -561,8 +572,10 @@ static void npy_damaged(void **state) {
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }", 48, DDP_ERR_CORRUPT,
          "a shape of (4294967296, 4294967296) does not fit in memory"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }", 48, DDP_ERR_CORRUPT, "take 4398046511056 more"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }", 48, DDP_ERR_CORRUPT, "at byte 61 there should be an entry of a shape below 2^63"},
-        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", 48, DDP_ERR_CORRUPT, "at byte 61 there should be an entry of a shape, which is a number"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,), }", 48, DDP_ERR_CORRUPT,
+            "at byte 61 there should be an entry of a shape below 2^63"},
+        {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", 48, DDP_ERR_CORRUPT,
+            "at byte 61 there should be an entry of a shape, which is a number"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3), }", 48, DDP_ERR_CORRUPT, "at byte 62 there should be a comma behind an entry of a shape"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': (3 4), }", 48, DDP_ERR_CORRUPT, "a comma behind an entry"},
         {1, "{'descr': '<f4', 'fortran_order': False, 'shape': 3, }", 48, DDP_ERR_CORRUPT, "at byte 60 there should be the ( of a shape"},
@@ -572,7 +585,8 @@ static void npy_damaged(void **state) {
         {1, "{'descr': '<f4", 48, DDP_ERR_CORRUPT, "there should be a dtype in quotes"},
         {1, "{'descr': '<f4', 'fortran_order': False, }", 48, DDP_ERR_CORRUPT, "its header has no 'shape'"},
         {1, "{}", 48, DDP_ERR_CORRUPT, "its header has no 'descr'"},
-        {1, "{'descr': '<f4', 'descr': '<f4', 'shape': (3,), }", 48, DDP_ERR_CORRUPT, "at byte 27 there should be 'descr', 'fortran_order' or 'shape', each once"},
+        {1, "{'descr': '<f4', 'descr': '<f4', 'shape': (3,), }", 48, DDP_ERR_CORRUPT,
+            "at byte 27 there should be 'descr', 'fortran_order' or 'shape', each once"},
         {1, "{'order': '<f4' }", 48, DDP_ERR_CORRUPT, "each once"},
         {1, "{'descr' '<f4' }", 48, DDP_ERR_CORRUPT, "there should be a colon"},
         {1, "{'descr': '<f4' 'shape': (3,) }", 48, DDP_ERR_CORRUPT, "a comma or the } of the header"},
@@ -677,7 +691,8 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
     (void)state;
     for (int g = 0; g < 2; g++)
         for (int i = 0; i < 16; i++) {
-            ddp_tensor whole = with_data(groups[g], DDP_F32, 2, shape, NULL), part = DDP_ZERO, out = tensor_of(NULL, (ddp_dtype)0, 2, 3, 4, 0, 0), back = DDP_ZERO;
+            ddp_tensor whole = with_data(groups[g], DDP_F32, 2, shape, NULL), part = DDP_ZERO, out = tensor_of(NULL, (ddp_dtype)0, 2, 3, 4, 0, 0),
+                back = DDP_ZERO;
             ddp_tensor_plan plan;
             ok(ddp_tensor_shard(groups[g], &whole, all[i / 4], &part));
             ok(ddp_tensor_redistribute_plan(groups[g], &part, all[i / 4], all[i % 4], &out, &plan));
