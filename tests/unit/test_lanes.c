@@ -198,7 +198,7 @@ static const ddp_backend queue_backend = {"queue", queue_open, queue_run, NULL, 
 
 /* The same, but for calls that are carried out when they return, as where ranks share a GPU. */
 static const ddp_backend plain_backend = {"plain", queue_open, queue_run, NULL, NULL, NULL, NULL, queue_alloc, queue_free, queue_status, queue_poison,
-                                          queue_close, 0, DDP_ORDER_ANY, NULL, NULL, NULL, NULL};
+                                          queue_close, 0, DDP_ORDER_ANY, NULL, NULL, NULL, NULL, NULL};
 
 static ddp_group *group_make_on(ddp_group *world, const ddp_backend *backend) {
     ddp_group_desc desc = DDP_ZERO;
