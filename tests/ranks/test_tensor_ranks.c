@@ -55,7 +55,7 @@ static void recorder_close(ddp_group *group, void *state) { (void)group; (void)s
 
 static ddp_result record(ddp_group **out, ddp_group *group, recorder *r) {
     static const ddp_backend backend = {"recorder", recorder_open, recorder_run, NULL, NULL, NULL, NULL, NULL, NULL, recorder_status, recorder_poison,
-                                        recorder_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL};
+                                        recorder_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     ddp_group_desc desc = DDP_ZERO;
     memset(r, 0, sizeof *r);
     opening = r;
