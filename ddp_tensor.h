@@ -254,7 +254,7 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
    wrong on one rank before anything is sent, memory that runs out included, is an error on all. */
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out);
 
-/* The inverse: the whole tensor on root; out is made or written there alone. global_shape: in's ndim entries. Collective, blocking; errors as above. */
+/* The inverse: the whole tensor on root; out is made or written there alone. global_shape: as long as in's. Collective, blocking. Errors as above. */
 DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_placement from, const int64_t *global_shape, int root,
                                     ddp_tensor *out);
 
