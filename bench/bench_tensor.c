@@ -4,10 +4,10 @@ USAGE
     cc -O3 -march=native bench/bench_tensor.c -o bench_tensor -lm -lpthread
     ./bench_tensor [channels [heads [context [sequences [rounds [dat]]]]]]       default: 512 8 256 4 15
 
-    Ranks are processes. With and without sequence parallelism, in 1, 2 and 4 chunks: all variants of a number of ranks are built once and take turns, block by
-    block, with a barrier before each. The time of a block is that of its slowest rank; figures are medians over rounds, the first of which does not
-    count. "waiting" is time inside collectives of the layers that compute did not hide, mean over ranks. The ideal is the time of one rank, divided by
-    the ranks, or by the cores where there are fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block
+    Ranks are processes. With and without sequence parallelism, in 1, 2 and 4 chunks: all variants of a number of ranks are built once and take turns,
+    block by block, with a barrier before each; among them the whole block on rank 0 while the others wait for it. The time of a block is that of its
+    slowest rank; figures are medians over rounds, the first of which does not count. "waiting" is time inside collectives of the layers that compute did not hide,
+    mean over ranks. The ideal is the time of rank 0 alone in the same rounds, divided by the ranks, or by the cores where there are fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block
     without sequence parallelism should send; with it, two inputs are gathered once more in backward. Lines for plot_tensor.gp are appended to the file dat.
 */
 #define main train_gpt_tensor_main /* its blocks are measured here */
@@ -16,10 +16,10 @@ USAGE
 
 #include <sys/mman.h>
 
-enum { ROUNDS_MAX = 256, VARIANTS = 6 };
+enum { ROUNDS_MAX = 256, VARIANTS = 7 };
 
-typedef struct variant { int sequence_parallel, chunks; } variant;
-static const variant variants[VARIANTS] = {{0, 1}, {0, 2}, {0, 4}, {1, 1}, {1, 2}, {1, 4}};
+typedef struct variant { int alone, sequence_parallel, chunks; } variant; /* alone: rank 0 has the whole block, the others wait */
+static const variant variants[VARIANTS] = {{1, 0, 1}, {0, 0, 1}, {0, 0, 2}, {0, 0, 4}, {0, 1, 1}, {0, 1, 2}, {0, 1, 4}};
 static const int worlds[] = {1, 2, 4};
 enum { WORLDS = sizeof worlds / sizeof worlds[0] };
 
@@ -77,17 +77,25 @@ static ddp_result run_block(trainer *t, figures *f, int round) {
     return DDP_OK;
 }
 
-static ddp_result measure(ddp_group *world, setup *u, trainer *trainers, run_options *options, job *j) {
-    for (int v = 0; v < VARIANTS; v++) {
-        options[v].tensor = ddp_world_size(world);
+/* A world of one rank has no others. */
+static int variant_count(int ranks) { return ranks > 1 ? VARIANTS : 1; }
+
+/* one: rank 0's own group, NULL on the others. */
+static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *trainers, run_options *options, job *j) {
+    int count = variant_count(ddp_world_size(world));
+    for (int v = 0; v < count; v++) {
+        ddp_group *group = variants[v].alone ? one : world;
+        if (!group) continue;
+        options[v].tensor = ddp_world_size(group);
         options[v].sequence_parallel = variants[v].sequence_parallel;
         options[v].chunks = variants[v].chunks;
-        TRY(build(&trainers[v], u, &options[v], world, j));
+        TRY(build(&trainers[v], u, &options[v], group, j));
     }
     for (int round = -1; round < u->rounds; round++)
-        for (int v = 0; v < VARIANTS; v++) {
-            int turn = round % 2 ? VARIANTS - 1 - v : v;
-            TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
+        for (int v = 0; v < count; v++) {
+            int turn = round % 2 ? count - 1 - v : v;
+            TRY(ddp_barrier(world));
+            if (trainers[turn].tp) TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
         }
     return DDP_OK;
 }
@@ -95,14 +103,17 @@ static ddp_result measure(ddp_group *world, setup *u, trainer *trainers, run_opt
 static ddp_result rank(ddp_group *world, void *user) {
     trainer *trainers = (trainer *)calloc(VARIANTS, sizeof *trainers);
     run_options *options = (run_options *)calloc(VARIANTS, sizeof *options);
+    ddp_group *one = NULL;
     ddp_result result;
     job j;
     memset(&j, 0, sizeof j);
-    result = trainers && options ? measure(world, (setup *)user, trainers, options, &j) : run_no_room();
+    result = trainers && options ? ddp_group_split(world, ddp_rank(world) == 0 ? 0 : -1, 0, &one) : run_no_room();
+    if (result == DDP_OK) result = measure(world, one, (setup *)user, trainers, options, &j);
     for (int v = VARIANTS - 1; v >= 0 && trainers; v--) {
         if (trainers[v].grads) free(trainers[v].grads[0]);
         trainer_free(&trainers[v]);
     }
+    ddp_group_destroy(one);
     free(trainers);
     free(options);
     return result;
@@ -116,20 +127,23 @@ static void print_bar(FILE *dat, int ranks, const variant *v, double computing, 
 
 static void print_rows(setup *u, FILE *dat) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    double one = median(u->of[0][0].seconds, u->rounds), bsh = (double)u->sequences * u->context * u->channels;
+    double bsh = (double)u->sequences * u->context * u->channels;
     printf("%d channels, %d heads, %d sequences of %d tokens, f32, %ld cores, medians of %d rounds\n\n"
-           "| ranks | sequence parallel | chunks | forward and backward, ms | of the ideal | waiting, ms | waiting | elements sent | 8bsh(t-1)/t |\n"
-           "|---|---|---|---|---|---|---|---|---|\n", u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
-    for (int w = 0; w < WORLDS; w++)
-        for (int v = 0; v < VARIANTS; v++) {
+           "| ranks | sequence parallel | chunks | forward and backward, ms | rank 0 alone, ms | of the ideal | waiting, ms | waiting | elements sent | "
+           "8bsh(t-1)/t |\n"
+           "|---|---|---|---|---|---|---|---|---|---|\n", u->channels, u->heads, u->sequences, u->context, cores, u->rounds);
+    for (int w = 0; w < WORLDS; w++) {
+        double one = median(u->of[w][0].seconds, u->rounds);
+        int parallel = worlds[w] < cores ? worlds[w] : (int)cores;
+        for (int v = w > 0; v < variant_count(worlds[w]); v++) {
             figures *f = &u->of[w][v];
             double seconds = median(f->seconds, u->rounds), waiting = median(f->waiting, u->rounds);
-            int parallel = worlds[w] < cores ? worlds[w] : (int)cores;
-            if (worlds[w] == 1 && v > 0) continue; /* nobody to talk to */
-            printf("| %d | %s | %d | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no",
-                   variants[v].chunks, seconds * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements, 8 * bsh * (worlds[w] - 1) / worlds[w]);
+            printf("| %d | %s | %d | %.2f | %.2f | %.1f%% | %.2f | %.1f%% | %.0f | %.0f |\n", worlds[w], variants[v].sequence_parallel ? "yes" : "no",
+                   variants[v].chunks, seconds * 1e3, one * 1e3, 100 * one / parallel / seconds, waiting * 1e3, 100 * waiting / seconds, f->elements,
+                   8 * bsh * (worlds[w] - 1) / worlds[w]);
             if (dat) print_bar(dat, worlds[w], &variants[v], seconds - waiting, waiting);
         }
+    }
     fflush(stdout);
 }
 
@@ -144,8 +158,8 @@ int main(int argc, char **argv) {
     u->rounds = argc > 5 ? atoi(argv[5]) : 15;
     if (u->heads < 4 || u->heads % 4 || u->channels < 1 || u->channels % u->heads || u->context < 4 || u->context % 4 || u->sequences < 1 ||
         u->rounds < 1 || u->rounds > ROUNDS_MAX) {
-        fprintf(stderr, "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, divisible by 4 [sequences [rounds 1-%d [dat]]]]]]\n",
-                ROUNDS_MAX);
+        fprintf(stderr, "usage: bench_tensor [channels, divisible by heads [heads, divisible by 4 [context, divisible by 4 [sequences [rounds 1-%d "
+                        "[dat]]]]]]\n", ROUNDS_MAX);
         return 1;
     }
     for (u->world = 0; u->world < WORLDS; u->world++) {
