@@ -6,9 +6,10 @@ USAGE
 
     Ranks are processes. With and without sequence parallelism, in 1, 2 and 4 chunks: all variants of a number of ranks are built once and take turns,
     block by block, with a barrier before each; among them the whole block on rank 0 while the others wait for it. The time of a block is that of its
-    slowest rank; figures are medians over rounds, the first of which does not count. "waiting" is time inside collectives of the layers that compute did not hide,
-    mean over ranks. The ideal is the time of rank 0 alone in the same rounds, divided by the ranks, or by the cores where there are fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block
-    without sequence parallelism should send; with it, two inputs are gathered once more in backward. Lines for plot_tensor.gp are appended to the file dat.
+    slowest rank; figures are medians over rounds, the first of which does not count. "waiting" is time inside collectives of the layers that compute
+    did not hide, mean over ranks. The ideal is the time of rank 0 alone in the same rounds, divided by the ranks, or by the cores where there are
+    fewer. Elements are what a rank sends as the layers count them, and 8 b s h (t - 1) / t is what a block without sequence parallelism should send;
+    with it, two inputs are gathered once more in backward, and gradients of norms are added up. Lines for plot_tensor.gp are appended to the file dat.
 */
 #define main train_gpt_tensor_main /* its blocks are measured here */
 #include "../examples/train_gpt_tensor.c"
