@@ -264,8 +264,8 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
        REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
        SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
        PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: of parts filled up with zeros
-   Sums are in the group's order. Errors: DDP_ERR_INVALID prints both sides, DDP_ERR_NO_MEMORY; both before anything is sent, and if on this rank alone,
-   the others wait for it as in any collective. Those of collectives. */
+   Sums are in the group's order. Errors: DDP_ERR_INVALID prints both sides, DDP_ERR_NO_MEMORY; both before anything is sent, and if on this rank
+   alone, the others wait for it as in any collective. Those of collectives. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out);
 /* What that would do, without doing it. Not collective; data need not be set. */
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, const ddp_tensor *out,
