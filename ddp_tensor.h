@@ -251,7 +251,8 @@ DDPDEF ddp_result ddp_placement_box(ddp_placement placement, int ndim, const int
 /* This rank's part of a tensor that every rank has whole. Sends nothing. PARTIAL: rank 0 keeps the values, others get zeros. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out);
 /* The same from root alone, whole is read there only: its shape and dtype travel along. PARTIAL: root keeps the values. Collective, blocking. What is
-   wrong on one rank before anything is sent, memory that runs out included, is an error on all. */
+   wrong on one rank before anything is sent, memory that runs out included, is an error on all, and DDP_ERR_MISMATCH where roots, placements or global
+   shapes differ; a root that is no rank is that rank's alone. */
 DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whole, int root, ddp_placement to, ddp_tensor *out);
 
 /* The inverse: the whole tensor on root; out is made or written there alone. global_shape: as long as in's. Collective, blocking. Errors as above. */
@@ -1571,16 +1572,33 @@ static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t c
     return ddp_group_call(group, &call, NULL);
 }
 
-/* Collective: DDP_OK where every rank brings it; otherwise an error on all of them. */
-static ddp_result ddp__tensor_agree(const char *who, ddp_group *group, ddp_result mine) {
+/* A number for all that has to be the same on every rank: FNV-1a. */
+static int64_t ddp__tensor_root_mark(const ddp__tensor_move *m, int root) {
+    int64_t values[4 + DDP_MAX_NDIM] = {root, m->to, (int64_t)m->dtype, m->ndim};
+    uint64_t mark = 14695981039346656037u;
+    memcpy(values + 4, m->global, sizeof m->global);
+    for (size_t i = 0; i < sizeof values; i++) mark = (mark ^ ((const unsigned char *)values)[i]) * 1099511628211u;
+    return (int64_t)(mark >> 1);
+}
+
+/* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. */
+static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
+    ddp__tensor_text shape;
     char text[512];
-    int64_t word = mine == DDP_OK ? INT64_MAX : (int64_t)ddp_rank(group) * 256 - (int64_t)mine;
+    int64_t mark = ddp__tensor_root_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
+    if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &word, 1, DDP_I64, DDP_OP_MIN));
+    DDP__TENSOR_TRY(ddp__tensor_host_reduce(m->group, words, 3, DDP_I64, DDP_OP_MIN));
     if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
-    if (word == INT64_MAX) return DDP_OK;
-    return ddp__tensor_fail((ddp_result) - (int)(word & 255), who, group, "rank %d has failed before anything was sent: %s", (int)(word / 256),
-                            ddp_result_name((ddp_result) - (int)(word & 255)));
+    if (words[0] != INT64_MAX) {
+        ddp_result theirs = (ddp_result) - (int)(words[0] & 255);
+        return ddp__tensor_fail(theirs, m->who, m->group, "rank %d has failed before anything was sent: %s", (int)(words[0] / 256),
+                                ddp_result_name(theirs));
+    }
+    if (words[1] == -words[2]) return DDP_OK;
+    return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
+                            "this rank means %s of %s %s and root=%d, another does not; give every rank the same placement, global shape, dtype and root",
+                            ddp_placement_name(m->to), ddp_dtype_name(m->dtype), ddp__tensor_shape(m->ndim, m->global, &shape), root);
 }
 
 /* Between root's whole tensor and blocks of equal size, the shorter parts filled up. space: pack_bytes of it. */
@@ -1634,7 +1652,7 @@ static ddp_result ddp__tensor_root_run(ddp__tensor_move *m, int root, int gather
     void *space = NULL;
     if (result == DDP_OK) result = ddp__tensor_root_room(m, root);
     if (result == DDP_OK && m->pack_bytes) result = ddp__tensor_alloc(m->group, m->pack_bytes, &space);
-    result = ddp__tensor_agree(m->who, m->group, result);
+    result = ddp__tensor_agree(m, root, result);
     if (result == DDP_OK) result = ddp__tensor_enter(m->group);
     if (result == DDP_OK) result = ddp__tensor_root_send(m, root, gathers, whole, part, (char *)space);
     ddp__tensor_release(m->group, space);
@@ -1649,7 +1667,8 @@ static void ddp__tensor_root_move(ddp__tensor_move *m, const char *who, ddp_grou
     memcpy(m->global, global_shape, (size_t)ndim * sizeof *global_shape);
 }
 
-typedef struct ddp__tensor_letter { /* what root tells of its tensor; zeros on other ranks, so that a sum of bytes brings it to all */
+typedef struct ddp__tensor_letter { /* what root tells of its tensor; zeros on other ranks, so that a sum of 64-bit words brings it to all */
+    int64_t roots;                  /* ranks that have told */
     int64_t result, dtype, ndim, shape[DDP_MAX_NDIM];
     char text[256];                 /* when result is not 0: the error line */
 } ddp__tensor_letter;
@@ -1663,6 +1682,7 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
     if (root < 0 || root >= ddp_world_size(group)) return DDP__TENSOR_BAD(group, "root=%d; ranks are 0 to %d", root, ddp_world_size(group) - 1);
     memset(&letter, 0, sizeof letter);
     if (ddp_rank(group) == root) {
+        letter.roots = 1;
         letter.result = ddp__tensor_check(__func__, group, "whole", whole, 1);
         if (letter.result == DDP_OK) letter.result = ddp__tensor_placement_check(__func__, group, to, whole->ndim, whole->shape);
         if (letter.result == DDP_OK) {
@@ -1671,7 +1691,10 @@ DDPDEF ddp_result ddp_tensor_distribute(ddp_group *group, const ddp_tensor *whol
             memcpy(letter.shape, source.shape, sizeof letter.shape);
         } else snprintf(letter.text, sizeof letter.text, "%.255s", ddp_last_error());
     }
-    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter, DDP_U8, DDP_OP_SUM));
+    DDP__TENSOR_TRY(ddp__tensor_host_reduce(group, &letter, sizeof letter / sizeof(int64_t), DDP_I64, DDP_OP_SUM));
+    if (letter.roots != 1)
+        return ddp__tensor_fail(DDP_ERR_MISMATCH, __func__, group, "root=%d here, but %lld ranks are root; give every rank the same", root,
+                                (long long)letter.roots);
     if (letter.result != DDP_OK) return ddp_fail((ddp_result)letter.result, "%s", letter.text);
     ddp__tensor_root_move(&m, __func__, group, to, (ddp_dtype)letter.dtype, (int)letter.ndim, letter.shape);
     ddp_result result = ddp__tensor_placement_check(__func__, group, to, m.ndim, m.global);

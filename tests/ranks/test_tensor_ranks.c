@@ -552,6 +552,26 @@ static ddp_result sentences(ddp_group *world) {
     snprintf(text, sizeof text, rank == last ? "in is (6, 4), but REPLICATE of (5, 4) on rank" : "rank %d has failed before anything was sent", last);
     TRY(says(world, ddp_tensor_gather(world, &in, DDP_REPLICATE, global, 0, &out), DDP_ERR_INVALID, text));
     in.shape[0] = 5;
+
+    /* ranks mean different moves, whose collectives would fit */
+    in.shape[0] = in.shape[1] = 2; /* of a (2, 2 w) or a (2 w, 2) */
+    {
+        const int64_t wide[2] = {2, 2 * w}, high[2] = {2 * w, 2}, less[2] = {2 * w - 1, 2};
+        int odd = rank == 0;
+        TRY(says(world, ddp_tensor_gather(world, &in, odd ? DDP_SHARD(1) : DDP_SHARD(0), odd ? wide : high, 0, &out), DDP_ERR_MISMATCH,
+            odd ? "this rank means SHARD(1) of f32 (2, " : "this rank means SHARD(0) of f32 ("));
+        TRY(says(world, ddp_tensor_gather(world, &in, DDP_SHARD(0), odd ? less : high, 0, &out), DDP_ERR_MISMATCH,
+            "another does not; give every rank the same placement, global shape, dtype and root"));
+        in.shape[0] = in.shape[1] = 2 * w > 8 ? 8 : 2 * w;
+        TRY(says(world, ddp_tensor_distribute(world, &in, 0, odd ? DDP_SHARD(1) : DDP_SHARD(0), &out), DDP_ERR_MISMATCH, "this rank means SHARD("));
+    }
+    in.ndim = 5, in.shape[0] = 5, in.shape[1] = 4, in.shape[2] = in.shape[3] = in.shape[4] = 1;
+    snprintf(text, sizeof text, "root=%d here, but %d ranks are root; give every rank the same", rank, w);
+    TRY(says(world, ddp_tensor_distribute(world, &in, rank, DDP_SHARD(0), &out), DDP_ERR_MISMATCH, text));
+    snprintf(text, sizeof text, "root=%d here, but 0 ranks are root", (rank + 1) % w);
+    TRY(says(world, ddp_tensor_distribute(world, &in, (rank + 1) % w, DDP_SHARD(0), &out), DDP_ERR_MISMATCH, text));
+    RANKS_CHECK(world, !out.data, "out was made");
+    in.ndim = 2, in.shape[0] = 5, in.shape[1] = 4;
     if (mode == RANKS_MPI) return DDP_OK; /* it allocates, too */
     grants = rank == 1 ? 0 : -1;
     TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY,
