@@ -787,11 +787,11 @@ static ddp_result ddp__tensor_box(ddp_group *group, size_t size, int ndim, const
     char *to = (char *)out;
     w.ndim = ndim;
     w.run = size;
+    for (int i = 0; i < ndim; i++) if (extent[i] == 0) return DDP_OK; /* other entries may be of any size */
     for (int i = ndim - 1; i >= 0; i--) {
         w.extent[i] = extent[i];
         w.in_step[i] = in_step;
         w.out_step[i] = out_step;
-        if (extent[i] == 0) return DDP_OK;
         if (in_offset) from += in_offset[i] * in_step;
         if (out_offset) to += out_offset[i] * out_step;
         in_step *= in_shape[i];
@@ -843,6 +843,7 @@ DDPDEF ddp_result ddp_tensor_transpose(ddp_group *group, const ddp_tensor *in, c
     }
     DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, in->ndim, shape, &t));
     if (ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    if (ddp__tensor_room(in) == 0) return ddp__tensor_put(group, out, &t, DDP_OK); /* whose steps need not fit in 63 bits */
     w.ndim = in->ndim;
     w.run = ddp_dtype_size(in->dtype);
     step = (int64_t)w.run;
@@ -1192,13 +1193,15 @@ DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor
     DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "tensor", tensor, 1));
     if (!path) return DDP__TENSOR_BAD(group, "path is NULL");
     DDP__TENSOR_TRY(ddp__tensor_enter(group));
-    if (snprintf(beside, sizeof beside, "%s.%d.%u.tmp", path, (int)getpid(), __atomic_fetch_add(&files, 1, __ATOMIC_RELAXED)) >= (int)sizeof beside)
-        return DDP__TENSOR_BAD(group, "path has more than %d bytes", (int)sizeof beside - 30);
     f.who = __func__;
     f.path = beside;
     f.group = group;
     f.data_at = (int64_t)ddp__tensor_npy_write_head(head, tensor);
-    f.fd = open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    do { /* a file of that name may be left from a process of the same number that was killed */
+        if (snprintf(beside, sizeof beside, "%s.%d.%u.tmp", path, (int)getpid(), __atomic_fetch_add(&files, 1, __ATOMIC_RELAXED)) >= (int)sizeof beside)
+            return DDP__TENSOR_BAD(group, "path has more than %d bytes", (int)sizeof beside - 30);
+        f.fd = open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    } while (f.fd < 0 && errno == EEXIST);
     if (f.fd < 0) return ddp__tensor_file_fail(&f, "making");
     result = ddp__tensor_transfer(&f, head, (size_t)f.data_at, 0, 1);
     if (result == DDP_OK) result = ddp__tensor_values(&f, tensor, 1);

@@ -363,6 +363,21 @@ static void transposes(void **state) {
     }
 }
 
+/* Entries of a tensor without elements may be of any size: where they would lie is not computed. */
+static void vast_and_empty(void **state) {
+    static const int order[3] = {0, 2, 1};
+    static const int64_t offset[3] = {0, INT64_C(1) << 39, 1}, extent[3] = {0, 5, 6};
+    ddp_tensor in = tensor_of(NULL, DDP_F64, 3, 0, INT64_C(1) << 40, INT64_C(1) << 41, 0), out = DDP_ZERO;
+    (void)state;
+    ok(ddp_tensor_transpose(NULL, &in, order, &out));
+    assert_true(out.shape[0] == 0 && out.shape[1] == INT64_C(1) << 41 && out.shape[2] == INT64_C(1) << 40);
+    ddp_tensor_free(NULL, &out);
+    out = in;
+    ok(ddp_tensor_copy_box(NULL, &in, offset, &out, offset, extent));
+    ok(ddp_tensor_pad(NULL, &in, NULL, 1, &out));
+    ddp_tensor_free(NULL, &out);
+}
+
 static void fills_and_pads(void **state) {
     static const double some[] = {0, 1, -1.5, -0.0, 1e30}, bounds[5][2] = {{-128, 127}, {0, 255}, {-2147483648.0, 2147483647.0},
         {-9223372036854775808.0, 9223372036854774784.0}, {0, 18446744073709549568.0}};
@@ -632,6 +647,19 @@ static void npy_damaged(void **state) {
     REFUSED(ddp_tensor_load_npy(NULL, NULL, &t), "path is NULL");
     REFUSED(ddp_tensor_load_npy(NULL, path, NULL), "out is NULL");
     kept = tensor_of(data, DDP_F32, 1, 12, 0, 0, 0);
+    for (int i = 0; i < 1000; i++) { /* files that a process of the same number left when it was killed */
+        char left[128];
+        int fd = (snprintf(left, sizeof left, "%s.%d.%d.tmp", path, (int)getpid(), i), open(left, O_WRONLY | O_CREAT, 0600));
+        assert_true(fd >= 0);
+        close(fd);
+    }
+    ok(ddp_tensor_save_npy(NULL, &kept, path));
+    for (int i = 0; i < 1000; i++) {
+        char left[128];
+        snprintf(left, sizeof left, "%s.%d.%d.tmp", path, (int)getpid(), i);
+        assert_int_equal(unlink(left), 0);
+    }
+    unlink(path);
     memset(data, 0, sizeof data);
     says(ddp_tensor_save_npy(NULL, &kept, "/tmp/ddp_no_such_folder/x.npy"), DDP_ERR_SYSTEM, "making /tmp/ddp_no_such_folder/x.npy");
     says(ddp_tensor_save_npy(NULL, &kept, "/tmp"), DDP_ERR_SYSTEM, "renaming to /tmp: Is a directory");
@@ -848,6 +876,7 @@ static void without_memory(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(create), cmocka_unit_test(views), cmocka_unit_test(copies), cmocka_unit_test(boxes), cmocka_unit_test(transposes),
+        cmocka_unit_test(vast_and_empty),
         cmocka_unit_test(fills_and_pads), cmocka_unit_test(text), cmocka_unit_test(npy_there_and_back), cmocka_unit_test(npy_as_others_write),
         cmocka_unit_test(npy_damaged), cmocka_unit_test(placements), cmocka_unit_test(one_rank), cmocka_unit_test(layouts), cmocka_unit_test(without_memory)};
     watchdog_start(60);
