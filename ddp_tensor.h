@@ -312,7 +312,7 @@ DDPDEF int64_t ddp_tp_linear_out_features(const ddp_tp_linear *linear); /* rows 
    rows is M. bias NULL with no_bias. */
 DDPDEF ddp_result ddp_tp_linear_forward(ddp_tp_linear *linear, const void *weight, const void *bias, const void *x, int64_t rows, void *y);
 /* dy as y, dx as x, weight_grad and bias_grad as weight and bias. In sequence parallelism a column linear gathers x again, in chunks beside the
-   product that gives dx. weight_grad and bias_grad NULL, on every rank alike: gradients of weights are not wanted. */
+   product that gives dx. weight_grad and bias_grad NULL, on every rank that has features alike: gradients of weights are not wanted. */
 DDPDEF ddp_result ddp_tp_linear_backward(ddp_tp_linear *linear, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
                                          void *weight_grad, void *bias_grad);
 
@@ -2382,7 +2382,7 @@ typedef struct ddp__linear_product {
     int forward;
 } ddp__linear_product;
 
-/* Where gradients of weights go. wanted: on every rank alike, also where a rank's weight is empty and its memory NULL. */
+/* Where gradients of weights go. wanted: on every rank alike; one whose weight is empty, and its memory NULL, need not know. */
 typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linear_grads;
 
 /* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
@@ -2572,7 +2572,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
         ddp__linear_columns(l, dy, tp->workspace, rows, 1);
         dy = tp->workspace;
     }
-    if (cuts && grads->wanted) {
+    if (cuts && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
         ddp_work *work = tp->desc.chunk_count > 1 ? &flight->early : NULL;
         DDP__TP_TRY(ddp__tp_all_gather(tp, x, tp->workspace, (size_t)(own_rows * in), tp->desc.dtype, work));
         x = tp->workspace;

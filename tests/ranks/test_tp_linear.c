@@ -270,7 +270,9 @@ static ddp_result linear(const place *at, const char *name, ddp_tp_linear_desc d
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, my_dx, NULL, NULL));
         TRY(compare(at, name, "dx alone", my_dx, dx, xp, 0));
         if (!at->accumulate) memset(my_dw, 0, (size_t)(wp.rows * wp.columns) * ddp_dtype_size(at->dtype));
-        RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, M, NULL, my_dw, my_db));
+        int empty = wp.rows * wp.columns == 0; /* then NULL points at all that there is */
+        RANKS_OK(at->group, ddp_tp_linear_backward(layer, empty ? NULL : r.weight, r.x, r.dy, M, NULL, empty ? NULL : my_dw,
+                                                   empty && column ? NULL : my_db));
         if (!at->accumulate) TRY(compare(at, name, "weight_grad alone", my_dw, dw, wp, 0));
         RANKS_OK(at->group, ddp_tp_linear_backward(layer, r.weight, r.x, r.dy, 0, my_dx, my_dw, my_db)); /* no rows */
         if (!at->accumulate) for (int64_t i = 0; i < wp.rows * wp.columns; i++) RANKS_CHECK(at->group, get(at, my_dw, i) == 0, "%s: no rows", name);
