@@ -2101,7 +2101,7 @@ struct ddp_tp {
 /* Collectives under way inside a call: one that was early, and as many others as there is room for. */
 typedef struct ddp__tp_flight { ddp_work early, works[DDP__TP_WORKS - 1]; int next; } ddp__tp_flight;
 
-typedef struct ddp__tp_field { const char *name; int64_t value; } ddp__tp_field;
+typedef struct ddp__tp_field { const char *name; int64_t value; int is_real; /* value has the bits of a double */ } ddp__tp_field;
 
 /* What ranks tell each other when they create something together. */
 typedef struct ddp__tp_notice {
@@ -2128,8 +2128,17 @@ static int64_t ddp__tp_cut(int64_t n, int rank, int world_size, int64_t *begin) 
     return n - first < piece ? n - first : piece;
 }
 
+static const char *ddp__tp_value_text(const ddp__tp_field *field, int64_t value, char text[32]) {
+    double real;
+    memcpy(&real, &value, sizeof real);
+    if (field->is_real) snprintf(text, 32, "%.9g", real);
+    else snprintf(text, 32, "%lld", (long long)value);
+    return text;
+}
+
 static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp__tp_notice *all, const ddp__tp_field *fields, int count) {
     int me = ddp_rank(group), world_size = ddp_world_size(group);
+    char text[2][32];
     for (int r = 0; r < world_size; r++)
         if (all[(me + r) % world_size].result != DDP_OK)
             return ddp_fail((ddp_result)all[(me + r) % world_size].result, "%s", all[(me + r) % world_size].text);
@@ -2139,8 +2148,8 @@ static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp_
                                 all[0].call, r, all[r].call);
         for (int f = 0; f < count; f++)
             if (all[r].value[f] != all[0].value[f])
-                return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "%s is %lld on rank 0 and %lld on rank %d; give every rank the same",
-                                    fields[f].name, (long long)all[0].value[f], (long long)all[r].value[f], r);
+                return DDP__TP_FAIL(group, DDP_ERR_MISMATCH, call, "%s is %s on rank 0 and %s on rank %d; give every rank the same", fields[f].name,
+                                    ddp__tp_value_text(&fields[f], all[0].value[f], text[0]), ddp__tp_value_text(&fields[f], all[r].value[f], text[1]), r);
     }
     return DDP_OK;
 }
@@ -2308,7 +2317,7 @@ static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
     const char *call = "ddp_tp_create";
-    ddp__tp_field fields[5];
+    ddp__tp_field fields[5] = DDP_ZERO;
     size_t bytes = 0;
     ddp_tp_desc d;
     ddp_tp *tp;
@@ -2706,7 +2715,7 @@ static int ddp__linear_fields(const ddp_tp_linear *l, ddp__tp_field *fields) {
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
     const char *call = "ddp_tp_linear_create";
-    ddp__tp_field fields[DDP__TP_FIELDS];
+    ddp__tp_field fields[DDP__TP_FIELDS] = DDP_ZERO;
     ddp_tp_linear made, *l;
     ddp_result result = DDP_OK;
     size_t bytes = 0;
@@ -2929,7 +2938,7 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
 
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
     const char *call = "ddp_tp_mlp_create";
-    ddp__tp_field fields[4];
+    ddp__tp_field fields[4] = DDP_ZERO;
     ddp_tp_mlp made, *m;
     ddp_result result = DDP_OK;
     size_t bytes = 0;
@@ -3040,7 +3049,7 @@ static ddp_result ddp__tp_embedding_resolve(const ddp_tp *tp, const ddp_tp_embed
 
 DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, const ddp_tp_embedding_desc *desc) {
     ddp_tp_embedding_desc d;
-    ddp__tp_field fields[3];
+    ddp__tp_field fields[3] = DDP_ZERO;
     ddp_tp_embedding *embedding;
     size_t bytes = 0;
     ddp_result result;
@@ -3340,7 +3349,7 @@ static ddp_result ddp__tp_norm_resolve(const ddp_tp *tp, const ddp_tp_layer_norm
 
 DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, const ddp_tp_layer_norm_desc *desc) {
     ddp_tp_layer_norm_desc d;
-    ddp__tp_field fields[3];
+    ddp__tp_field fields[3] = DDP_ZERO;
     ddp_tp_layer_norm *norm;
     ddp_result result;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
@@ -3350,7 +3359,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, 
     if (!norm && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     fields[0].name = "channels", fields[0].value = d.channels;
     fields[1].name = "rms", fields[1].value = d.rms;
-    fields[2].name = "eps, as bits,";
+    fields[2].name = "eps", fields[2].is_real = 1;
     memcpy(&fields[2].value, &d.eps, sizeof d.eps);
     result = ddp__tp_settle(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size));
     if (result != DDP_OK) return ddp_group_mfree(tp->group, norm), result;
