@@ -24,6 +24,7 @@ A STEP
     the sample at the end gather unit by unit: under full no rank ever holds the whole model. */
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
+#include "folder.h"
 #include "train.h"
 
 static const flag FLAGS[] = {
@@ -54,87 +55,6 @@ static void check_strategy(run_options *o) {
     o->dealt = s == DDP_FSDP_FULL_SHARD || s == DDP_FSDP_SHARD_GRAD;
 }
 
-//== checkpoint ======================================================================================== >>checkpoint
-
-/* A folder written by ddp_fsdp_save. What decides the bits of the run is in the state: whole numbers in `user`, others in `rng`. */
-#define STATE_MAGIC UINT64_C(0x6770742d66736470)
-
-static void state_fill(ddp_fsdp_state *s, const run_plan *p) {
-    const run_config *c = &p->config;
-    const int32_t numbers[] = {c->layers, c->heads, c->channels, c->context, c->batch, c->micro_batch, c->steps};
-    for (int i = 0; i < 7; i++) s->user[i] = numbers[i];
-    s->rng[0] = (uint64_t)c->seed;
-    s->rng[1] = p->text_hash;
-    memcpy(&s->rng[2], &c->lr, sizeof c->lr);
-    s->rng[3] = STATE_MAGIC;
-}
-
-static void state_read(const ddp_fsdp_state *s, run_saved *saved) {
-    run_config *c = &saved->config;
-    int32_t *const numbers[] = {&c->layers, &c->heads, &c->channels, &c->context, &c->batch, &c->micro_batch, &c->steps};
-    for (int i = 0; i < 7; i++) *numbers[i] = s->user[i] >= 1 && s->user[i] <= 1e9 ? (int32_t)s->user[i] : 1;
-    c->seed = (int64_t)s->rng[0];
-    memcpy(&c->lr, &s->rng[2], sizeof c->lr);
-    saved->text_hash = s->rng[1];
-    saved->step = s->step;
-    saved->data = s->sampler;
-}
-
-/* Reads count numbers behind "key": in a state.json; 0 when they are not there. */
-static int numbers_after(const char *text, const char *key, int count, uint64_t *out) {
-    const char *at = strstr(text, key);
-    char *end;
-    if (!at) return 0;
-    at += strlen(key);
-    for (int i = 0; i < count; i++) {
-        at += strspn(at, ": [,");
-        out[i] = strtoull(at, &end, 10);
-        if (end == at) return 0;
-        at = end;
-    }
-    return 1;
-}
-
-/* Rank 0: the run that a checkpoint is from, which decides the model's shape; ddp_fsdp_load reads all of it, and finds what is damaged. */
-static ddp_result checkpoint_read(const char *path, run_saved *saved) {
-    char name[4096], text[8192];
-    uint64_t user[7], step;
-    ddp_fsdp_state state = DDP_ZERO;
-    size_t size;
-    FILE *file;
-    snprintf(name, sizeof name, "%s/state.json", path);
-    file = fopen(name, "rb");
-    if (!file) return WRONG("--resume %s: %s; give a folder that --checkpoint has written", name, strerror(errno));
-    size = fread(text, 1, sizeof text - 1, file);
-    text[size] = 0;
-    fclose(file);
-    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng) || !numbers_after(text, "\"user\"", 7, user) ||
-        state.rng[3] != STATE_MAGIC)
-        return WRONG("--resume %s: this is no checkpoint of train_gpt_fsdp; give a folder that --checkpoint has written", path);
-    state.step = (int64_t)step;
-    memcpy(state.user, user, sizeof user); /* the file has the bits of doubles */
-    state_read(&state, saved);
-    return DDP_OK;
-}
-
-/* Whether a checkpoint can be made there or replaced, asked at the start. Leaves everything as it was. */
-static ddp_result check_folder(const char *path) {
-    char state[4096];
-    struct stat info;
-    struct dirent *entry;
-    int there = stat(path, &info) == 0, files = 0;
-    DIR *folder;
-    if (there && !S_ISDIR(info.st_mode)) return WRONG("%s cannot be written, it is not a folder; remove it or choose another place", path);
-    if (there ? access(path, W_OK) != 0 : mkdir(path, 0777) != 0 || rmdir(path) != 0)
-        return WRONG("%s cannot be written: %s; choose a place where it can", path, strerror(errno));
-    folder = there ? opendir(path) : NULL;
-    while (folder && (entry = readdir(folder)) != NULL) files += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
-    if (folder) closedir(folder);
-    snprintf(state, sizeof state, "%s/state.json", path);
-    if (files && stat(state, &info) != 0) return WRONG("%s cannot be written, it holds other files; choose another place", path);
-    return DDP_OK;
-}
-
 //== trainer ============================================================================================== >>trainer
 
 /* One rank. */
@@ -162,8 +82,8 @@ static ddp_result plan_run(trainer *t) {
     if (r->world_size % replicas) return WRONG("--replicas %d does not divide %d ranks; use a divisor", replicas, r->world_size);
     if (replicas > 1 && !is_power(inner))
         return WRONG("--replicas %d on %d ranks splits the model over %d ranks; use 2^k of them, so that sums keep their tree", replicas, r->world_size, inner);
-    if (o->checkpoint) TRY(check_folder(o->checkpoint));
-    if (o->resume) TRY(checkpoint_read(o->resume, &saved));
+    if (o->checkpoint) TRY(folder_check(o->checkpoint));
+    if (o->resume) TRY(folder_read(r->options, &saved));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &saved : NULL, &r->text);
 }
 
@@ -326,7 +246,7 @@ static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
     if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
-    state_fill(&t->state, &r->plan);
+    folder_state(&t->state, &r->plan);
     TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
     return ddp_fsdp_save(t->fsdp, r->options->checkpoint);
 }
