@@ -575,6 +575,7 @@ static ddp_result run_finish(run *r, double validation, uint64_t hash) {
 
 typedef struct job {
     run_options options;
+    int ranks; /* to start where --ranks does not say; 0 = one per core */
     int quiet; /* this process is a rank of a launcher, and not rank 0 */
 } job;
 
@@ -591,7 +592,7 @@ static int run_main(job *j, ddp_rank_fn rank_main) {
     ddp_launch_desc desc = DDP_ZERO;
     ddp_result result;
     if (j->options.help && !j->options.wrong[0]) { print_help(j->options.program); return 0; }
-    desc.world_size = j->options.wrong[0] ? 1 : j->options.ranks;
+    desc.world_size = j->options.wrong[0] ? 1 : j->options.ranks ? j->options.ranks : j->ranks;
     desc.mode = j->options.threads_as_ranks ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     result = ddp_launch(&desc, rank_main, j);
     if (result != DDP_OK && !j->quiet) fprintf(stderr, "%s: %s\n", j->options.program->name, ddp_last_error());
