@@ -87,7 +87,7 @@ typedef struct trainer {
     int64_t *starts;                 /* windows of this replica's part of the batch */
     int64_t validating;              /* number of this replica's first validation micro-batch of an evaluation */
     double *each;                    /* losses */
-    ddp_pipeline_stats stats;        /* of the last step */
+    ddp_pipeline_stats stats;        /* of the run's last step */
 } trainer;
 
 /* What flags leave open of the mesh. */
@@ -433,7 +433,6 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     double start = ddp_now();
     for (int i = 0; i < r->plan.config.batch / t->dp; i++) t->starts[i] = next_window(r);
     TRY(ddp_pipeline_step(t->pipeline));
-    TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
     TRY(keep_losses(t, first, count));
     TRY(clip(t, norm));
     TRY(ddp_fsdp_step(t->fsdp, learning_rate(&r->plan.config, step)));
@@ -532,6 +531,7 @@ static ddp_result train(trainer *t) {
     for (int64_t step = r->plan.first_step + 1; step <= r->plan.config.steps; step++) {
         TRY(train_step(t, step, &loss, &norm));
         run_report_step(r, step, loss, norm);
+        if (step == r->plan.config.steps) TRY(ddp_pipeline_get_stats(t->pipeline, &t->stats));
         if (is_validation_step(r, step)) TRY(evaluate(t, step, &validation));
     }
     return finish(t, validation);

@@ -9,7 +9,6 @@ seq 1 300 > text # short: the run goes through several epochs
 run="--layers 1 --heads 2 --channels 16 --context 16 --micro-batch 2 --lr 0.01 --seed 7"
 
 tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
-hash_of() { grep '^weights hash' "$1.out"; }
 
 # --- every strategy on every number of ranks ---
 

@@ -12,15 +12,6 @@ tables='/^  ranks  /,/^$/d'
 steps=20 kinds='processes threads'
 if [ "$slowdown" -gt 1 ]; then steps=3 kinds=threads; fi
 
-losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
-# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four digits that are shown.
-close() {
-    losses "$1" > "$1.losses"
-    losses "${2:-whole}" > as.losses
-    paste as.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad || !NR }' ||
-        { paste as.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
-}
-hash_of() { tail -n 1 "$1.out"; }
 # sent NAME: elements per rank and step, from the table.
 sent() { grep -A 1 '^  ranks   tp' "$1.all" | awk 'NR == 2 { print $6 }'; }
 

@@ -22,6 +22,17 @@ train_with() {
     comparable "$name"
     ended "$name"
 }
+# losses NAME: every loss that NAME.out shows.
+losses() { grep -o 'loss [0-9][0-9.]*' "$1.out" | cut -d ' ' -f 2; }
+# close NAME [AS]: as many losses as train_gpt has printed in the run AS, each within the last of the four digits that are shown.
+close() {
+    losses "$1" > "$1.losses"
+    losses "${2:-whole}" > as.losses
+    paste as.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.00011 || $2 - $1 > 0.00011 { bad = 1 } END { exit bad || !NR }' ||
+        { paste as.losses "$1.losses" >&2; fail "$1: the losses are not those of train_gpt"; }
+}
+# hash_of NAME: the last line.
+hash_of() { tail -n 1 "$1.out"; }
 state() { find . -type f -exec cksum {} + | sort; find . -type d | sort; }
 # refused EXPECTED FLAGS...: $problem says what is not as it should be: exit status 1, one sentence on stderr, after the program's name, with EXPECTED in it, and
 # no file made or changed since before=$(state). $output is what was said.
