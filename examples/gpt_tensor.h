@@ -7,11 +7,12 @@
                     linear    heads     linear                           linear         linear
 
     Nothing is sent between a column linear and its row linear; behind the row linear a sum over the group is due, and in backward one behind the column
-    linear. In sequence parallelism what is outside of these pairs, stream and norms, is cut by tokens, and sums become reduce-scatters and all-gathers.
+    linear. In sequence parallelism what is outside of these pairs, stream and norms, is cut by tokens, and sums become reduce-scatters and
+    all-gathers.
     The embedding's rows, which the head uses too, are cut along the vocabulary, and so is the loss.
 
-    Values and gradients are the trainer's: tables of a pointer for each parameter, of which a call uses those of its unit. All calls that compute are collective
-    over the group. */
+    Values and gradients are the trainer's: tables of a pointer for each parameter, of which a call uses those of its unit. All calls that compute are
+    collective over the group. */
 #ifndef DDP_EXAMPLE_GPT_TENSOR_H
 #define DDP_EXAMPLE_GPT_TENSOR_H
 
@@ -305,8 +306,8 @@ static ddp_result gpt_tensor_block_backward(const gpt_tensor *m, int layer, cons
     return gpt_tensor_ready(m, w.first + GPT_LN1_BIAS, w.first + GPT_LN1_WEIGHT);
 }
 
-/* From d (S, C). Positions are whole on every rank; in sequence parallelism each sees its tokens alone, and their gradients add up over the group, as those of
-   norms do inside their layer. */
+/* From d (S, C). Positions are whole on every rank; in sequence parallelism each sees its tokens alone, and their gradients add up over the group,
+   as those of norms do inside their layer. */
 static ddp_result gpt_tensor_embed_backward(const gpt_tensor *m, const int *tokens, const float *d) {
     int64_t C = m->config.channels;
     size_t positions = (size_t)m->config.context * (size_t)C;

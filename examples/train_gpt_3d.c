@@ -37,7 +37,7 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--pp", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS, "N stages of the pipeline; default 1"},
-    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N ranks that share the batch and split what they train; default: what pp and tp leave"},
+    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N ranks that share the batch and split a stage; default: what pp and tp leave"},
     {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N ranks that matrices are cut over; default 1"},
     {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
@@ -48,7 +48,7 @@ static const run_program PROGRAM = {"train_gpt_3d", "trains a byte-level GPT on 
 
 //== trainer ============================================================================================== >>trainer
 
-/* A box of a parameter, as ddp_fsdp has it: for every parameter of the model on every rank, so that all list the same tensors. Of other stages' it has no rows. */
+/* A box of a parameter, as ddp_fsdp has it. Every rank has some of every parameter, so that all list the same tensors: of other stages', no rows. */
 typedef struct slice {
     int param, box;
     int here;            /* this rank's stage has it */
@@ -126,10 +126,10 @@ static ddp_result plan_run(trainer *t) {
     const run_options *o = r->options;
     run_saved saved;
     memset(&saved, 0, sizeof saved);
-    if (!o->wrong[0] && o->resume) TRY(folder_read(o, &saved));
-    if (!o->wrong[0]) TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
     TRY(check_options(o, r->world_size));
     if (o->checkpoint) TRY(folder_check(o->checkpoint));
+    if (o->resume) TRY(folder_read(o, &saved));
+    TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
     TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
     TRY(gpt_tensor_check(r, t->tp));
     TRY(make_schedule(t));
@@ -205,8 +205,8 @@ static void describe_slice(trainer *t, slice *s, ddp_fsdp_param *p) {
     if (info->tied_to >= 0) p->tied_to = t->run.infos[info->tied_to].name;
 }
 
-/* What ddp_fsdp and the runner need of the parameters. The head's matrix is a second use of the embedding's where both are on one stage; otherwise both stages have
-   "wte", the same rows with the same gradients. */
+/* What ddp_fsdp and the runner need of the parameters. The head's matrix is a second use of the embedding's where both are on one stage; otherwise
+   both stages have "wte", the same rows with the same gradients. */
 static ddp_result build_slices(trainer *t) {
     size_t room = 3 * (size_t)t->model.param_count, fused = 0;
     t->slices = (slice *)calloc(room, sizeof *t->slices);
@@ -441,8 +441,8 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     return run_check_step(step, *loss, *norm);
 }
 
-/* Mean loss over the validation windows, as many micro-batches at a time as a step has. Replicas take contiguous shares; where one is short, it runs along with the
-   others. Collective. */
+/* Mean loss over the validation windows, as many micro-batches at a time as a step has. Replicas take contiguous shares; where one is short, it runs
+   along with the others. Collective. */
 static ddp_result validate(trainer *t, double *loss) {
     run *r = &t->run;
     int64_t count = validation_micro_batches(&r->plan), share = (count + t->dp - 1) / t->dp, first = ddp_rank(t->replicas) * share;
@@ -575,7 +575,8 @@ static int mesh_ranks(run_options *o) {
     int64_t pp = o->stages ? o->stages : 1, dp = o->replicas ? o->replicas : 1, tp = o->tensor ? o->tensor : 1, ranks = pp * dp * tp;
     if (ranks <= DDP_MAX_LOCAL_RANKS) return o->stages || o->replicas || o->tensor ? (int)ranks : 0;
     if (!o->wrong[0])
-        snprintf(o->wrong, sizeof o->wrong, "--pp %d x --dp %d x --tp %d are %lld ranks; use %d at most", (int)pp, (int)dp, (int)tp, (long long)ranks, DDP_MAX_LOCAL_RANKS);
+        snprintf(o->wrong, sizeof o->wrong, "--pp %d x --dp %d x --tp %d are %lld ranks; use %d at most", (int)pp, (int)dp, (int)tp, (long long)ranks,
+                 DDP_MAX_LOCAL_RANKS);
     return 1;
 }
 

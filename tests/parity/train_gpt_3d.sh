@@ -57,8 +57,8 @@ elif command -v mpirun > /dev/null; then
     mpirun --version | grep -q 'Open MPI' && flags="--allow-run-as-root --oversubscribe"
     # A shell around each rank, because mpirun gives ranks a terminal, on which the trainer overwrites lines.
     # shellcheck disable=SC2086,SC2016
-    timeout "$limit" mpirun $flags -n 8 sh -c '"$@" > mpi$OMPI_COMM_WORLD_RANK$PMI_RANK.out' sh "$program" $run --steps $steps --pp 2 --tp 2 text > mpi.log 2>&1 ||
-        fail "mpirun: $(cat mpi.log)"
+    timeout "$limit" mpirun $flags -n 8 sh -c '"$@" > mpi$OMPI_COMM_WORLD_RANK$PMI_RANK.out' sh "$program" $run --steps $steps --pp 2 --tp 2 text \
+        > mpi.log 2>&1 || fail "mpirun: $(cat mpi.log)"
     grep -q ' 8 ranks' mpi0.out || fail "not a world of 8 ranks: $(head -n 1 mpi0.out)"
     close mpi0
     same_hash "2 2 2 threads" mpi0
