@@ -6,7 +6,8 @@
 whole=$(dirname "$program")/$(basename "$program" | sed 's/_3d//')
 
 seq 1 300 > text # short: the run goes through several epochs
-run="--heads 4 --channels 16 --context 16 --micro-batch 2 --batch 16 --lr 0.01 --seed 7 --layers 2"
+# With three blocks of so few channels each of two stages has one or two.
+run="--heads 4 --channels 16 --context 16 --micro-batch 2 --batch 16 --lr 0.01 --seed 7 --layers 3"
 tables='/^  ranks  /,/^$/d'
 steps=10 kinds='processes threads'
 if [ "$slowdown" -gt 1 ]; then steps=3 kinds=threads; fi
@@ -43,7 +44,7 @@ same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(
     same_hash "1 1 1 threads" deep
     mesh sequence 2 2 2 $run --steps $steps --threads-as-ranks --sequence-parallel
     close sequence
-    odd="--heads 3 --channels 12 --context 15 --micro-batch 1 --batch 6 --lr 0.01 --layers 2 --steps 3"
+    odd="--heads 3 --channels 12 --context 15 --micro-batch 1 --batch 6 --lr 0.01 --layers 3 --steps 3"
     train_with odd "$whole" $odd --ranks 1
     mesh odd3 2 3 1 $odd --threads-as-ranks
     close odd3 odd
@@ -99,7 +100,7 @@ before=$(state)
     wrong "--pp 3 x --tp 1 does not divide 4 ranks; use --ranks 6" $run --ranks 4 --pp 3 text
     wrong "--pp 8 x --dp 8 x --tp 8 are 512 ranks; use 64 at most" $run --pp 8 --dp 8 --tp 8 text
     wrong "--heads 4 cannot be dealt out to --tp 3 ranks; use --tp 2" $run --tp 3 text
-    wrong "use --layers 3 or more" $run --pp 5 text
+    wrong "use --layers 4 or more" $run --pp 6 text
     wrong "use --context 16" $run --micro-batch 1 --context 15 --tp 2 --sequence-parallel text
     wrong "use --batch 16" $run --batch 14 --dp 4 text
     wrong "use --channels 16" $run --channels 15 --pp 2 text
@@ -110,7 +111,7 @@ before=$(state)
     wrong "holds other files" $run --dp 2 --checkpoint other text
     wrong "No such file" --dp 2 --resume missing text
     wrong "checksum" --pp 2 --dp 2 --resume damaged text
-    wrong "was trained with --layers 2, not 3" --pp 2 --layers 3 --resume here text
+    wrong "was trained with --layers 3, not 2" --pp 2 --layers 2 --resume here text
     wrong "use --steps 3 or more" --pp 2 --steps 2 --resume here text
     wrong "use --tp 2" --resume here --tp 3 text
 }
