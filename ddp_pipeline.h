@@ -2274,7 +2274,7 @@ typedef struct ddp__pipe_pool {
     int *order;            /* IN: of each micro-batch, its place in the peer's stream */
     ddp_work *works;       /* OUT, IN: of each slot */
     uint64_t *notes;       /* in place: of each slot */
-    uint64_t *returned;    /* in place, OUT: notes that come back, one after the other; IN: those that go */
+    uint64_t *returned;    /* in place, OUT: notes that come back, one after the other, as many as slots; IN: those that go, of each micro-batch */
     ddp_work *returns;
     uint64_t lent, back;   /* in place, OUT: notes that went, and that came back, ever */
     unsigned char *memory; /* in place: the shared memory of the rank that makes the tensor */
@@ -2612,11 +2612,21 @@ static int ddp__pipe_in_flight(const ddp_schedule *s, int stage) {
    Way 1, gradients: where the maker's action stands, every lent slot is of a micro-batch whose F of stage `from` has begun, and whose end there, which gives the
    slot back, has not been heard of. At the latest action of `from` that has been heard of these are all in flight: so many are enough. Way 0: such a micro-batch
    is in flight at `from` itself, or has ended there; then its I of stage `to` has been, and only its W, if I and W are two, is still to come: it is in flight
-   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it. */
-static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp__pipe_link *link, int way) {
+   at the latest action of `to` that has been heard of. Where tensors are copied, it is the slots of the reader that wait for it.
+
+   What comes back may stand behind messages of that rank which are not asked for yet: not if a gradient came from there later, and was asked for after all of
+   them. Where it is by others alone that the maker hears of `to`, and there are such messages, it waits for nothing: each micro-batch has a slot. */
+static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *edges, const ddp_pipeline_edge *link, int way) {
     const ddp_schedule *s = p->schedule;
-    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0;
+    int slots = ddp__pipe_in_flight(s, link->from), rank = s->stage_rank[link->to], split = 0, heard = 0, more = 0;
     for (int i = s->first[rank]; i < s->first[rank + 1]; i++) split |= s->actions[i].stage == link->to && s->actions[i].kind == DDP_ACTION_WEIGHT_GRAD;
+    for (int i = 0; i < p->link_count && p->in_place && !way; i++) {
+        const ddp_pipeline_edge *e = &edges[i];
+        int from = s->stage_rank[e->from], to = e->to < p->stage_count ? s->stage_rank[e->to] : -1, back = from == p->rank && to == rank && !e->no_grad;
+        heard |= back && e->from >= link->from && e->to <= link->to;
+        more |= back || (from == rank && to == p->rank);
+    }
+    if (more && !heard) return p->microbatch_count;
     if (p->in_place && !way && split) slots += ddp__pipe_in_flight(s, link->to);
     return ddp__pipe_min(slots, p->microbatch_count);
 }
@@ -2649,7 +2659,7 @@ static ddp_result ddp__pipe_links(ddp_pipeline *p, const ddp_pipeline_edge *edge
             pool->tag = 2 * i + way;
             pool->bytes = ddp__pipe_bytes(&pool->tensor);
             pool->stride = ddp__pipe_pad(pool->bytes);
-            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, link, way);
+            if (pool->kind == DDP__PIPE_OUT) pool->count = ddp__pipe_out_slots(p, edges, e, way);
             DDP__PIPE_TRY(ddp__pipe_pool_tables(p, pool));
         }
     }
@@ -2727,19 +2737,21 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, int peer) {
 }
 
 static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
+    int returns;
     if (!pool->kind) return DDP_OK;
     if (pool->kind == DDP__PIPE_IN) pool->count = ddp__pipe_min(pool->count + p->prefetch, p->microbatch_count);
+    returns = pool->kind == DDP__PIPE_IN ? p->microbatch_count : pool->count;
     if (pool->stride > (SIZE_MAX / 2 - *bytes) / ((size_t)pool->count + 1))
         return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %d micro-batches at a time of %zu bytes each", pool->count, pool->stride);
-    if (pool->kind != DDP__PIPE_HERE) p->works += (p->in_place ? 2 : 1) * pool->count;
+    if (pool->kind != DDP__PIPE_HERE) p->works += pool->count + (p->in_place ? returns : 0);
     DDP__PIPE_NEW(p, pool->works, ddp_work, pool->count);
     DDP__PIPE_NEW(p, pool->free_slots, int, pool->count);
     pool->free_count = pool->count;
     for (int i = 0; i < pool->count; i++) pool->free_slots[i] = pool->count - 1 - i;
     if (pool->kind != DDP__PIPE_HERE && p->in_place) {
         DDP__PIPE_NEW(p, pool->notes, uint64_t, pool->count);
-        DDP__PIPE_NEW(p, pool->returned, uint64_t, pool->count);
-        DDP__PIPE_NEW(p, pool->returns, ddp_work, pool->count);
+        DDP__PIPE_NEW(p, pool->returned, uint64_t, returns);
+        DDP__PIPE_NEW(p, pool->returns, ddp_work, returns);
         if (pool->kind == DDP__PIPE_IN) return DDP_OK;
     }
     p->stats.activation_bytes += pool->stride * (size_t)pool->count;
@@ -2840,7 +2852,8 @@ static void ddp__pipe_take(const ddp_pipeline *p, ddp__pipe_pool *pool, int micr
 
 static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + p->desc.tie_count + pool->tag; }
 
-/* Nobody of this rank reads it any more. What another rank made in place goes back to it. */
+/* Nobody of this rank reads it any more. What another rank made in place goes back to it, and no action waits until it is there: at most, it waits for what
+   went in an earlier step. */
 static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
     int slot;
     if (!pool->kind) return DDP_OK;
@@ -2848,9 +2861,9 @@ static ddp_result ddp__pipe_give(const ddp_pipeline *p, ddp__pipe_pool *pool, in
     slot = pool->free_slots[pool->free_count++] = pool->slot[microbatch];
     pool->slot[microbatch] = -1;
     if (pool->kind != DDP__PIPE_IN || !p->in_place) return DDP_OK;
-    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[slot]));
-    pool->returned[slot] = pool->notes[slot];
-    return ddp_send(p->group, &pool->returned[slot], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[slot]);
+    DDP__PIPE_TRY(ddp_wait(p->group, &pool->returns[microbatch]));
+    pool->returned[microbatch] = pool->notes[slot];
+    return ddp_send(p->group, &pool->returned[microbatch], 1, DDP_U64, pool->peer, ddp__pipe_tag_back(p, pool), &pool->returns[microbatch]);
 }
 
 static void *ddp__pipe_at(const ddp__pipe_pool *pool, int microbatch) {
@@ -2948,7 +2961,9 @@ static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
         for (int k = 0; k < pool->count && pool->works; k++) {
             result = ddp_wait(p->group, &pool->works[k]);
             if (first == DDP_OK) first = result;
-            result = returns && pool->kind == DDP__PIPE_IN && p->in_place ? ddp_wait(p->group, &pool->returns[k]) : DDP_OK;
+        }
+        for (int k = 0; k < p->microbatch_count && returns && pool->kind == DDP__PIPE_IN && pool->returns; k++) {
+            result = ddp_wait(p->group, &pool->returns[k]);
             if (first == DDP_OK) first = result;
         }
         while (returns && pool->back < pool->lent) {
