@@ -4052,7 +4052,7 @@ static void ddp__admit(ddp__venue *v) {
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
         ddp__peer *p = stranger + v->next % DDP__STRANGERS;
         if (p->fd >= 0 && accepted) break;
-        if ((fd = accept(end->fd, NULL, NULL)) < 0) { full = errno == EMFILE || errno == ENFILE; break; }
+        if ((fd = accept(end->fd, NULL, NULL)) < 0) { full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0); break; }
         if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
         if (p->fd >= 0) ddp__turn_away(v, p, "it did not say who it is, and others are waiting", 0);
         fcntl(fd, F_SETFD, FD_CLOEXEC);
