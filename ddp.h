@@ -919,7 +919,7 @@ struct ddp_group {
 //== errors ============================================================================================ >>impl-error
 
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
-static DDP__THREAD_LOCAL int ddp__sweeping; /* 1 = this thread polls all messages one by one, and has just moved all on */
+static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
@@ -2959,7 +2959,7 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     ddp__local *l = (ddp__local *)state;
     ddp__request *r = (ddp__request *)request, **link = &l->requests;
     int failed = 0;
-    if (!ddp__sweeping) ddp__local_progress(group, l, r, 1);
+    if (ddp__sweeping != group) ddp__local_progress(group, l, r, 1);
     DDP__LOCKED(&l->p2p_lock) {
         if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
             l->looked_for_lost = ddp_now();
@@ -3413,7 +3413,7 @@ static void ddp__p2p_step(ddp_group *group, ddp__op *op) {
     ddp__op_end(group, op, result);
 }
 
-static void ddp__p2p_step_all(ddp_group *group) { for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) != NULL) ddp__p2p_step(group, op); }
+static void ddp__p2p_step_all(ddp_group *group) { for (ddp__op *op = group->p2p; op; ddp__sweeping = (op = op->next) ? group : NULL) ddp__p2p_step(group, op); }
 static void ddp__p2p_rest(ddp_group *group, int timeout_ms) {
     if (group->backend->p2p_sleep) group->backend->p2p_sleep(group, group->state, timeout_ms);
     else if (timeout_ms == 0) sched_yield();
