@@ -45,32 +45,34 @@ static double median(double *x, int count) {
 /* A trainer of one block whose input and output's gradient are noise. Collective. */
 static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_group *world, job *j) {
     run *r = &t->run;
+    gpt_tensor *m = &t->model;
     size_t floats = 0;
     run_init(r, world, j);
     r->options = options;
     r->plan.config.layers = 1, r->plan.config.channels = u->channels, r->plan.config.heads = u->heads, r->plan.config.context = u->context;
     r->plan.config.micro_batch = r->plan.config.batch = u->sequences, r->plan.config.seed = 1;
     TRY(build_model(t));
-    for (int i = 0; i < t->param_count; i++) floats += GPT_ROUND_UP((size_t)(t->pieces[i].rows * t->pieces[i].columns), 16);
+    for (int i = 0; i < m->param_count; i++) floats += GPT_ROUND_UP((size_t)(m->pieces[i].rows * m->pieces[i].columns), 16);
     t->grads[0] = (float *)calloc(floats, sizeof(float));
     if (!t->grads[0]) return run_no_room();
-    for (int i = 1; i < t->param_count; i++) t->grads[i] = t->grads[i - 1] + GPT_ROUND_UP((size_t)(t->pieces[i - 1].rows * t->pieces[i - 1].columns), 16);
-    for (int64_t i = 0; i < t->rows * t->config.channels; i++) t->acts[0].in[i] = (float)(gpt_random(3, (uint64_t)i) >> 40) * 0x1p-23f - 1;
+    for (int i = 1; i < m->param_count; i++) t->grads[i] = t->grads[i - 1] + GPT_ROUND_UP((size_t)(m->pieces[i - 1].rows * m->pieces[i - 1].columns), 16);
+    for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->streams[0][i] = (float)(gpt_random(3, (uint64_t)i) >> 40) * 0x1p-23f - 1;
     return DDP_OK;
 }
 
 /* One block. Nobody averages its gradients: without an accumulator they are announced to nobody. Collective. */
 static ddp_result run_block(trainer *t, figures *f, int round) {
     ddp_tp_stats stats = DDP_ZERO;
+    gpt_tensor *m = &t->model;
     double seconds, waiting;
-    for (int64_t i = 0; i < t->rows * t->config.channels; i++) t->d[i] = 0x1p-10f * t->acts[0].in[i];
-    ddp_tp_reset_stats(t->tp);
+    for (int64_t i = 0; i < m->rows * m->config.channels; i++) t->d[i] = 0x1p-10f * t->streams[0][i];
+    ddp_tp_reset_stats(m->tp);
     TRY(ddp_barrier(t->run.world));
     seconds = ddp_now();
-    TRY(block_forward(t, 0));
-    TRY(block_backward(t, 0));
+    TRY(gpt_tensor_block_forward(m, 0, t->streams[0], &t->acts[0], t->streams[1]));
+    TRY(gpt_tensor_block_backward(m, 0, t->streams[0], &t->acts[0], t->d, t->d));
     seconds = ddp_now() - seconds;
-    TRY(ddp_tp_get_stats(t->tp, &stats));
+    TRY(ddp_tp_get_stats(m->tp, &stats));
     waiting = stats.comm_seconds;
     TRY(ddp_all_reduce(t->run.world, &seconds, &seconds, 1, DDP_F64, DDP_OP_MAX, NULL));
     TRY(ddp_all_reduce(t->run.world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
@@ -96,7 +98,7 @@ static ddp_result measure(ddp_group *world, ddp_group *one, setup *u, trainer *t
         for (int v = 0; v < count; v++) {
             int turn = round % 2 ? count - 1 - v : v;
             TRY(ddp_barrier(world));
-            if (trainers[turn].tp) TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
+            if (trainers[turn].model.tp) TRY(run_block(&trainers[turn], &u->of[u->world][turn], round));
         }
     return DDP_OK;
 }
