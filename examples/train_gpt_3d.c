@@ -484,7 +484,7 @@ static ddp_result gather_whole(trainer *t, int param) {
 
 static ddp_result print_table(const trainer *t) {
     const run *r = &t->run;
-    ddp_fsdp_memory memory;
+    ddp_fsdp_memory memory = DDP_ZERO;
     TRY(ddp_fsdp_get_memory(t->fsdp, &memory));
     if (r->rank != 0) return DDP_OK;
     printf("\n  ranks   pp   dp   tp   micro-batches   tokens/s   bubble predicted   measured   bytes of values and moments on rank 0\n");
