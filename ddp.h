@@ -6814,7 +6814,7 @@ DDPDEF void ddp_join_destroy(ddp_join *join) {
 #ifndef DDP__RANDPERM_INSIDE_OUT_FROM
 #define DDP__RANDPERM_INSIDE_OUT_FROM INT64_C(214748364)   /* UINT32_MAX / 20, PyTorch's own bound; tests lower it */
 #endif
-enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__SAMPLER_AHEAD = 32 };
+enum { DDP__MT_WORDS = 624, DDP__MT_SHIFT = 397, DDP__SAMPLER_AHEAD = (int)(sizeof ((ddp_sampler *)0)->ahead / 8) };
 #define DDP__SAMPLER_WINDOW INT64_C(4000000)
 #define DDP__SAMPLER_FIRST_SPAN 4096                       /* positions that the first window of an epoch reaches over */
 

@@ -1220,10 +1220,10 @@ DDPDEF ddp_result ddp_tensor_save_npy(ddp_group *group, const ddp_tensor *tensor
 static int ddp__tensor_cut_dim(ddp_placement placement) { return placement > 0 ? placement - 1 : -1; }
 
 /* Rank's piece of n entries. */
-static void ddp__tensor_cut(int64_t n, int rank, int world_size, int64_t *begin, int64_t *length) {
-    int64_t each = n / world_size + (n % world_size != 0);
-    *begin = each && rank > n / each ? n : rank * each;
-    *length = each < n - *begin ? each : n - *begin;
+static int64_t ddp__tensor_cut(int64_t n, int rank, int world_size, int64_t *begin) {
+    int64_t each = n / world_size + (n % world_size != 0), first = each && rank > n / each ? n : rank * each;
+    if (begin) *begin = first;
+    return each < n - first ? each : n - first;
 }
 
 /* Cuts what is left of a box. */
@@ -1231,7 +1231,7 @@ static void ddp__tensor_box_cut(ddp_tensor_box *box, ddp_placement placement, in
     int dim = ddp__tensor_cut_dim(placement);
     int64_t begin, length;
     if (dim < 0) return;
-    ddp__tensor_cut(box->shape[dim], rank, world_size, &begin, &length);
+    length = ddp__tensor_cut(box->shape[dim], rank, world_size, &begin);
     box->offset[dim] += begin;
     box->shape[dim] = length;
 }
@@ -1344,7 +1344,7 @@ static int ddp__tensor_in_blocks(const int64_t *shape, int dim) { return ddp__te
 /* Elements of rank's block of a tensor cut along dim. */
 static int64_t ddp__tensor_block(int ndim, const int64_t *shape, int dim, int rank, int world) {
     int64_t begin, length, rest = 1;
-    ddp__tensor_cut(shape[dim], rank, world, &begin, &length);
+    length = ddp__tensor_cut(shape[dim], rank, world, &begin);
     for (int i = 0; i < ndim; i++) if (i != dim) rest *= shape[i];
     return rest * length;
 }
@@ -1356,7 +1356,7 @@ static ddp_result ddp__tensor_blocks(const ddp__tensor_move *m, int packs, const
     char *block = (char *)blocks;
     memcpy(extent, shape, (size_t)m->ndim * sizeof *extent);
     for (int r = 0; r < m->world; r++) {
-        ddp__tensor_cut(shape[dim], r, m->world, &offset[dim], &extent[dim]);
+        extent[dim] = ddp__tensor_cut(shape[dim], r, m->world, &offset[dim]);
         if (packs) DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, tensor, shape, offset, block, extent, NULL));
         else DDP__TENSOR_TRY(ddp__tensor_box(m->group, m->size, m->ndim, extent, block, extent, NULL, tensor, shape, offset));
         block += (size_t)ddp__tensor_product(m->ndim, extent) * m->size;
@@ -1639,10 +1639,10 @@ static ddp_result ddp__tensor_root_send(const ddp__tensor_move *m, int root, int
 /* Which blocks, of what room; elements that do not fit in memory are found here. */
 static ddp_result ddp__tensor_root_room(ddp__tensor_move *m, int root) {
     int dim = ddp__tensor_cut_dim(m->to);
-    int64_t bytes, begin, length;
+    int64_t bytes, length;
     if (dim < 0 || m->world == 1 || ddp__tensor_product(m->ndim, m->global) == 0) return DDP_OK;
     m->padded = m->global[dim] / m->world + (m->global[dim] % m->world != 0);
-    ddp__tensor_cut(m->global[dim], m->rank, m->world, &begin, &length);
+    length = ddp__tensor_cut(m->global[dim], m->rank, m->world, NULL);
     if (__builtin_mul_overflow(ddp__tensor_product(m->ndim, m->global) / m->global[dim] * (int64_t)m->size, m->padded, &bytes) ||
         __builtin_mul_overflow(bytes, (int64_t)(m->rank == root ? m->world : 1), &bytes))
         return ddp__tensor_fail(DDP_ERR_INVALID, m->who, m->group, "%d blocks of %lld entries do not fit in memory", m->world, (long long)m->padded);
@@ -2121,13 +2121,6 @@ static size_t ddp__tp_bytes(int64_t rows, int64_t columns, size_t size) {
 static size_t ddp__tp_pad(size_t bytes) { return bytes > SIZE_MAX - 63 ? SIZE_MAX : (bytes + 63) / 64 * 64; }
 static size_t ddp__tp_sum(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
-/* Entries of n that a rank has by the rule of SHARD; *begin (may be NULL): the first. */
-static int64_t ddp__tp_cut(int64_t n, int rank, int world_size, int64_t *begin) {
-    int64_t piece = n / world_size + (n % world_size != 0), first = piece * rank < n ? piece * rank : n;
-    if (begin) *begin = first;
-    return n - first < piece ? n - first : piece;
-}
-
 static const char *ddp__tp_value_text(const ddp__tp_field *field, int64_t value, char text[32]) {
     double real;
     memcpy(&real, &value, sizeof real);
@@ -2191,6 +2184,17 @@ static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, c
     tp->workspace = (unsigned char *)larger;
     tp->workspace_bytes = tp->stats.workspace_bytes = bytes;
     return DDP_OK;
+}
+
+/* *out: size_bytes for a layer, settled. own: how its making went so far. */
+static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t bytes, size_t size_bytes,
+                               void **out) {
+    void *layer = own == DDP_OK ? ddp_group_malloc(tp->group, size_bytes) : NULL;
+    if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
+    own = ddp__tp_settle(tp, call, own, fields, count, bytes);
+    if (own == DDP_OK) *out = layer;
+    else ddp_group_mfree(tp->group, layer);
+    return own;
 }
 
 /* Whether activations outside the pairs are cut by rows: a group of one has nothing to cut. */
@@ -2397,8 +2401,8 @@ typedef struct ddp__linear_grads { int wanted; void *weight, *bias; } ddp__linea
 /* A rank's share of a part of the cut features: how many, the first of them among all of the layer's, and where they begin among the rank's own. */
 static int64_t ddp__linear_share(const ddp_tp_linear *l, int part, int rank, int64_t *global, int64_t *local) {
     int64_t base = 0, before = 0, first, count;
-    for (int p = 0; p < part; p++) base += l->part[p], before += ddp__tp_cut(l->part[p], rank, l->tp->world_size, NULL);
-    count = ddp__tp_cut(l->part[part], rank, l->tp->world_size, &first);
+    for (int p = 0; p < part; p++) base += l->part[p], before += ddp__tensor_cut(l->part[p], rank, l->tp->world_size, NULL);
+    count = ddp__tensor_cut(l->part[part], rank, l->tp->world_size, &first);
     if (global) *global = base + first;
     if (local) *local = before;
     return count;
@@ -2487,7 +2491,7 @@ static void ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *
 
 /* Piece i of count rows; *first: where it begins. Pieces at the end may be empty, and are then left out on every rank. */
 static int64_t ddp__linear_piece(const ddp_tp_linear *l, int64_t count, int i, int64_t *first) {
-    return ddp__tp_cut(count, i, l->tp->desc.chunk_count, first);
+    return ddp__tensor_cut(count, i, l->tp->desc.chunk_count, first);
 }
 
 /* The product where `in` lies on the ranks by rows: own (own_rows, in_row) of this one. They are gathered at whole, in their order. out NULL: that
@@ -2541,7 +2545,7 @@ static ddp_result ddp__linear_summed(const ddp_tp_linear *l, const ddp__linear_p
     ddp_tp *tp = l->tp;
     int chunks = tp->world_size == 1 ? 1 : tp->desc.chunk_count;
     for (int i = 0; i < chunks; i++) {
-        int64_t first, count = ddp__tp_cut(rows, i, chunks, &first);
+        int64_t first, count = ddp__tensor_cut(rows, i, chunks, &first);
         ddp_work *work = NULL;
         void *out = ddp__tp_to(tp, p->out, first * p->out_row);
         if (!count) break;
@@ -2716,25 +2720,19 @@ static int ddp__linear_fields(const ddp_tp_linear *l, ddp__tp_field *fields) {
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc) {
     const char *call = "ddp_tp_linear_create";
     ddp__tp_field fields[DDP__TP_FIELDS] = DDP_ZERO;
-    ddp_tp_linear made, *l;
-    ddp_result result = DDP_OK;
+    ddp_tp_linear made;
+    ddp_result result;
+    void *l;
     size_t bytes = 0;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
     *out = NULL;
     memset(&made, 0, sizeof made);
     made.tp = tp;
     if (desc) made.desc = *desc;
-    l = (ddp_tp_linear *)ddp_group_malloc(tp->group, sizeof *l);
-    if (!l) result = DDP_ERR_NO_MEMORY;
-    else if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     else result = ddp__linear_make(&made, call, &bytes);
-    result = ddp__tp_settle(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes);
-    if (result != DDP_OK) {
-        ddp_group_mfree(tp->group, l);
-        return result;
-    }
-    *l = made;
-    *out = l;
+    DDP__TP_TRY(ddp__tp_make(tp, call, result, fields, ddp__linear_fields(&made, fields), bytes, sizeof made, &l));
+    *out = (ddp_tp_linear *)memcpy(l, &made, sizeof made);
     return DDP_OK;
 }
 
@@ -2939,28 +2937,22 @@ static ddp_result ddp__mlp_make(ddp_tp_mlp *m, ddp_tp *tp, const char *call, siz
 DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_mlp_desc *desc) {
     const char *call = "ddp_tp_mlp_create";
     ddp__tp_field fields[4] = DDP_ZERO;
-    ddp_tp_mlp made, *m;
-    ddp_result result = DDP_OK;
+    ddp_tp_mlp made;
+    ddp_result result;
+    void *m;
     size_t bytes = 0;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", call, out ? "tp" : "out");
     *out = NULL;
     memset(&made, 0, sizeof made);
     if (desc) made.desc = *desc;
-    m = (ddp_tp_mlp *)ddp_group_malloc(tp->group, sizeof *m);
-    if (!m) result = DDP_ERR_NO_MEMORY;
-    else if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
+    if (!desc) result = DDP__TP_FAIL(tp->group, DDP_ERR_INVALID, call, "%s", "desc is NULL");
     else result = ddp__mlp_make(&made, tp, call, &bytes);
     fields[0].name = "channels", fields[0].value = made.desc.channels;
     fields[1].name = "hidden", fields[1].value = made.desc.hidden;
     fields[2].name = "activation", fields[2].value = made.desc.activation;
     fields[3].name = "no_bias", fields[3].value = made.desc.no_bias != 0;
-    result = ddp__tp_settle(tp, call, result, fields, 4, bytes);
-    if (result != DDP_OK) {
-        ddp_group_mfree(tp->group, m);
-        return result;
-    }
-    *m = made;
-    *out = m;
+    DDP__TP_TRY(ddp__tp_make(tp, call, result, fields, 4, bytes, sizeof made, &m));
+    *out = (ddp_tp_mlp *)memcpy(m, &made, sizeof made);
     return DDP_OK;
 }
 
@@ -3053,20 +3045,19 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, co
     ddp_tp_embedding *embedding;
     size_t bytes = 0;
     ddp_result result;
+    void *layer;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_embedding_create: %s is NULL", out ? "tp" : "out");
     *out = NULL;
     result = ddp__tp_embedding_resolve(tp, desc, &d);
-    embedding = (ddp_tp_embedding *)ddp_group_malloc(tp->group, sizeof *embedding);
-    if (!embedding && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     fields[0].name = "vocab", fields[0].value = d.vocab;
     fields[1].name = "padded_vocab", fields[1].value = d.padded_vocab;
     fields[2].name = "channels", fields[2].value = d.channels;
     if (ddp__tp_cuts_rows(tp)) bytes = ddp__tp_bytes(tp->desc.max_rows, d.channels, tp->size);
-    result = ddp__tp_settle(tp, "ddp_tp_embedding_create", result, fields, 3, bytes);
-    if (result != DDP_OK) return ddp_group_mfree(tp->group, embedding), result;
+    DDP__TP_TRY(ddp__tp_make(tp, "ddp_tp_embedding_create", result, fields, 3, bytes, sizeof *embedding, &layer));
+    embedding = (ddp_tp_embedding *)layer;
     embedding->tp = tp;
     embedding->desc = d;
-    embedding->count = ddp__tp_cut(d.padded_vocab, tp->rank, tp->world_size, &embedding->first);
+    embedding->count = ddp__tensor_cut(d.padded_vocab, tp->rank, tp->world_size, &embedding->first);
     *out = embedding;
     return DDP_OK;
 }
@@ -3253,7 +3244,7 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP__TP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
     loss.targets = targets;
     loss.rows = rows;
-    loss.count = ddp__tp_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &loss.first);
+    loss.count = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &loss.first);
     loss.valid = loss.first >= desc->vocab ? 0 : desc->vocab - loss.first < loss.count ? desc->vocab - loss.first : loss.count;
     loss.ignore = desc->ignore_index ? desc->ignore_index : -100;
     loss.z_loss = desc->z_loss;
@@ -3352,17 +3343,16 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, 
     ddp__tp_field fields[3] = DDP_ZERO;
     ddp_tp_layer_norm *norm;
     ddp_result result;
+    void *layer;
     if (!out || !tp) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_layer_norm_create: %s is NULL", out ? "tp" : "out");
     *out = NULL;
     result = ddp__tp_norm_resolve(tp, desc, &d);
-    norm = (ddp_tp_layer_norm *)ddp_group_malloc(tp->group, sizeof *norm);
-    if (!norm && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     fields[0].name = "channels", fields[0].value = d.channels;
     fields[1].name = "rms", fields[1].value = d.rms;
     fields[2].name = "eps", fields[2].is_real = 1;
     memcpy(&fields[2].value, &d.eps, sizeof d.eps);
-    result = ddp__tp_settle(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size));
-    if (result != DDP_OK) return ddp_group_mfree(tp->group, norm), result;
+    DDP__TP_TRY(ddp__tp_make(tp, "ddp_tp_layer_norm_create", result, fields, 3, ddp__tp_bytes(2, d.channels, tp->size), sizeof *norm, &layer));
+    norm = (ddp_tp_layer_norm *)layer;
     norm->tp = tp;
     norm->desc = d;
     *out = norm;
