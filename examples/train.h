@@ -587,6 +587,19 @@ static void run_init(run *r, ddp_group *world, job *j) {
     if (r->rank != 0 && !j->options.threads_as_ranks) j->quiet = 1; /* forked ranks write to their own copy */
 }
 
+/* A rank's part: a trainer of size_bytes, which begins with its run and is zeros otherwise, trains and ends. */
+static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer), void (*end)(void *trainer)) {
+    run *r = (run *)calloc(1, size_bytes);
+    ddp_result result;
+    if (!r) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
+    run_init(r, world, j);
+    result = train(r);
+    if (result != DDP_OK && r->report.terminal && r->report.shown > 0) printf("\n");
+    end(r);
+    free(r);
+    return result;
+}
+
 /* Starts the ranks, or joins those of a launcher. Returns the status of the process. */
 static int run_main(job *j, ddp_rank_fn rank_main) {
     ddp_launch_desc desc = DDP_ZERO;

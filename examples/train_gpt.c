@@ -251,7 +251,8 @@ static ddp_result finish(trainer *t, double validation) {
     return run_finish(r, validation, hash_weights(t));
 }
 
-static ddp_result train(trainer *t) {
+static ddp_result train(void *user) {
+    trainer *t = (trainer *)user;
     run *r = &t->run;
     double validation = 0;
     TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
@@ -264,7 +265,8 @@ static ddp_result train(trainer *t) {
     return finish(t, validation);
 }
 
-static void trainer_free(trainer *t) {
+static void trainer_free(void *user) {
+    trainer *t = (trainer *)user;
     ddp_accumulator_destroy(t->accumulator);
     ddp_reducer_destroy(t->reducer);
     run_free(&t->run);
@@ -275,17 +277,7 @@ static void trainer_free(trainer *t) {
     free(t->second);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) {
-    trainer *t = (trainer *)calloc(1, sizeof *t);
-    ddp_result result;
-    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
-    run_init(&t->run, world, (job *)user);
-    result = train(t);
-    if (result != DDP_OK && t->run.report.terminal && t->run.report.shown > 0) printf("\n");
-    trainer_free(t);
-    free(t);
-    return result;
-}
+static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
 
 int main(int argc, char **argv) {
     job j;

@@ -327,9 +327,11 @@ static ddp_result finish(trainer *t, double validation) {
     return run_finish(r, validation, hash);
 }
 
-static ddp_result train(trainer *t) {
+static ddp_result train(void *user) {
+    trainer *t = (trainer *)user;
     run *r = &t->run;
     double validation = 0;
+    t->strategy = (ddp_fsdp_strategy)find_strategy(t->run.options->strategy);
     TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
     TRY(run_build_model(r, 0));
     TRY(build_params(t));
@@ -339,7 +341,8 @@ static ddp_result train(trainer *t) {
     return finish(t, validation);
 }
 
-static void trainer_free(trainer *t) {
+static void trainer_free(void *user) {
+    trainer *t = (trainer *)user;
     ddp_fsdp_destroy(t->fsdp);
     ddp_group_destroy(t->copies);
     if (t->shard_group != t->run.world) ddp_group_destroy(t->shard_group);
@@ -349,18 +352,7 @@ static void trainer_free(trainer *t) {
     free(t->starts);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) {
-    trainer *t = (trainer *)calloc(1, sizeof *t);
-    ddp_result result;
-    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
-    run_init(&t->run, world, (job *)user);
-    t->strategy = (ddp_fsdp_strategy)find_strategy(t->run.options->strategy);
-    result = train(t);
-    if (result != DDP_OK && t->run.report.terminal && t->run.report.shown > 0) printf("\n");
-    trainer_free(t);
-    free(t);
-    return result;
-}
+static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
 
 int main(int argc, char **argv) {
     job j;

@@ -422,7 +422,8 @@ static ddp_result finish(trainer *t, double validation) {
     return run_finish(r, validation, hash);
 }
 
-static ddp_result train(trainer *t) {
+static ddp_result train(void *user) {
+    trainer *t = (trainer *)user;
     run *r = &t->run;
     double validation = 0, loss;
     float norm;
@@ -442,7 +443,8 @@ static ddp_result train(trainer *t) {
     return finish(t, validation);
 }
 
-static void trainer_free(trainer *t) {
+static void trainer_free(void *user) {
+    trainer *t = (trainer *)user;
     ddp_pipeline_destroy(t->pipeline);
     ddp_group_destroy(t->group);
     for (int i = 0; i < t->run.model.param_count && t->first && t->second; i++) {
@@ -461,17 +463,7 @@ static void trainer_free(trainer *t) {
     free(t->each);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) {
-    trainer *t = (trainer *)calloc(1, sizeof *t);
-    ddp_result result;
-    if (!t) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
-    run_init(&t->run, world, (job *)user);
-    result = train(t);
-    if (result != DDP_OK && t->run.report.terminal && t->run.report.shown > 0) printf("\n");
-    trainer_free(t);
-    free(t);
-    return result;
-}
+static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
 
 int main(int argc, char **argv) {
     job j;
