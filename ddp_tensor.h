@@ -265,8 +265,8 @@ DDPDEF ddp_result ddp_tensor_gather(ddp_group *group, const ddp_tensor *in, ddp_
        REPLICATE -> SHARD, PARTIAL   copy             SHARD(a) -> SHARD(b)   all-to-all
        SHARD -> REPLICATE            all-gather       SHARD -> PARTIAL       copy into zeros
        PARTIAL -> REPLICATE          all-reduce       PARTIAL -> SHARD       reduce-scatter; uneven: of parts filled up with zeros
-   Sums are in the group's order. Errors: DDP_ERR_INVALID prints both sides, DDP_ERR_NO_MEMORY; both before anything is sent, and if on this rank
-   alone, the others wait for it as in any collective. Those of collectives. */
+   Sums are in the group's order. Errors: DDP_ERR_INVALID prints both sides, DDP_ERR_NO_MEMORY; where something may be sent, what is wrong on one rank is
+   an error on all before it is, and DDP_ERR_MISMATCH where placements, dtypes or global shapes differ. Those of collectives. */
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out);
 /* What that would do, without doing it. Not collective; data need not be set. */
 DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, const ddp_tensor *out,
@@ -277,7 +277,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 /* From one layout to another of the same global shape and axes, axis by axis. Where inner axes cut what an outer one has to change, they are gathered
    first. Collective over all axes, blocking. PARTIAL along several axes is summed one after the other, innermost first. in is this rank's part; out
    is written, or made by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps, workspace_bytes with tensors between steps, at most;
-   collective names the step that sends most. out NULL: plan alone, in's data need not be set. */
+   collective names the step that sends most. out NULL: plan alone, in's data need not be set. Errors as above, along each axis. */
 DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan);
 
@@ -1322,7 +1322,8 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 typedef struct ddp__tensor_move {
     const char *who;
     ddp_group *group;
-    int rank, world, ndim, sends;    /* sends 0: no rank does */
+    int rank, world, ndim;
+    int talks, sends;                /* talks: by the placements alone ranks may send; sends 0: no rank does, as nothing is there */
     ddp_placement from, to;
     ddp_dtype dtype;
     size_t size;                     /* of an element */
@@ -1413,6 +1414,12 @@ static ddp_result ddp__tensor_move_choose(ddp__tensor_move *m) {
     return DDP_OK;
 }
 
+static void ddp__tensor_move_start(ddp__tensor_move *m, const char *who, ddp_group *group, ddp_placement from, ddp_placement to) {
+    memset(m, 0, sizeof *m);
+    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group), m->from = from, m->to = to;
+    m->talks = m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL;
+}
+
 /* global NULL: what in and out tell. */
 static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, ddp_group *group, const ddp_tensor *in, ddp_placement from,
                                         ddp_placement to, const ddp_tensor *out, const int64_t *global, int with_data) {
@@ -1420,6 +1427,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     int a = ddp__tensor_cut_dim(from), whole_fits;
     memset(m, 0, sizeof *m);
     if (!group) return ddp__tensor_fail(DDP_ERR_INVALID, who, NULL, "group is NULL");
+    ddp__tensor_move_start(m, who, group, from, to);
     DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, with_data));
     if (!out) return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "out is NULL");
     t = *out;
@@ -1428,8 +1436,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     DDP__TENSOR_TRY(ddp__tensor_alike(who, group, in, &t));
     DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, from, in->ndim, in->shape));
     DDP__TENSOR_TRY(ddp__tensor_placement_check(who, group, to, in->ndim, in->shape));
-    m->who = who, m->group = group, m->rank = ddp_rank(group), m->world = ddp_world_size(group), m->ndim = in->ndim;
-    m->from = from, m->to = to, m->dtype = in->dtype, m->size = ddp_dtype_size(in->dtype);
+    m->ndim = in->ndim, m->dtype = in->dtype, m->size = ddp_dtype_size(in->dtype);
     memcpy(m->in_shape, in->shape, sizeof m->in_shape);
     memcpy(m->out_shape, t.shape, sizeof m->out_shape);
     memcpy(m->global, global ? global : in->shape, (size_t)in->ndim * sizeof *m->global);
@@ -1449,7 +1456,7 @@ static ddp_result ddp__tensor_move_make(ddp__tensor_move *m, const char *who, dd
     }
     m->plan.collective = (from == to || m->world == 1) && in->data && in->data == t.data ? "none" : "copy";
     if (ddp__tensor_room(&whole) == 0) m->plan.collective = "none";
-    else if (m->world > 1 && from != to && from != DDP_REPLICATE && to != DDP_PARTIAL) DDP__TENSOR_TRY(ddp__tensor_move_choose(m));
+    else if (m->talks) DDP__TENSOR_TRY(ddp__tensor_move_choose(m));
     if (with_data && t.data && ddp__tensor_overlap(in, &t) &&
         (in->data != t.data || !(from == to || m->world == 1 || (m->sends && m->call == DDP_CALL_ALL_REDUCE))))
         return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap, and %s to %s is not done in place", ddp_placement_name(from),
@@ -1514,17 +1521,65 @@ static ddp_result ddp__tensor_move_send(const ddp__tensor_move *m, const ddp_ten
     return DDP_OK;
 }
 
-static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out) {
-    size_t *counts = NULL;
-    void *space = NULL;
-    ddp_result result = DDP_OK;
-    if (!m->sends) return ddp__tensor_move_local(m, in, out);
-    if (m->plan.workspace_bytes > m->pack_bytes + m->unpack_bytes) {
-        counts = (size_t *)ddp__tensor_malloc(m->group, 2 * (size_t)m->world * sizeof *counts);
-        if (!counts) return DDP_ERR_NO_MEMORY;
+/* data becomes op over ranks of data, which is host memory whatever the device is. */
+static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
+    ddp_call call = DDP_ZERO;
+    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = dtype, call.op = op, call.root = -1;
+    call.tag = DDP_ON_HOST;
+    call.send = call.recv = data;
+    call.count = count;
+    return ddp_group_call(group, &call, NULL);
+}
+
+/* A number for all that has to be the same on every rank: FNV-1a. */
+static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
+    int64_t values[5 + DDP_MAX_NDIM] = {root, m->from, m->to, (int64_t)m->dtype, m->ndim};
+    uint64_t mark = 14695981039346656037u;
+    memcpy(values + 5, m->global, sizeof m->global);
+    for (size_t i = 0; i < sizeof values; i++) mark = (mark ^ ((const unsigned char *)values)[i]) * 1099511628211u;
+    return (int64_t)(mark >> 1);
+}
+
+/* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. root -1: there is none. */
+static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
+    ddp__tensor_text shape;
+    char text[512];
+    int64_t mark = ddp__tensor_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
+    if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
+    snprintf(text, sizeof text, "%s", ddp_last_error());
+    ddp_result told = ddp__tensor_host_reduce(m->group, words, 3, DDP_I64, DDP_OP_MIN);
+    if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
+    if (told != DDP_OK) return told;
+    if (words[0] != INT64_MAX) {
+        ddp_result theirs = (ddp_result) - (int)(words[0] & 255);
+        return ddp__tensor_fail(theirs, m->who, m->group, "rank %d has failed before anything was sent: %s", (int)(words[0] / 256),
+                                ddp_result_name(theirs));
     }
-    if (m->pack_bytes + m->unpack_bytes) result = ddp__tensor_alloc(m->group, m->pack_bytes + m->unpack_bytes, &space);
-    if (result == DDP_OK) result = ddp__tensor_move_send(m, in, out, (char *)space, counts);
+    if (words[1] == -words[2]) return DDP_OK;
+    if (root < 0)
+        return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
+                                "this rank means %s to %s of %s %s, another does not; give every rank the same placements, global shape and dtype",
+                                ddp_placement_name(m->from), ddp_placement_name(m->to), ddp_dtype_name(m->dtype),
+                                ddp__tensor_shape(m->ndim, m->global, &shape));
+    return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
+                            "this rank means %s of %s %s and root=%d, another does not; give every rank the same placement, global shape, dtype and root",
+                            ddp_placement_name(m->to), ddp_dtype_name(m->dtype), ddp__tensor_shape(m->ndim, m->global, &shape), root);
+}
+
+/* result: how it went so far on this rank. Where the placements may send, all hear of it before anything is sent, and of memory that one has not. */
+static ddp_result ddp__tensor_move_run(const ddp__tensor_move *m, const ddp_tensor *in, ddp_tensor *out, ddp_result result) {
+    size_t *counts = NULL, blocks_bytes = m->pack_bytes + m->unpack_bytes;
+    void *space = NULL;
+    if (result == DDP_OK && m->sends && m->plan.workspace_bytes > blocks_bytes) {
+        counts = (size_t *)ddp__tensor_malloc(m->group, 2 * (size_t)m->world * sizeof *counts);
+        if (!counts) result = DDP_ERR_NO_MEMORY;
+    }
+    if (result == DDP_OK && m->sends && blocks_bytes) result = ddp__tensor_alloc(m->group, blocks_bytes, &space);
+    if (m->talks) {
+        result = ddp__tensor_agree(m, -1, result);
+        if (result == DDP_OK) result = ddp__tensor_enter(m->group);
+    }
+    if (result == DDP_OK) result = m->sends ? ddp__tensor_move_send(m, in, out, (char *)space, counts) : ddp__tensor_move_local(m, in, out);
     ddp__tensor_release(m->group, space);
     if (counts) ddp__tensor_mfree(m->group, counts);
     return result;
@@ -1541,10 +1596,11 @@ DDPDEF ddp_result ddp_tensor_redistribute_plan(ddp_group *group, const ddp_tenso
 
 DDPDEF ddp_result ddp_tensor_redistribute(ddp_group *group, const ddp_tensor *in, ddp_placement from, ddp_placement to, ddp_tensor *out) {
     ddp__tensor_move m;
-    ddp_tensor t;
-    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1));
-    DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t));
-    return ddp__tensor_put(group, out, &t, ddp__tensor_move_run(&m, in, &t));
+    ddp_tensor t = DDP_ZERO;
+    ddp_result result = ddp__tensor_move_make(&m, __func__, group, in, from, to, out, NULL, 1);
+    if (result == DDP_OK) result = ddp__tensor_take(__func__, group, out, in->dtype, 0, out->ndim, out->shape, &t);
+    result = ddp__tensor_move_run(&m, in, &t, result);
+    return out ? ddp__tensor_put(group, out, &t, result) : result;
 }
 
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out) {
@@ -1564,45 +1620,6 @@ DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, dd
 }
 
 /* --- from one rank, and to one --- */
-
-/* data becomes op over ranks of data, which is host memory whatever the device is. */
-static ddp_result ddp__tensor_host_reduce(ddp_group *group, void *data, size_t count, ddp_dtype dtype, ddp_op op) {
-    ddp_call call = DDP_ZERO;
-    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = dtype, call.op = op, call.root = -1;
-    call.tag = DDP_ON_HOST;
-    call.send = call.recv = data;
-    call.count = count;
-    return ddp_group_call(group, &call, NULL);
-}
-
-/* A number for all that has to be the same on every rank: FNV-1a. */
-static int64_t ddp__tensor_root_mark(const ddp__tensor_move *m, int root) {
-    int64_t values[4 + DDP_MAX_NDIM] = {root, m->to, (int64_t)m->dtype, m->ndim};
-    uint64_t mark = 14695981039346656037u;
-    memcpy(values + 4, m->global, sizeof m->global);
-    for (size_t i = 0; i < sizeof values; i++) mark = (mark ^ ((const unsigned char *)values)[i]) * 1099511628211u;
-    return (int64_t)(mark >> 1);
-}
-
-/* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. */
-static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
-    ddp__tensor_text shape;
-    char text[512];
-    int64_t mark = ddp__tensor_root_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
-    if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
-    snprintf(text, sizeof text, "%s", ddp_last_error());
-    DDP__TENSOR_TRY(ddp__tensor_host_reduce(m->group, words, 3, DDP_I64, DDP_OP_MIN));
-    if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
-    if (words[0] != INT64_MAX) {
-        ddp_result theirs = (ddp_result) - (int)(words[0] & 255);
-        return ddp__tensor_fail(theirs, m->who, m->group, "rank %d has failed before anything was sent: %s", (int)(words[0] / 256),
-                                ddp_result_name(theirs));
-    }
-    if (words[1] == -words[2]) return DDP_OK;
-    return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,
-                            "this rank means %s of %s %s and root=%d, another does not; give every rank the same placement, global shape, dtype and root",
-                            ddp_placement_name(m->to), ddp_dtype_name(m->dtype), ddp__tensor_shape(m->ndim, m->global, &shape), root);
-}
 
 /* Between root's whole tensor and blocks of equal size, the shorter parts filled up. space: pack_bytes of it. */
 static ddp_result ddp__tensor_root_blocks(const ddp__tensor_move *m, int root, int gathers, ddp_tensor *whole, ddp_tensor *part, char *space) {
@@ -1813,9 +1830,10 @@ static ddp_result ddp__tensor_layouts_check(const char *who, const ddp_tensor_la
     return DDP_OK;
 }
 
-/* One step from `now` to `next`, whose shape is set here. runs 0: only what it would do. */
+/* One step from `now` to `next`, whose shape is set here. runs 0: only what it would do. result: how it went so far on this rank, of which those that
+   it would send to have to hear. */
 static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, int step, const ddp_tensor *now, ddp_tensor *next, int runs,
-                                         ddp_tensor_plan *plan, size_t *most_sent) {
+                                         ddp_tensor_plan *plan, size_t *most_sent, ddp_result result) {
     int axis = r->step[step].axis;
     ddp_group *group = r->layout->axes[axis];
     ddp__tensor_move m;
@@ -1824,50 +1842,65 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     ddp__tensor_layout_cut(r->layout, r->now, axis, &around);
     r->now[axis] = r->step[step].to;
     ddp__tensor_layout_cut(r->layout, r->now, -1, &box);
+    ddp__tensor_move_start(&m, who, group, r->step[step].from, r->step[step].to);
+    if (result != DDP_OK) return ddp__tensor_move_run(&m, NULL, NULL, result);
     next->dtype = now->dtype;
     next->ndim = now->ndim;
     memcpy(next->shape, box.shape, sizeof next->shape);
-    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, who, group, now, r->step[step].from, r->step[step].to, next, around.shape, runs));
+    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs));
     bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
     plan->sent_bytes += m.plan.sent_bytes;
     if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
     if (m.plan.sent_bytes > *most_sent || strcmp(plan->collective, "none") == 0) plan->collective = m.plan.collective;
     if (m.plan.sent_bytes > *most_sent) *most_sent = m.plan.sent_bytes;
     if (!runs) return DDP_OK;
-    if (!next->data) DDP__TENSOR_TRY(ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data));
-    DDP__TENSOR_TRY(ddp__tensor_enter(group));
-    return ddp__tensor_move_run(&m, now, next);
+    if (!next->data) result = ddp__tensor_alloc(ddp__tensor_layout_group(r->layout), (size_t)ddp__tensor_room(next), &next->data);
+    if (result == DDP_OK) result = ddp__tensor_enter(group);
+    return ddp__tensor_move_run(&m, now, next, result);
+}
+
+/* What is wrong on this rank, if anything; *t: where the result goes. */
+static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to,
+                                             const ddp_tensor *out, ddp_tensor *t) {
+    ddp_group *group = ddp__tensor_layout_group(from);
+    ddp__tensor_text a, b, c;
+    ddp_tensor_box box;
+    DDP__TENSOR_TRY(ddp__tensor_check(who, group, "in", in, out != NULL));
+    ddp__tensor_layout_cut(from, from->placement, -1, &box);
+    if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
+        return ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in is %s, but this rank's part of %s in layout `from` is %s",
+                                ddp__tensor_shape(in->ndim, in->shape, &a), ddp__tensor_shape(from->ndim, from->shape, &b),
+                                ddp__tensor_shape(from->ndim, box.shape, &c));
+    ddp__tensor_layout_cut(to, to->placement, -1, &box);
+    if (!out) return DDP_OK;
+    DDP__TENSOR_TRY(ddp__tensor_take(who, group, out, in->dtype, 0, to->ndim, box.shape, t));
+    return t->data != in->data && ddp__tensor_overlap(in, t) ? ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan) {
     ddp_tensor_plan found = {"none", 0, 0};
     ddp__tensor_route r;
-    ddp__tensor_text a, b, c;
-    ddp_tensor_box box;
     ddp_tensor now, next, t = DDP_ZERO;
     size_t most_sent = 0;
-    ddp_result result = DDP_OK;
     DDP__TENSOR_TRY(ddp__tensor_layouts_check(__func__, from, to));
     ddp_group *group = ddp__tensor_layout_group(from);
-    DDP__TENSOR_TRY(ddp__tensor_check(__func__, group, "in", in, out != NULL));
-    ddp__tensor_layout_cut(from, from->placement, -1, &box);
-    if (in->ndim != from->ndim || !ddp__tensor_equal(in->ndim, in->shape, box.shape))
-        return DDP__TENSOR_BAD(group, "in is %s, but this rank's part of %s in layout `from` is %s", ddp__tensor_shape(in->ndim, in->shape, &a),
-                               ddp__tensor_shape(from->ndim, from->shape, &b), ddp__tensor_shape(from->ndim, box.shape, &c));
-    ddp__tensor_layout_cut(to, to->placement, -1, &box);
-    if (out) DDP__TENSOR_TRY(ddp__tensor_take(__func__, group, out, in->dtype, 0, to->ndim, box.shape, &t));
-    if (out && t.data != in->data && ddp__tensor_overlap(in, &t)) return DDP__TENSOR_BAD(group, "in and out overlap");
+    ddp_result result = ddp__tensor_relayout_check(__func__, in, from, to, out, &t);
+    if (result != DDP_OK && !out) return result;
     ddp__tensor_route_find(&r, from, to);
-    now = *in;
-    for (int i = 0; i < r.count && result == DDP_OK; i++, now = next) {
+    if (result == DDP_OK) now = *in;
+    else memset(&now, 0, sizeof now);
+    for (int i = 0; i < r.count; i++, now = next) {
         memset(&next, 0, sizeof next);
         if (i + 1 == r.count) next = t;
-        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent);
-        if (result != DDP_OK && next.data != t.data) ddp__tensor_release(group, next.data);
-        if (now.data != in->data) ddp__tensor_release(group, now.data);
+        result = ddp__tensor_route_step(&r, __func__, i, &now, &next, out != NULL, &found, &most_sent, result);
+        if (result != DDP_OK && next.data != t.data) {
+            ddp__tensor_release(group, next.data);
+            next.data = NULL;
+        }
+        if (now.data != (in ? in->data : NULL)) ddp__tensor_release(group, now.data);
     }
-    if (r.count == 0 && ddp__tensor_room(in) && (!out || t.data != in->data)) {
+    if (result == DDP_OK && r.count == 0 && ddp__tensor_room(in) && (!out || t.data != in->data)) {
         found.collective = "copy";
         if (out) ddp__tensor_device(group)->copy(t.data, in->data, (size_t)ddp__tensor_room(in));
     }

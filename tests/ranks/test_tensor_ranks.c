@@ -581,13 +581,71 @@ static ddp_result sentences(ddp_group *world) {
     return ddp_barrier(world);
 }
 
-/* Each allocation of a call fails in its turn, on every rank alike; what has been made until then is given back. Over a mesh that is tensors between
+/* A redistribution in which ranks mean different things whose collectives would fit, or one alone is wrong or has no memory: all are told before
+   anything is sent, along one group and along the axes of a mesh, and go on. */
+static ddp_result one_is_wrong(ddp_group *world) {
+    static const char *const names[] = {"dp", "tp"};
+    int w = ddp_world_size(world), rank = ddp_rank(world);
+    float values[512] = {0}, other[512];
+    ddp_tensor in = DDP_ZERO, out = DDP_ZERO;
+    ddp_mesh_desc desc = DDP_ZERO;
+    ddp_mesh *mesh;
+    ddp_tensor_layout a = DDP_ZERO, b;
+    char text[100];
+    if (w == 1) return DDP_OK;
+    in.dtype = DDP_F32, in.ndim = 2, in.data = values;
+    in.shape[0] = in.shape[1] = w;
+    out = in;
+    out.data = other;
+    /* a (w, w w) cut along its columns and a (w w, w) cut along its rows have parts alike, and whole ones of the same bytes */
+    out.shape[0] = rank ? w * w : w;
+    out.shape[1] = rank ? w : w * w;
+    TRY(says(world, ddp_tensor_redistribute(world, &in, rank ? DDP_SHARD(0) : DDP_SHARD(1), DDP_REPLICATE, &out), DDP_ERR_MISMATCH,
+        rank ? "this rank means SHARD(0) to REPLICATE of f32 (" : "this rank means SHARD(1) to REPLICATE of f32 ("));
+    out.shape[0] = rank == 1 ? w + 1 : w;
+    out.shape[1] = w;
+    snprintf(text, sizeof text, rank == 1 ? "out is (%d, %d), but REPLICATE of" : "rank 1 has failed before anything was sent: DDP_ERR_INVALID", w + 1, w);
+    TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_INVALID, text));
+    out.shape[0] = w * w;
+    TRY(says(world, ddp_tensor_redistribute(world, rank == 1 ? NULL : &in, DDP_SHARD(0), DDP_REPLICATE, &out), DDP_ERR_INVALID,
+        rank == 1 ? "in is NULL" : "rank 1 has failed before anything was sent: DDP_ERR_INVALID"));
+
+    /* over a mesh: the rank that is wrong is told of by those beside it, and these tell those behind */
+    desc.ndim = 2, desc.shape[0] = w % 2 ? 1 : 2, desc.names[0] = names[0], desc.names[1] = names[1];
+    RANKS_OK(world, ddp_mesh_create(&mesh, world, &desc));
+    a.ndim = a.axis_count = 2, a.shape[0] = a.shape[1] = w;
+    for (int i = 0; i < 2; i++) a.axes[i] = ddp_mesh_group(mesh, names[i]), a.placement[i] = DDP_PARTIAL;
+    b = a;
+    b.placement[0] = b.placement[1] = DDP_REPLICATE;
+    in.shape[0] = in.shape[1] = w;
+    out = in;
+    out.data = other;
+    TRY(says(world, ddp_tensor_relayout(rank == 1 ? NULL : &in, &a, &b, &out, NULL), DDP_ERR_INVALID, rank == 1 ? "in is NULL" : "has failed before"));
+    if (mode != RANKS_MPI) { /* which allocates, too */
+        out.data = NULL;
+        grants = rank == 1 ? 0 : -1;
+        TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_NO_MEMORY, rank == 1 ? "bytes could not be allocated" : "has failed before"));
+        RANKS_CHECK(world, !out.data, "out was made");
+        grants = rank == 1 ? 0 : -1;
+        TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY,
+            rank == 1 ? "bytes could not be allocated" : "rank 1 has failed before"));
+        RANKS_CHECK(world, !out.data, "out was made");
+        grants = -1;
+        out.data = other;
+    }
+    RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL));
+    RANKS_OK(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out));
+    ddp_mesh_destroy(mesh);
+    return ddp_barrier(world);
+}
+
+/* Each allocation of a call fails in its turn, on every rank or on some; what has been made until then is given back. Over a mesh that is tensors between
    steps, too. */
 static ddp_result without_memory(ddp_group *world) {
     static const char *const names[] = {"dp", "tp"};
     int w = ddp_world_size(world), rank = ddp_rank(world);
     ranks_data data = {DDP_F32, 3, 0};
-    int64_t shape[2] = {3 * w - 1, 3 * w - 1}; /* uneven, and yet all ranks allocate alike: each has more than one row and column */
+    int64_t shape[2] = {3 * w - 1, 3 * w - 1}; /* uneven */
     held in, want;
     ddp_tensor out;
     place room;
@@ -605,7 +663,7 @@ static ddp_result without_memory(ddp_group *world) {
     for (int axes = 0; axes < 2; axes++) {
         size_t live = live_bytes;
         ddp_result result = DDP_ERR_NO_MEMORY;
-        int granted = 0;
+        int granted = 0, failed = 1; /* ranks */
         if (axes) { /* the parts of parts of rows become those of columns */
             ddp_tensor_box box;
             for (int i = 0; i < 2; i++) a.placement[i] = DDP_SHARD(0), b.placement[i] = DDP_SHARD(1);
@@ -616,12 +674,15 @@ static ddp_result without_memory(ddp_group *world) {
         }
         out = want.tensor;
         out.data = room;
-        for (; granted < 30 && result != DDP_OK; granted++) {
+        for (; granted < 30 && failed; granted++) {
             grants = granted;
             result = axes ? ddp_tensor_relayout(&in.tensor, &a, &b, &out, NULL) : ddp_tensor_redistribute(world, &in.tensor, DDP_SHARD(0), DDP_SHARD(1), &out);
             grants = -1;
-            RANKS_CHECK(world, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && strstr(ddp_last_error(), "bytes could not be allocated")), "%s: %s",
-                        ddp_result_name(result), ddp_last_error());
+            RANKS_CHECK(world, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && (strstr(ddp_last_error(), "bytes could not be allocated") ||
+                        strstr(ddp_last_error(), "has failed before anything was sent"))), "%s: %s", ddp_result_name(result), ddp_last_error());
+            failed = result != DDP_OK;
+            RANKS_OK(world, ddp_all_reduce(world, &failed, &failed, 1, DDP_I32, DDP_OP_SUM, NULL));
+            RANKS_CHECK(world, axes || failed == 0 || failed == w, "%d of %d ranks have failed", failed, w);
             RANKS_CHECK(world, live_bytes == live, "%zu bytes are left behind", live_bytes - live);
         }
         RANKS_CHECK(world, result == DDP_OK && granted > (axes && w > 3 ? 3 : 2), "%s with %d allocations", ddp_result_name(result), granted - 1);
@@ -695,6 +756,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, meshes(world));
     RANKS_RUN(world, routes(world));
     RANKS_RUN(world, sentences(world));
+    RANKS_RUN(world, one_is_wrong(world));
     RANKS_RUN(world, without_memory(world));
     RANKS_RUN(world, checkpoint(world));
     return DDP_OK;
