@@ -143,6 +143,14 @@ typedef struct ddp_param {
     ddp_tensor value, grad; /* grad: dtype and shape 0 = as value; data NULL = placed by the reducer */
 } ddp_param;
 
+/* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
+   the whole struct is exact in any order (Kulisch's long accumulator). */
+#define DDP_EXACT_CELLS 72
+typedef struct ddp_exact_sum { int64_t cell[DDP_EXACT_CELLS]; } ddp_exact_sum;
+
+/* A mean over samples or tokens, however they are spread over ranks and micro-batches. Starts from zeros. */
+typedef struct ddp_mean { ddp_exact_sum sum; int64_t count; } ddp_mean;
+
 typedef struct ddp_group ddp_group;
 typedef struct ddp_backend ddp_backend; /* this and the next: >>spi */
 typedef struct ddp_device ddp_device;
@@ -224,6 +232,8 @@ typedef struct ddp_reducer_desc {
     int skip_initial_broadcast; /* 1 = values and buffers are equal on all ranks already */
     const ddp_tensor *buffers; /* tensors that are not trained, broadcast from rank 0 at create */
     int buffer_count;
+    int per_token;             /* 1 = gradients are of a loss summed over tokens (or samples): ddp_reducer_wait gives sums, ddp_reducer_wait_mean the mean.
+                                  They are larger than averages: think of it with DDP_F16 */
 } ddp_reducer_desc;
 
 typedef struct ddp_reducer_stats {
@@ -409,6 +419,18 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index);
 /* Blocks until every gradient is the average over ranks, divided once. Gradients of a tied parameter are then added into that of
    its first use. Collective. A parameter that never became ready is an error that names it, on every rank (find_unused: zeros). */
 DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
+
+/* Adds the sum of so many entries, such as a micro-batch's losses and tokens. */
+DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
+/* *mean on every rank becomes that of all ranks, exactly. Collective, blocking. Over the axes of a mesh: one after the other. A negative count on
+   any rank is DDP_ERR_INVALID on all. */
+DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
+DDPDEF double ddp_mean_value(const ddp_mean *mean); /* rounded once; 0 where count is 0 */
+
+/* With per_token, instead of ddp_reducer_wait: *loss becomes the mean over all tokens of all ranks and micro-batches, and so does every gradient: its sum over
+   ranks, uses of tied ones included, is divided once, by the tokens of all. *loss: what this rank has added up in this step. Collective, blocking; however
+   tokens are spread, the bits are the same. A step without any token leaves gradients as they add up. */
+DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
 /* on = 1: ready and wait do nothing, so that gradients accumulate locally. The same on every rank. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
@@ -603,10 +625,6 @@ struct ddp_backend {
     void (*p2p_wake)(ddp_group *group, void *state); /* ends p2p_sleep of this rank's threads, or the next one of each; NULL = sleeps are short */
 };
 
-/* A sum of doubles without rounding: digits of 32 bits in 64-bit cells, lowest first. Two of them add as DDP_I64 SUM of their cells, so an all-reduce of
-   the whole struct is exact in any order (Kulisch's long accumulator). */
-#define DDP_EXACT_CELLS 72
-typedef struct ddp_exact_sum { int64_t cell[DDP_EXACT_CELLS]; } ddp_exact_sum;
 DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
 DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
 DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
@@ -6167,7 +6185,7 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
-    bucket->divisor = (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+    bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
     if (!ddp__reducer_is_alone(reducer)) result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, now ? NULL : &bucket->work);
     else if (bucket->divisor != 1) result = ddp__bucket_run(reducer->group, bucket);
     reducer->next_bucket += result == DDP_OK;
@@ -6176,7 +6194,7 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
 
 //== equal on all ranks ============================================================================= >>impl-schema
 
-#define DDP__SCHEMA_OPTIONS 8
+#define DDP__SCHEMA_OPTIONS 9
 #define DDP__CREATE_NEED(condition, ...) DDP__CHECK("ddp_reducer_create", NULL, condition, __VA_ARGS__)
 
 /* What must be equal on all ranks is a list of entries: options, parameters, buffers. An entry's hash goes on from the one before, so
@@ -6219,7 +6237,8 @@ static ddp__entry ddp__schema_entry(const ddp_reducer *reducer, int index, uint6
     const struct { const char *name; long long value; } options[DDP__SCHEMA_OPTIONS] = {
         {"bucket_cap_bytes", (long long)d->bucket_cap_bytes}, {"first_bucket_bytes", (long long)d->first_bucket_bytes},
         {"micro_batch_count", d->micro_batch_count}, {"find_unused", !!d->find_unused}, {"static_graph", !!d->static_graph},
-        {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast}};
+        {"comm_dtype", d->comm_dtype}, {"hook", !!d->hook}, {"skip_initial_broadcast", !!d->skip_initial_broadcast},
+        {"per_token", !!d->per_token}};
     int param = index - DDP__SCHEMA_OPTIONS, buffer = param - d->param_count - 1;
     const char *kind = buffer < 0 ? "parameter" : "buffer";
     ddp__entry entry;
@@ -6585,6 +6604,44 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     return result;
 }
 
+DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count) {
+    ddp_exact_sum_add(&mean->sum, sum);
+    mean->count += count;
+}
+
+DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
+    struct { ddp_mean mean; int64_t negative; } all; /* 64-bit words alone */
+    ddp_call call = DDP_ZERO;
+    DDP__NEED(group && mean, "group or mean is NULL");
+    all.mean = *mean;
+    all.negative = mean->count < 0;
+    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = DDP_I64, call.op = DDP_OP_SUM, call.root = -1, call.tag = DDP_ON_HOST;
+    call.send = call.recv = &all;
+    call.count = sizeof all / sizeof(int64_t);
+    DDP__TRY(ddp_group_call(group, &call, NULL));
+    DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
+               (long long)all.negative, (long long)mean->count);
+    *mean = all.mean;
+    return DDP_OK;
+}
+
+DDPDEF double ddp_mean_value(const ddp_mean *mean) { return mean->count ? ddp_exact_sum_value(&mean->sum) / (double)mean->count : 0; }
+
+DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
+    DDP__NEED(reducer && loss, "reducer or loss is NULL");
+    DDP__REDUCER_NEED(reducer, reducer->desc.per_token, "per_token is 0 in the desc, so that gradients are averages over ranks; set it, or call "
+                      "ddp_reducer_wait");
+    if (reducer->no_sync) return DDP_OK;
+    DDP__TRY(ddp_reducer_wait(reducer));
+    DDP__TRY(ddp_mean_reduce(reducer->group, loss));
+    DDP__TRY(ddp__compute(reducer->group));
+    for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
+        const ddp__grad *grad = &reducer->grads[i];
+        if (grad->count) reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
+    }
+    return ddp__device_check(reducer->group);
+}
+
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
@@ -6791,7 +6848,8 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
         if (have_batch) *active = count;
         if (have_batch) return DDP_OK;
         reducer->shadow = 1;
-        ddp_result result = ddp_reducer_wait(reducer);
+        ddp_mean nothing = DDP_ZERO;
+        ddp_result result = reducer->desc.per_token ? ddp_reducer_wait_mean(reducer, &nothing) : ddp_reducer_wait(reducer);
         reducer->shadow = 0;
         if (result == DDP_OK && join->desc.step_fn) result = join->desc.step_fn(join->desc.user);
         if (result != DDP_OK) return result;

@@ -208,6 +208,7 @@ typedef struct ddp_fsdp_desc {
     ddp_dtype param_dtype;         /* what is gathered: 0 = as the parameter. DDP_BF16, DDP_F16: the master copy is f32 */
     ddp_dtype reduce_dtype;        /* what gradients are added in: 0 = as the gradient. Gradients are of param_dtype, unless param.grad.dtype says otherwise */
     int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_unit_reduce comes so often for each unit */
+    int per_token;                 /* 1 = gradients are of a loss summed over tokens; see ddp_fsdp_mean */
     int plain_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
     int prefetch;                  /* 0 = 1; units gathered ahead, in the order that the first step had; -1 = none. FULL_SHARD: whatever is gathered takes as much
                                       memory as the largest unit, so that units of like size waste least: an embedding of 8 blocks' size costs 8 for each block ahead */
@@ -287,6 +288,10 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
    reduce, before the step, which it waits for. Squares add per row in a fixed order and rows add exactly, so that the bits are those of any other sharding, and each
    element counts once. A norm that is not finite scales nothing. DDP_ERR_INVALID names a unit that has not been reduced. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
+
+/* With per_token, in every step between its last reduce and clip_grad_norm or step, which then divide by the tokens of all ranks, replicas and micro-batches.
+   *loss: what this rank has added up, becomes the mean over all of them. Collective. As ddp_reducer_wait_mean. */
+DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
 /* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards. Collective. Units that are
    gathered are released: their values are out of date. DDP_ERR_INVALID names a unit that has not been reduced micro_batch_count times; DDP_ERR_MISMATCH
@@ -2670,7 +2675,7 @@ struct ddp_fsdp {
     int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
     ddp_group *copies[2];          /* over which they are replicated */
     int copy_count;
-    uint64_t divisor;              /* ranks times micro-batches */
+    uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
     int keeps_whole, reduces_each, direct, finished, no_grad;
     ddp__unit *units;
     ddp__weight *weights;
@@ -3513,6 +3518,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
             return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_unit_reduce for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
+    if (!f->divisor) return ddp__fsdp_bad(who, f->group, "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (f->desc.scaler && f->desc.scaler->unscaled)
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
     DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
@@ -3541,6 +3547,17 @@ static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
     f->device->copy(&sum, f->squares, sizeof sum);
     *norm = (float)sqrt(ddp_exact_sum_value(&sum));
     return ddp__fsdp_check(f->group);
+}
+
+DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
+    DDP__FSDP_NEED(fsdp && loss, "fsdp or loss is NULL");
+    DDP__FSDP_NEED(fsdp->desc.per_token && !fsdp->divisor, "%s", fsdp->divisor && fsdp->desc.per_token ? "this step's tokens are known already; call it once"
+                   : "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
+    DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit)); /* which may be at work in replicas */
+    DDP__FSDP_TRY(ddp_mean_reduce(fsdp->group, loss));
+    if (fsdp->desc.replicas) DDP__FSDP_TRY(ddp_mean_reduce(fsdp->desc.replicas, loss));
+    fsdp->divisor = loss->count ? (uint64_t)loss->count : 1;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
@@ -3612,6 +3629,7 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
         f->order = now;
         f->order_count = f->now_count;
     }
+    if (f->desc.per_token) f->divisor = 0;
     f->finished = 0;
     f->now_count = 0;
     f->following = 1;
@@ -3867,7 +3885,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     f->rank = f->world > 1 ? ddp_rank(group) : 0;
     if (f->world == 1 && ddp_world_size(group) > 1) f->copies[f->copy_count++] = group;
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
-    f->divisor = (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
+    f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
     f->keeps_whole = d->strategy != DDP_FSDP_FULL_SHARD;
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
@@ -3948,7 +3966,7 @@ static uint64_t ddp__weight_hash(const ddp_fsdp *f, int i) {
 static uint64_t ddp__fsdp_desc_hash(const ddp_fsdp *f) {
     const ddp_fsdp_desc *d = &f->desc;
     const ddp_optimizer_desc *o = &d->optimizer;
-    int64_t whole[] = {d->strategy, d->unit_count, f->weight_count, d->param_dtype, d->reduce_dtype, d->micro_batch_count, d->plain_accumulation, d->prefetch,
+    int64_t whole[] = {d->strategy, d->unit_count, f->weight_count, d->param_dtype, d->reduce_dtype, d->micro_batch_count, d->per_token, d->plain_accumulation, d->prefetch,
                        (int64_t)d->max_gathered_bytes, d->keep_after_forward, d->overwrite_gradients, d->quantize_gather, d->offload,
                        d->replicas ? ddp_world_size(d->replicas) : 0, d->scaler != NULL, d->save_in_background, d->skip_initial_broadcast,
                        (int64_t)d->max_file_bytes, d->keep_checkpoints, d->checkpoint_group != NULL, o->kind, o->nesterov, o->decay_matrices_only};

@@ -35,12 +35,13 @@ typedef struct plan {
     int first, last;             /* steps [first, last); last 0 = STEPS. From a checkpoint unless first is 0, to one unless last is 0 */
     int background;
     int wrap;                    /* 0 = units as in shapes, 1 = all in one, 2 = one for each use */
+    int tokens;                  /* gradients are of sums over tokens, of which micro-batches have different numbers */
     int world;                   /* where ranks are given: on the first so many of them; 0 = on all */
     ddp_fsdp_offload offload;
     int scaled;                  /* by a loss scale; before step 1, one that the last rank's infinity leaves out */
 } plan;
 
-typedef struct whole { double value[USES][MOST]; float norm[STEPS]; } whole; /* what training ends with */
+typedef struct whole { double value[USES][MOST]; float norm[STEPS]; double loss[STEPS]; } whole; /* what training ends with */
 
 static whole *expected;
 static char folder[48]; /* of checkpoints */
@@ -52,6 +53,10 @@ static double first_value(int use, int i) { return (double)(float)(0.3 * noise((
 static double gradient(int use, int i, double value, int step, int micro_batch) {
     return (double)(float)(0.2 * value + noise((uint64_t)(((step * 64 + micro_batch) * USES + use) * 100 + i)));
 }
+
+/* Tokens of a micro-batch, and the sum of their losses; some have none. */
+static int tokens_of(int step, int micro_batch) { return (micro_batch * 7 + step * 3) % 5; }
+static double loss_of(int step, int micro_batch) { return tokens_of(step, micro_batch) * (2 + noise((uint64_t)(step * 64 + micro_batch))); }
 
 static double load(const void *memory, ddp_dtype dtype, int i) {
     double d = 0;
@@ -134,6 +139,13 @@ static ddp_result reference(ddp_group *group, void *user) {
     for (int step = 0; step < STEPS; step++) {
         ddp_exact_sum sum;
         float norm;
+        int divisor = p->tokens ? 0 : total;
+        ddp_mean loss = DDP_ZERO;
+        for (int m = 0; m < total && p->tokens; m++) {
+            divisor += tokens_of(step, m);
+            ddp_mean_add(&loss, loss_of(step, m), tokens_of(step, m));
+        }
+        expected->loss[step] = ddp_mean_value(&loss);
         for (int u = 0; u < USES; u++) {
             stack s;
             ddp_dtype seen = p->half ? DDP_BF16 : shapes[u].dtype;
@@ -151,8 +163,8 @@ static ddp_result reference(ddp_group *group, void *user) {
             memcpy(grad[u], s.sum[0], MOST * sizeof(double));
             free(s.sum[0]);
             for (int i = 0; i < elements(u); i++) {
-                if (shapes[u].dtype == DDP_F64) ((double *)grad[u])[i] /= total;
-                else ((float *)grad[u])[i] /= (float)total;
+                if (shapes[u].dtype == DDP_F64) ((double *)grad[u])[i] /= divisor ? divisor : 1;
+                else ((float *)grad[u])[i] /= (float)(divisor ? divisor : 1);
             }
         }
         add_arrays(grad[0], grad[TIED_USE], elements(0), DDP_F32);
@@ -252,20 +264,29 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
     int rank = ddp_rank(group), world = ddp_world_size(group);
     int each = p->strategy == DDP_FSDP_FULL_SHARD || p->strategy == DDP_FSDP_SHARD_GRAD;
     float norm = 0;
+    ddp_mean loss = DDP_ZERO;
     if (p->scaled && step == 1) RANKS_OK(group, infinite_step(group, part, fsdp, scaler, p, units, unit_count, params));
     for (int m = 0; m < p->micro_batches; m++) {
+        int number = each ? m * world + rank : rank * p->micro_batches + m;
+        ddp_mean_add(&loss, loss_of(step, number), tokens_of(step, number));
         for (int u = 0; u < unit_count; u++) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
             if (!p->gathers) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
         }
         for (int u = unit_count - 1; u >= 0; u--) {
             RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-            backward(part, &units[u], params, step, each ? m * world + rank : rank * p->micro_batches + m, p->overwrite,
-                     p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
+            backward(part, &units[u], params, step, number, p->overwrite, p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
             RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
             RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
         }
     }
+    if (p->tokens) {
+        RANKS_CHECK(group, ddp_fsdp_step(fsdp, 0.05f) == DDP_ERR_INVALID && strstr(ddp_last_error(), "call ddp_fsdp_mean first"), "%s", ddp_last_error());
+        RANKS_OK(group, ddp_fsdp_mean(fsdp, &loss));
+        double value = ddp_mean_value(&loss);
+        RANKS_CHECK(group, memcmp(&value, &expected->loss[step], sizeof value) == 0, "step %d: loss %.17g, want %.17g", step, value, expected->loss[step]);
+        RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "known already"), "%s", ddp_last_error());
+    } else RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "per_token is 0"), "%s", ddp_last_error());
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
     RANKS_CHECK(group, memcmp(&norm, &expected->norm[step], sizeof norm) == 0, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)expected->norm[step]);
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
@@ -335,6 +356,7 @@ static ddp_result train_on(ddp_group *group, void *user) {
     desc.unit_count = unit_count;
     desc.strategy = p->strategy;
     desc.replicas = copies;
+    desc.per_token = p->tokens;
     desc.micro_batch_count = p->micro_batches;
     desc.prefetch = p->prefetch;
     desc.keep_after_forward = p->keep;
@@ -410,8 +432,8 @@ static void run(ranks_mode mode, int world, plan p) {
     ddp_result result = ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p);
     runs++;
     if (result == DDP_OK) return;
-    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d kind=%d early=%d gathers=%d packed=%d offload=%d wrap=%d steps %d to %d: %s: %s\n",
-            strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, (int)p.kind, p.early, p.gathers,
+    fprintf(stderr, "FAIL %s on %d %s, %d micro-batches each, replicas=%d prefetch=%d keep=%d half=%d overwrite=%d tokens=%d kind=%d early=%d gathers=%d packed=%d offload=%d wrap=%d steps %d to %d: %s: %s\n",
+            strategies[p.strategy], world, ranks_mode_name(mode), p.micro_batches, p.replicas, p.prefetch, p.keep, p.half, p.overwrite, p.tokens, (int)p.kind, p.early, p.gathers,
             p.packed, (int)p.offload, p.wrap, p.first, p.last, ddp_result_name(result), ddp_last_error());
     failures++;
 }
@@ -465,6 +487,7 @@ static void run_world(ranks_mode mode, int world) {
                 p.keep = turn % 5 == 0 && s == DDP_FSDP_FULL_SHARD;
                 p.half = turn % 4 == 1;
                 p.overwrite = turn / 2 % 2;
+                p.tokens = turn % 5 < 2;
                 p.kind = (ddp_optimizer_kind)(turn % 7 < 4 ? turn % 7 : 0);
                 p.early = turn % 3 == 1;
                 p.gathers = turn % 5 == 2;

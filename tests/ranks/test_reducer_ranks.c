@@ -449,7 +449,7 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
 }
 
 typedef enum difference {
-    NAME, LATE_NAME, VALUE_DTYPE, GRAD_DTYPE, SHAPE, NDIM, ORDER, FEWER, MORE, TIED, GIVEN, CAP, FIRST, MICRO, UNUSED_FLAG, STATIC_FLAG, COMM, HOOK, SKIP,
+    NAME, LATE_NAME, VALUE_DTYPE, GRAD_DTYPE, SHAPE, NDIM, ORDER, FEWER, MORE, TIED, GIVEN, CAP, FIRST, MICRO, PER_TOKEN, UNUSED_FLAG, STATIC_FLAG, COMM, HOOK, SKIP,
     BUFFER_SHAPE, BUFFER_COUNT, BAD_ARGUMENT, BAD_OUT, BAD_DESC, DIFFERENCES
 } difference;
 
@@ -468,6 +468,7 @@ static const struct { const char *words[3]; ddp_result code; } differences[DIFFE
     {{"bucket_cap_bytes differs", "26214400", "1000"}, DDP_ERR_MISMATCH},
     {{"first_bucket_bytes differs", "1048576", "1000"}, DDP_ERR_MISMATCH},
     {{"micro_batch_count differs", "1 on", "2 on"}, DDP_ERR_MISMATCH},
+    {{"per_token differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
     {{"find_unused differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
     {{"static_graph differs", "0 on", "1 on"}, DDP_ERR_MISMATCH},
     {{"comm_dtype differs", "0 on", "on rank"}, DDP_ERR_MISMATCH},
@@ -498,6 +499,7 @@ static void make_different(model *m, ddp_reducer_desc *desc, difference which) {
     case CAP: desc->bucket_cap_bytes = 1000; break;
     case FIRST: desc->first_bucket_bytes = 1000; break;
     case MICRO: desc->micro_batch_count = 2; break;
+    case PER_TOKEN: desc->per_token = 1; break;
     case UNUSED_FLAG: desc->find_unused = 1; break;
     case STATIC_FLAG: desc->static_graph = 1; break;
     case COMM: desc->comm_dtype = DDP_BF16; break;
@@ -739,6 +741,129 @@ static ddp_result a_rank_without_any_batch(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
+//== means over tokens ========================================================================
+
+enum { MICRO_BATCHES = 4 }; /* of all ranks */
+
+static int tokens_of(int step, int m) { return step == 3 ? 0 : (m * 7 + step * 3) % 5; }
+static double loss_of(int step, int m) { return 0.1 * (m + 1) * tokens_of(step, m) + 1e-9 * step; }
+static float token_gradient(int step, int m, int param, size_t k) { return 1.0f / (float)(3 + m + step * 7 + param) + 0.01f * (float)(k % 97); }
+
+/* One, two and four ranks, each with its block of the same four micro-batches, end a step with the same bits: gradients, loss and norm, whatever the
+   tokens. On three ranks the first four of their micro-batches have tokens. Uses of a tied parameter add up before the division. */
+static ddp_result means_are_over_tokens(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group), per_rank = (MICRO_BATCHES + w - 1) / w;
+    (void)user;
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    ddp_accumulator *accumulator;
+    ddp_accumulator_desc sums = DDP_ZERO;
+    model_open(&m, group, 5);
+    m.params[4].value = m.params[1].value; /* tied */
+    desc = model_desc(&m);
+    desc.per_token = 1;
+    desc.first_bucket_bytes = desc.bucket_cap_bytes = 1000;
+    desc.micro_batch_count = per_rank;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    sums.params = m.params, sums.param_count = 5, sums.micro_batch_count = per_rank, sums.reducer = reducer;
+    RANKS_OK(group, ddp_accumulator_create(&accumulator, group, &sums));
+    for (int step = 0; step < 5; step++) {
+        ddp_mean loss = DDP_ZERO, whole = DDP_ZERO;
+        float want_norm, norm;
+        ddp_exact_sum squares = DDP_ZERO;
+        for (int n = 0; n < per_rank; n++) {
+            int number = rank * per_rank + n, counts = number < MICRO_BATCHES;
+            for (int i = 4; i >= 0; i--) {
+                for (size_t k = 0; k < param_elements(&m.params[i]); k++)
+                    ((float *)m.params[i].grad.data)[k] = counts ? token_gradient(step, number, i, k) : 0;
+                RANKS_OK(group, ddp_accumulator_ready(accumulator, i));
+            }
+            if (counts) ddp_mean_add(&loss, loss_of(step, number), tokens_of(step, number));
+            RANKS_OK(group, ddp_accumulator_next(accumulator, NULL));
+        }
+        RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
+        for (int n = 0; n < MICRO_BATCHES; n++) ddp_mean_add(&whole, loss_of(step, n), tokens_of(step, n));
+        RANKS_CHECK(group, loss.count == whole.count && ddp_mean_value(&loss) == ddp_mean_value(&whole), "step %d: %.17g over %lld, want %.17g over %lld", step,
+                    ddp_mean_value(&loss), (long long)loss.count, ddp_mean_value(&whole), (long long)whole.count);
+        for (int i = 0; i < 4; i++) {
+            float *grad = (float *)m.params[i].grad.data;
+            float *expected = (float *)malloc(param_elements(&m.params[i]) * sizeof *expected);
+            for (size_t k = 0; k < param_elements(&m.params[i]); k++) {
+                float sum = 0;
+                for (int use = i; use <= (i == 1 ? 4 : i); use += 3) {
+                    float a = token_gradient(step, 0, use, k) + token_gradient(step, 1, use, k), b = token_gradient(step, 2, use, k) + token_gradient(step, 3, use, k);
+                    sum += a + b;
+                }
+                expected[k] = whole.count ? sum / (float)whole.count : sum;
+                RANKS_CHECK(group, grad[k] == expected[k], "step %d parameter %d[%zu]: %.9g, want %.9g", step, i, k, (double)grad[k], (double)expected[k]);
+            }
+            ddp_device_cpu()->sum_squares(&squares, expected, (size_t)m.params[i].value.shape[0], (size_t)m.params[i].value.shape[1], DDP_F32);
+            free(expected);
+        }
+        want_norm = (float)sqrt(ddp_exact_sum_value(&squares));
+        RANKS_OK(group, ddp_reducer_clip_grad_norm(reducer, 1e9f, &norm));
+        RANKS_CHECK(group, norm == want_norm, "step %d: norm %.9g, want %.9g", step, (double)norm, (double)want_norm);
+    }
+    ddp_accumulator_destroy(accumulator);
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
+/* Ranks that are out of batches have no tokens; a count that is negative on one rank is an error on all, and the next step works. */
+static ddp_result tokens_of_uneven_inputs(ddp_group *group, void *user) {
+    int w = ddp_world_size(group), rank = ddp_rank(group), active, steps = 0;
+    (void)user;
+    model m;
+    ddp_reducer *reducer;
+    ddp_reducer_desc desc;
+    ddp_join *join;
+    ddp_join_desc join_desc = DDP_ZERO;
+    ddp_mean loss = DDP_ZERO;
+    char text[80];
+    model_open(&m, group, 2);
+    desc = model_desc(&m);
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), "per_token is 0"), "%s", ddp_last_error());
+    ddp_reducer_destroy(reducer);
+    for (int i = 0; i < 2; i++) m.params[i].grad.data = NULL;
+    desc.per_token = 1;
+    RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
+    join_desc.reducer = reducer;
+    RANKS_OK(group, ddp_join_create(&join, group, &join_desc));
+    for (;; steps++) { /* rank r has r + 1 batches, of r + 2 tokens each, whose losses are the step's number */
+        float sum = 0;
+        int64_t count = 0;
+        RANKS_OK(group, ddp_join_step(join, steps <= rank, &active));
+        if (!active) break;
+        for (int r = steps; r < w; r++) sum += (float)(r + 1), count += r + 2;
+        for (int i = 1; i >= 0; i--) {
+            for (size_t k = 0; k < param_elements(&m.params[i]); k++) ((float *)m.params[i].grad.data)[k] = (float)(rank + 1);
+            RANKS_OK(group, ddp_reducer_ready(reducer, i));
+        }
+        memset(&loss, 0, sizeof loss);
+        ddp_mean_add(&loss, steps * (rank + 2), rank + 2);
+        RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
+        RANKS_CHECK(group, loss.count == count && ddp_mean_value(&loss) == steps && ((float *)m.params[0].grad.data)[0] == sum / (float)count,
+                    "step %d: loss %g over %lld, gradient %g", steps, ddp_mean_value(&loss), (long long)loss.count, (double)((float *)m.params[0].grad.data)[0]);
+    }
+    RANKS_CHECK(group, steps == rank + 1, "%d steps", steps);
+    ddp_join_destroy(join);
+    for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+    memset(&loss, 0, sizeof loss);
+    ddp_mean_add(&loss, 1, rank == w - 1 ? -3 : 1);
+    snprintf(text, sizeof text, "the count is negative on 1 ranks, here it is %d", rank == w - 1 ? -3 : 1);
+    RANKS_CHECK(group, ddp_reducer_wait_mean(reducer, &loss) == DDP_ERR_INVALID && strstr(ddp_last_error(), text), "%s", ddp_last_error());
+    for (int i = 1; i >= 0; i--) RANKS_OK(group, ddp_reducer_ready(reducer, i));
+    memset(&loss, 0, sizeof loss);
+    RANKS_OK(group, ddp_reducer_wait_mean(reducer, &loss));
+    RANKS_CHECK(group, ddp_mean_value(&loss) == 0, "the mean of nothing is %g", ddp_mean_value(&loss));
+    ddp_reducer_destroy(reducer);
+    model_close(&m);
+    return DDP_OK;
+}
+
 //== times ==================================================================================
 
 enum { TIMED_BUCKETS = 5, BUCKET_US = 10000 /* what a bucket takes at least */ };
@@ -872,6 +997,8 @@ int main(int argc, char **argv) {
         {"destroy_in_the_middle_of_a_step", destroy_in_the_middle_of_a_step, DDP_OK},
         {"uneven_inputs", uneven_inputs, DDP_OK},
         {"a_rank_without_any_batch", a_rank_without_any_batch, DDP_OK},
+        {"means_are_over_tokens", means_are_over_tokens, DDP_OK},
+        {"tokens_of_uneven_inputs", tokens_of_uneven_inputs, DDP_OK},
         {"overlap_is_the_share_that_compute_hid", overlap_is_the_share_that_compute_hid, DDP_OK},
         {"steps_allocate_nothing", steps_allocate_nothing, DDP_OK},
     };
