@@ -1035,7 +1035,9 @@ GPT_DEF void gpt_head_backward(const gpt_pass *pass, const gpt_head *w, const gp
 //== model ================================================================================ >>model
 /* The units in a row, with all their memory: what a single process, or a data-parallel rank, trains. */
 
-enum { GPT_OWN_VALUES = 1, GPT_OWN_GRADS = 2 };
+/* GPT_RECOMPUTE: of each block only the input is kept; its backward runs its forward again first (Chen et al. 2016). All blocks share one block's
+   memory, and the bits are the same. */
+enum { GPT_OWN_VALUES = 1, GPT_OWN_GRADS = 2, GPT_RECOMPUTE = 4 };
 
 typedef struct gpt_model {
     gpt_config config;
@@ -1044,7 +1046,10 @@ typedef struct gpt_model {
                                    values[head.weight] is values[wte] */
     int accumulate;             /* copied to gpt_pass.accumulate */
     int batch;                  /* largest B */
-    gpt_block_acts *blocks;     /* per layer */
+    gpt_block_acts *blocks;     /* per layer; with recompute all are the same memory */
+    int recompute, held;        /* recompute: the layer whose activations lie there */
+    double (*clock)(void);      /* seconds; NULL = recompute_seconds is not counted */
+    double recompute_seconds;   /* in forwards that ran again */
     gpt_block_temps temps;      /* shared by all layers */
     gpt_head_acts head;
     float *stream;              /* (layers + 1, B, T, C): the input of each block, and of the head */
@@ -1063,7 +1068,8 @@ static inline size_t gpt__model_place(gpt_model *m, float *memory, int flags) {
     used += gpt_block_temps_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->temps);
     used += gpt_head_acts_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->head);
     for (int l = 0; l < c->layers; l++)
-        used += gpt_block_acts_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->blocks[l]);
+        if (l > 0 && flags & GPT_RECOMPUTE) m->blocks[l] = m->blocks[0];
+        else used += gpt_block_acts_place(c, m->batch, c->context, memory ? memory + used : NULL, &m->blocks[l]);
     for (int i = 0; i < m->param_count; i++) {
         gpt_param p;
         if (gpt_param_info(c, i, &p) != 0) continue;
@@ -1083,7 +1089,7 @@ GPT_DEF void gpt_model_destroy(gpt_model *m) {
 }
 
 /* Memory for up to `batch` sequences of the full context. Values and gradients too, as far as flags say (GPT_OWN_VALUES,
-   GPT_OWN_GRADS); pointers of the others start NULL, and are set in m->values and m->grads before use.
+   GPT_OWN_GRADS), with GPT_RECOMPUTE less of it; pointers of the others start NULL, and are set in m->values and m->grads before use.
    0 on success; -1, with *m all zero, for a bad configuration or when memory is short. */
 GPT_DEF int gpt_model_create(gpt_model *m, const gpt_config *config, int batch, int flags) {
     size_t floats, count = (size_t)gpt_param_count(config);
@@ -1092,6 +1098,7 @@ GPT_DEF int gpt_model_create(gpt_model *m, const gpt_config *config, int batch, 
     m->config = *config;
     m->batch = batch;
     m->param_count = (int)count;
+    m->recompute = (flags & GPT_RECOMPUTE) != 0;
     m->values = (float **)calloc(count, sizeof(float *));
     m->grads = (float **)calloc(count, sizeof(float *));
     m->blocks = (gpt_block_acts *)calloc((size_t)config->layers + 1, sizeof *m->blocks);
@@ -1139,6 +1146,7 @@ GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int un
     } else if (unit <= c->layers) {
         gpt_block block = gpt_block_view(m->values, unit - 1);
         gpt_block_forward(pass, &block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], gpt__model_stream(m, unit));
+        m->held = unit - 1;
     } else {
         gpt_head head = gpt_head_view(c, m->values);
         gpt_pass last = *pass;
@@ -1150,6 +1158,14 @@ GPT_DEF double gpt_model_unit_forward(gpt_model *m, const gpt_pass *pass, int un
     return 0;
 }
 
+/* The activations of a block, where another one's took their place. Its output is written again too, with the same bits. */
+static inline void gpt__model_recompute(gpt_model *m, const gpt_pass *pass, int unit) {
+    double start = m->clock ? m->clock() : 0;
+    if (!m->recompute || m->held == unit - 1) return;
+    gpt_model_unit_forward(m, pass, unit, NULL, NULL);
+    if (m->clock) m->recompute_seconds += m->clock() - start;
+}
+
 /* Backward of one unit, after the ones behind it: all its gradients, for the mean of the B T losses. Reads and writes m->values and m->grads of
    that unit alone. */
 GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int unit, const int *tokens, const int *targets) {
@@ -1159,6 +1175,7 @@ GPT_DEF void gpt_model_unit_backward(gpt_model *m, const gpt_pass *pass, int uni
         gpt_embed_backward(pass, &d_embed, tokens, m->d_stream);
     } else if (unit <= c->layers) {
         gpt_block block = gpt_block_view(m->values, unit - 1), d_block = gpt_block_view(m->grads, unit - 1);
+        gpt__model_recompute(m, pass, unit);
         gpt_block_backward(pass, &block, &d_block, gpt__model_stream(m, unit - 1), &m->blocks[unit - 1], &m->temps, m->d_stream, m->d_stream);
     } else {
         gpt_head head = gpt_head_view(c, m->values), d_head = gpt_head_view(c, m->grads);
@@ -1190,10 +1207,10 @@ GPT_DEF double gpt_model_forward_backward(gpt_model *m, const int *tokens, const
 //== generate =========================================================================== >>generate
 
 /* Logits (V) after tokens[0..length-1], of which the first `done` went through earlier calls and still are in the
-   activations (0 at the start, or after training steps). length <= context. */
+   activations (0 at the start, or after training steps; with recompute they all go again). length <= context. */
 GPT_DEF const float *gpt_model_logits(gpt_model *m, const int *tokens, int done, int length) {
     gpt_pass pass = gpt_model_pass(m, 1, length);
-    pass.first = done;
+    pass.first = m->recompute ? 0 : done;
     for (int unit = 0; unit <= m->config.layers + 1; unit++) gpt_model_unit_forward(m, &pass, unit, tokens, NULL);
     return m->head.logits;
 }

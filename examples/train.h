@@ -24,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -51,7 +52,7 @@ typedef struct run_program run_program;
 typedef struct run_options {
     const run_program *program;
     run_config config;
-    int32_t ranks, threads_as_ranks, replicas, stages, chunks, micro_batches, tensor, sequence_parallel, help;
+    int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor, sequence_parallel, help;
     const char *strategy, *checkpoint, *resume;
     const char **paths;
     int path_count;
@@ -90,6 +91,8 @@ struct run_program {
     {"--channels", FLAG_INT32, FIXED, AT(config.channels), 1, 65536, "N width, divisible by heads; default 128"}, \
     {"--lr", FLAG_DOUBLE, SAVED, AT(config.lr), 1e-9, 10, "X highest learning rate; default 0.003"}, \
     {"--seed", FLAG_INT64, FIXED, AT(config.seed), 0, 9e15, "N of the initial weights and the order of the text; default 1"}
+
+#define RECOMPUTE_FLAG {"--recompute", FLAG_SWITCH, NOT_SAVED, AT(recompute), 0, 1, "keep only the inputs of blocks, and run their forward again in backward"}
 
 static void print_help(const run_program *program) {
     printf("%s [flags] [files or folders]: %s\n", program->name, program->purpose);
@@ -431,7 +434,9 @@ static ddp_result run_build_arrays(run *r) {
 static inline ddp_result run_build_model(run *r, int own) {
     gpt_config config = run_model_config(r);
     TRY(run_build_arrays(r));
-    return gpt_model_create(&r->model, &config, r->plan.config.micro_batch, own) == 0 ? DDP_OK : run_no_room();
+    if (gpt_model_create(&r->model, &config, r->plan.config.micro_batch, own | (r->options->recompute ? GPT_RECOMPUTE : 0)) != 0) return run_no_room();
+    r->model.clock = ddp_now;
+    return DDP_OK;
 }
 
 /* A parameter as the library wants it; no values yet. */
@@ -552,6 +557,21 @@ static void print_sample(const int *tokens, int prompt) {
     printf("\n--- the model goes on from %d bytes of the validation text ---\n", prompt);
     for (int i = 0; i < prompt + SAMPLE_BYTES; i++) putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
     printf("\n---\n");
+}
+
+/* Rank 0: what activations take, and what it costs to keep fewer. */
+static inline void run_print_recompute(const run *r) {
+    gpt_block_acts acts;
+    struct rusage usage;
+    double steps = (double)(r->plan.config.steps - r->plan.first_step), again = r->model.recompute_seconds / steps, whole = r->train_seconds / steps;
+    double block = (double)gpt_block_acts_place(&r->model.config, r->model.batch, r->model.config.context, NULL, &acts) * sizeof(float) / 1048576;
+    if (steps <= 0 || getrusage(RUSAGE_SELF, &usage) != 0) return;
+    printf("  --recompute   activations of blocks   time per step\n");
+    printf("  no    %s   %15.2f MiB   %8.2f ms%s\n", r->model.recompute ? "    " : "here", block * r->model.config.layers, (whole - again) * 1e3,
+           r->model.recompute ? ", without the forwards that ran again" : "");
+    if (r->model.recompute) printf("  yes   here   %15.2f MiB   %8.2f ms\n", block, whole * 1e3);
+    else printf("  yes          %15.2f MiB\n", block);
+    printf("  peak resident memory of this process: %.1f MiB\n\n", (double)usage.ru_maxrss / 1024);
 }
 
 /* Drawing, both losses, and the hash of the weights, which all ranks must agree on. Collective. */

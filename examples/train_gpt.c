@@ -29,6 +29,7 @@ static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "FILE go on from a checkpoint, on any number of ranks"},
+    RECOMPUTE_FLAG,
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
 static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
@@ -247,6 +248,7 @@ static ddp_result finish(trainer *t, double validation) {
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(tokens, prompt);
         print_table(r, exposed);
+        run_print_recompute(r);
     }
     return run_finish(r, validation, hash_weights(t));
 }

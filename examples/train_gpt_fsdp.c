@@ -33,6 +33,7 @@ static const flag FLAGS[] = {
     {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N groups of ranks, each with all shards; default 1"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any number of ranks under any strategy"},
+    RECOMPUTE_FLAG,
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
@@ -277,7 +278,7 @@ static ddp_result generate(trainer *t) {
         gpt_pass pass;
         if (at - start > context) { start = at - (context + 1) / 2; done = 0; }
         pass = gpt_model_pass(&r->model, 1, at - start);
-        pass.first = done;
+        pass.first = r->model.recompute ? 0 : done;
         TRY(forward(t, &pass, tokens + start, NULL, r->rank == 0 ? &unused : NULL));
         done = at - start;
         tokens[at] = r->rank ? 0 : gpt_sample(r->model.head.logits, 256, 0.8f, gpt_sample_draw((uint64_t)r->plan.config.seed, at));
@@ -322,7 +323,10 @@ static ddp_result finish(trainer *t, double validation) {
     TRY(ddp_all_gather(r->world, &exposed[r->rank], exposed, 1, DDP_F64, NULL));
     TRY(ddp_all_gather(r->world, &memory[r->rank], memory, sizeof *memory, DDP_U8, NULL));
     TRY(generate(t));
-    if (r->rank == 0) print_table(t, exposed, memory);
+    if (r->rank == 0) {
+        print_table(t, exposed, memory);
+        run_print_recompute(r);
+    }
     TRY(hash_weights(t, &hash));
     return run_finish(r, validation, hash);
 }

@@ -30,6 +30,12 @@ tables='/^  strategy/,/^$/d; /^  bytes of rank 0/,/^$/d; /^  ranks  /,/^$/d'
     done
     train_with hybrid "$program" $run --batch 8 --steps 60 --ranks 4 --replicas 2
     same eight hybrid
+    # A unit that was released is gathered again before its forward runs again.
+    train_with deep "$whole" $run --layers 3 --batch 8 --steps 6 --ranks 1
+    for strategy in full grad none; do
+        train_with deep_$strategy "$program" $run --layers 3 --batch 8 --steps 6 --ranks 2 --strategy $strategy --recompute
+        same deep deep_$strategy
+    done
 }
 
 # Splitting over four leaves a quarter, and what rows and cache lines are rounded up to.

@@ -34,6 +34,11 @@ done
 train odd1 --batch 24 --ranks 1
 train odd3 --batch 24 --ranks 3
 same odd1 odd3
+# Forward runs again in backward, and leaves no trace but in memory and time.
+train recompute --batch 16 --ranks 2 --recompute
+same one recompute
+grep -q '^  yes   here .* MiB .* ms$' recompute.out || fail "no table of what --recompute saves: $(grep MiB recompute.out)"
+grep -q '^  no    here .* MiB .* ms$' one.out || fail "no table of what --recompute would save: $(grep MiB one.out)"
 train seed --batch 16 --ranks 2 --seed 2
 cmp -s one.same seed.same && fail "another seed gave the same run"
 echo "train_gpt: the same bits on 1, $worlds and 3 ranks: $(tail -n 1 one.out)"

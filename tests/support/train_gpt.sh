@@ -8,7 +8,7 @@ work=$(mktemp -d) || exit 1
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 cd "$work" || exit 1
 # comparable NAME: NAME.same is what of NAME.out must not depend on the ranks.
-comparable() { sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' "$1.out" > "$1.same"; }
+comparable() { sed -e 's/ *[0-9]* tokens\/s//' -e 's/ETA.*//' -e '/ ranks\{0,1\}/d' -e '/%/d' -e '/MiB/d' -e '/--recompute/d' -e '/^$/d' "$1.out" > "$1.same"; }
 fail() { echo "FAILED: $*" >&2; exit 1; }
 # ended NAME: the last line of NAME.out is the hash of the weights.
 ended() { tail -n 1 "$1.out" | grep -Eq '^weights hash: [0-9a-f]{16}$' || fail "$1: the last line is no hash: $(tail -n 1 "$1.out")"; }
