@@ -634,7 +634,7 @@ DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to
 typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
 
 /* An optimizer's step over count elements of dtype f32 or f64. Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are of
-   dtype already. w, g, m, v are elements of value, grad, state0 and state1:
+   dtype already. w, g, m, v are elements of value, grad, state0 and state1, g times grad_scale unless that is 0 or 1:
      ADAMW   m = beta1 m + rest1 g;  v = beta2 v + rest2 (g g);  w = w keep - (rate m) / (sqrt(v) root + eps)
      LAMB    m and v as above;  g = (rate m) / (sqrt(v) root + eps) + decay w, the last term only if decay is not 0
      SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + rest1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d */
@@ -644,7 +644,7 @@ typedef struct ddp_update {
     ddp_dtype dtype;
     void *value, *grad, *state0, *state1;
     size_t count;
-    double rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;
+    double rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
     int first, nesterov;
 } ddp_update;
 

@@ -1446,7 +1446,7 @@ template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_c
 template <class T, int ADAM> struct ddp__cuda_update {
     enum { WIDTH = 16 / sizeof(T) };
     T *value, *grad, *state0, *state1;
-    T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;
+    T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
     int lamb, first, nesterov;
 
     /* b + factor a */
@@ -1486,6 +1486,8 @@ template <class T, int ADAM> struct ddp__cuda_update {
         T w[N], g[N];
         ddp__cuda_get<N>(w, value, at);
         ddp__cuda_get<N>(g, grad, at);
+        DDP__UNROLL
+        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(grad_scale, g[i]);
         if (ADAM) adam<N>(w, g, at);
         else sgd<N>(w, g, at);
     }
@@ -1493,7 +1495,8 @@ template <class T, int ADAM> struct ddp__cuda_update {
 
 template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
     ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->rest1, (T)u->beta2,
-                                   (T)u->rest2, (T)u->root, (T)u->eps, (T)u->keep, (T)u->decay, (T)u->scale, u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov};
+                                   (T)u->rest2, (T)u->root, (T)u->eps, (T)u->keep, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
+                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov};
     const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
     uint32_t mask = (1u << f.WIDTH) - 1;
     for (int i = 0; i < (ADAM ? 4 : u->state0 ? 3 : 2); i++) mask = ddp__cuda_heads(mask, arrays[i], (int)sizeof(T), f.WIDTH);

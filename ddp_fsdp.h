@@ -163,6 +163,8 @@ typedef struct ddp_lr_desc {
     ddp_lr_kind kind;
     double peak;             /* required; the highest rate */
     double floor;            /* the rate at the end; 0 = 0 */
+    int64_t batch, base_batch; /* 0 = none; otherwise peak and floor are right for base_batch samples a step and grow with batch: the linear-scaling rule of
+                                  large batches (Goyal et al. 2017) */
     int64_t warmup_steps;    /* linear from 0: step s of them has peak * s / warmup_steps */
     int64_t total_steps;     /* required but for DDP_LR_CONSTANT */
     int64_t decay_steps;     /* WSD: 0 = a tenth of total_steps */
@@ -340,6 +342,10 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
    shard, so the bits do not depend on the sharding. Gradients of tied entries end up added in the first; LAMB leaves its update in place of the gradient. */
 DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr);
 
+/* The same with gradients times grad_scale, rounded as if they had been multiplied before, in the one pass over memory: to unscale and to clip. LARS, which
+   takes the gradients' norms first, leaves them multiplied. DDP_ERR_INVALID when grad_scale is not positive and finite. */
+DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale);
+
 /* State number `which` of a parameter, as a tensor of the value's shape, and its name in checkpoints ("exp_avg", "exp_avg_sq", "momentum_buffer").
    DDP_ERR_INVALID when there is none. */
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state);
@@ -494,7 +500,7 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
 #define DDP__UPDATE_FNS(real, suffix)                                                                                              \
     typedef real ddp__vector_##suffix __attribute__((vector_size(DDP__UPDATE_BYTES)));                                             \
     typedef struct ddp__factors_##suffix {                                                                                         \
-        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale;                                      \
+        real *w, *g, *m, *v, rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;                          \
         int first, nesterov, lamb;                                                                                                 \
     } ddp__factors_##suffix;                                                                                                       \
     DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_##suffix(const real *memory, size_t at, size_t left) {                        \
@@ -510,8 +516,11 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
         DDP__ROUNDED(x);                                                                                                           \
         return x;                                                                                                                  \
     }                                                                                                                              \
+    DDP__UPDATE_INLINE ddp__vector_##suffix ddp__get_grad_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {       \
+        return f->grad_scale != 1 ? ddp__times_##suffix(f->grad_scale, ddp__get_##suffix(f->g, at, left)) : ddp__get_##suffix(f->g, at, left); \
+    }                                                                                                                              \
     DDP__UPDATE_INLINE void ddp__update_adam_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                    \
-        ddp__vector_##suffix g = ddp__get_##suffix(f->g, at, left), w = ddp__get_##suffix(f->w, at, left), square = g * g;         \
+        ddp__vector_##suffix g = ddp__get_grad_##suffix(f, at, left), w = ddp__get_##suffix(f->w, at, left), square = g * g;       \
         DDP__ROUNDED(square);                                                                                                      \
         ddp__vector_##suffix m = ddp__times_##suffix(f->beta1, ddp__get_##suffix(f->m, at, left)) + ddp__times_##suffix(f->rest1, g); \
         ddp__vector_##suffix v = ddp__times_##suffix(f->beta2, ddp__get_##suffix(f->v, at, left)) + ddp__times_##suffix(f->rest2, square); \
@@ -524,7 +533,7 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
         ddp__put_##suffix(f->v, at, v, left);                                                                                      \
     }                                                                                                                              \
     DDP__UPDATE_INLINE void ddp__update_sgd_##suffix(const ddp__factors_##suffix *f, size_t at, size_t left) {                     \
-        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_##suffix(f->g, at, left), m;                      \
+        ddp__vector_##suffix w = ddp__get_##suffix(f->w, at, left), d = ddp__get_grad_##suffix(f, at, left), m;                    \
         if (f->decay != 0) d = d + ddp__times_##suffix(f->decay, w);                                                               \
         d = ddp__times_##suffix(f->scale, d);                                                                                      \
         if (f->m) {                                                                                                                \
@@ -537,7 +546,8 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
     static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
         const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
                                          (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps, \
-                                         (real)u->keep, (real)u->decay, (real)u->scale, u->first, u->nesterov, u->kind == DDP_UPDATE_LAMB}; \
+                                         (real)u->keep, (real)u->decay, (real)u->scale, (real)(u->grad_scale ? u->grad_scale : 1), u->first, \
+                                         u->nesterov, u->kind == DDP_UPDATE_LAMB};                                                 \
         size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
         if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
             for (size_t i = 0; i < whole; i += lanes) ddp__update_sgd_##suffix(&f, i, lanes);                                      \
@@ -794,23 +804,31 @@ static void ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update u, flo
     else ddp__update_f64(&u);
 }
 
-DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) {
+DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) { return ddp_optimizer_step_scaled(optimizer, lr, 1); }
+
+#define DDP__STEP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_optimizer_step", NULL, __VA_ARGS__); } while (0)
+
+DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale) {
     ddp_optimizer *o = optimizer;
     ddp_update common[2];
-    DDP__FSDP_NEED(o, "optimizer is NULL");
-    DDP__FSDP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
+    DDP__STEP_NEED(o, "optimizer is NULL");
+    DDP__STEP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
+    DDP__STEP_NEED(grad_scale > 0 && ddp__is_amount((double)grad_scale), "grad_scale=%g; pass a positive number, 1 for none", (double)grad_scale);
     for (int i = 0; i < o->desc.param_count; i++)
-        DDP__FSDP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
+        DDP__STEP_NEED(!o->params[i].count || (o->desc.params[i].value.data && o->desc.params[i].grad.data), "params[%d] \"%s\" has no %s", i,
                        o->desc.params[i].name ? o->desc.params[i].name : "", o->desc.params[i].value.data ? "gradient" : "values");
     DDP__FSDP_TRY(ddp__fsdp_enter(o->group));
     for (int i = 0; i < o->desc.param_count; i++) {
         void *first = o->desc.params[o->params[i].first_use].grad.data;
         if (o->params[i].first_use != i) o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype);
     }
+    for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS && grad_scale != 1; i++)
+        if (ddp__optimizer_steps(o, i)) o->device->scale(o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype, grad_scale);
     o->step++;
     common[0] = ddp__optimizer_factors(o, DDP_F32, lr);
     common[1] = ddp__optimizer_factors(o, DDP_F64, lr);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
+        common[0].grad_scale = common[1].grad_scale = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB) ? 1 : grad_scale;
         if (last && o->square_count) DDP__FSDP_TRY(ddp__optimizer_norms(o));
         for (int i = 0; i < o->desc.param_count; i++)
             if (ddp__optimizer_steps(o, i)) ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last);
@@ -841,6 +859,8 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
     DDP__FSDP_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
     DDP__FSDP_NEED(desc->peak > 0 && ddp__is_amount(desc->peak), "peak=%g; pass a positive number", desc->peak);
     DDP__FSDP_NEED(desc->floor >= 0 && desc->floor <= desc->peak, "floor=%g; pass 0 to peak=%g", desc->floor, desc->peak);
+    DDP__FSDP_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch, "batch=%lld and base_batch=%lld; give both, or neither",
+                   (long long)desc->batch, (long long)desc->base_batch);
     DDP__FSDP_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
     if (desc->kind == DDP_LR_CONSTANT) return DDP_OK;
     DDP__FSDP_NEED(desc->total_steps >= 1, "total_steps=%lld; pass how many steps there are", (long long)desc->total_steps);
@@ -855,20 +875,21 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (ddp_lr_check(desc) != DDP_OK) return 0;
     int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
+    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1, peak = desc->peak * grown, low = desc->floor * grown;
     if (step < 0) step = 0;
-    if (step <= warm && warm) return (float)(desc->peak * (double)step / (double)warm);
-    if (desc->kind == DDP_LR_CONSTANT) return (float)desc->peak;
-    if (step > total) return (float)desc->floor;
+    if (step <= warm && warm) return (float)(peak * (double)step / (double)warm);
+    if (desc->kind == DDP_LR_CONSTANT) return (float)peak;
+    if (step > total) return (float)low;
     if (desc->kind == DDP_LR_COSINE) {
-        double share = desc->floor / desc->peak;
-        return (float)(desc->peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
+        double share = low / peak;
+        return (float)(peak * (0.5 * (1 + share) + 0.5 * (1 - share) * cos(3.14159265358979323846 * (double)(step - warm) / (double)(total - warm))));
     }
     if (desc->kind == DDP_LR_WSD && (desc->decay_steps || total / 10 < decay)) decay = desc->decay_steps ? desc->decay_steps : total < 10 ? 1 : total / 10;
-    if (step <= total - decay) return (float)desc->peak;
+    if (step <= total - decay) return (float)peak;
     double power = desc->kind == DDP_LR_POLYNOMIAL && desc->power != 0 ? (double)desc->power : 1, left = (double)(total - step) / (double)decay;
-    left = (desc->peak - desc->floor) * (power == 1 ? left : pow(left, power));
+    left = (peak - low) * (power == 1 ? left : pow(left, power));
     DDP__ROUNDED(left);
-    return (float)(desc->floor + left);
+    return (float)(low + left);
 }
 
 //== loss scaling ===================================================================================== >>impl-scaler
@@ -2675,6 +2696,7 @@ struct ddp_fsdp {
     int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
     ddp_group *copies[2];          /* over which they are replicated */
     int copy_count;
+    float grad_scale;              /* of the sums, still to be multiplied: clipping */
     uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
     int keeps_whole, reduces_each, direct, finished, no_grad;
     ddp__unit *units;
@@ -3535,9 +3557,17 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     return ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares);
 }
 
+/* What clipping left to the step, done now. */
+static void ddp__fsdp_scale(ddp_fsdp *f) {
+    for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count && f->grad_scale != 1; sum++)
+        if (ddp_tensor_count(sum)) f->device->scale(sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->grad_scale);
+    f->grad_scale = 1;
+}
+
 /* The exact sum of squares of all gradients over the ranks that they are split over. Replicas have the same one. */
 static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
     ddp_exact_sum sum;
+    ddp__fsdp_scale(f);
     f->device->fill_zero(f->squares, sizeof sum);
     for (int i = 0; i < f->master_count; i++) {
         const ddp__weight *w = f->master_of[i];
@@ -3569,9 +3599,8 @@ DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float 
     if (result == DDP_OK) result = ddp__fsdp_norm(fsdp, &length);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     if (norm) *norm = length;
-    if (!(length > max_norm) || length > 3.402823466e38f) return DDP_OK;
-    for (const ddp_tensor *sum = fsdp->sums; sum < fsdp->sums + fsdp->master_count; sum++)
-        if (ddp_tensor_count(sum)) fsdp->device->scale(sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, max_norm / length);
+    if (length > max_norm && length <= 3.402823466e38f) fsdp->grad_scale = max_norm / length; /* the step multiplies, in its pass over the gradients */
+    if (fsdp->grad_scale == 0) ddp__fsdp_scale(fsdp);
     return ddp__fsdp_check(fsdp->group);
 }
 
@@ -3631,6 +3660,7 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     }
     if (f->desc.per_token) f->divisor = 0;
     f->finished = 0;
+    f->grad_scale = 1;
     f->now_count = 0;
     f->following = 1;
     f->order_hash = UINT64_C(0xcbf29ce484222325);
@@ -3654,7 +3684,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
         DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
         for (int i = 0; i < fsdp->master_count && fsdp->host; i++)
             fsdp->device->copy(fsdp->masters[i].grad.data, fsdp->sums[i].data, ddp__mine(fsdp->master_of[i]) * ddp_dtype_size(fsdp->sums[i].dtype));
-        if (fsdp->optimizer) DDP__FSDP_TRY(ddp_optimizer_step(fsdp->optimizer, lr));
+        if (fsdp->optimizer) DDP__FSDP_TRY(ddp_optimizer_step_scaled(fsdp->optimizer, lr, fsdp->grad_scale));
         fsdp->step++;
         if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
     }
@@ -4427,6 +4457,9 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     if (first_row) *first_row = (int64_t)w->first;
     if (!grad) return DDP_OK;
     if (ddp__is_trained(w)) DDP__FSDP_TRY(ddp__reduce_end(fsdp, w->unit)); /* its memory stays taken: who looks is this rank's business */
+    DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
+    ddp__fsdp_scale(fsdp);
+    DDP__FSDP_TRY(ddp__fsdp_check(fsdp->group));
     rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
     *grad = rows;
     return DDP_OK;

@@ -64,7 +64,7 @@ static int adamw_case(int offset, int count) {
                 u.kind = (ddp_update_kind)kind;                                                                      \
                 u.dtype = dtype_;                                                                                    \
                 u.rate = 0.25f; u.beta1 = 0.9f; u.rest1 = (real)1 - (real)0.9f; u.beta2 = 0.99f; u.rest2 = (real)1 - (real)0.99f; \
-                u.root = 3.7f; u.eps = 1e-6f; u.keep = 0.999f; u.decay = 0.03f; u.scale = 0.7f; u.nesterov = 1;      \
+                u.root = 3.7f; u.eps = 1e-6f; u.keep = 0.999f; u.decay = 0.03f; u.scale = 0.7f; u.nesterov = 1; u.grad_scale = 0.3f; \
                 for (int i = 0; i < COUNT_MAX; i++) x[0][i] = (real)number(i, 1, 0) / 3;                             \
                 for (int step = 1; step <= STEPS; step++) {                                                          \
                     u.first = step == 1;                                                                             \

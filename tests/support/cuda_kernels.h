@@ -518,6 +518,7 @@ static void check_updates(void) {
                     u.root = 31.6f; u.eps = 1e-8f; u.keep = 0.997f; u.scale = kind == 4 ? 0.7f : 1;
                     u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
                     u.nesterov = kind == 5;
+                    u.grad_scale = kind % 2 ? 0.3f : 0;
                     update_case(u, counts[c], shift);
                 }
 }

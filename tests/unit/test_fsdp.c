@@ -229,7 +229,7 @@ static ddp_result bad_calls(ddp_group *group) {
     ddp_fsdp *fsdp;
     ddp_tensor t;
     ddp_fsdp_memory memory;
-    float norm;
+    float norm, half, first;
     blocks(&m, 2, 6, 2);
     FAILS(group, ddp_fsdp_create(NULL, group, &m.desc), DDP_ERR_INVALID, "out");
     FAILS(group, ddp_fsdp_create(&fsdp, NULL, &m.desc), DDP_ERR_INVALID, "group");
@@ -256,7 +256,16 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, NAN, NULL), DDP_ERR_INVALID, "max_norm");
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
     RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
+    first = ddp_tensor_count(&t) ? ((float *)t.data)[0] : 0;
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
+    RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL)); /* the step would multiply; who looks before it sees the product */
+    RANKS_CHECK(group, !ddp_tensor_count(&t) || ((float *)t.data)[0] == first * 0.5f, "%g, half of which is %g", (double)first, (double)((float *)t.data)[0]);
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 4, &half));
+    RANKS_CHECK(group, fabsf(half - norm / 2) < 1e-6f * norm, "norm %g, clipped to its half %g", (double)norm, (double)half);
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &half));
+    RANKS_CHECK(group, fabsf(half - norm / 4) < 1e-6f * norm, "norm %g, clipped to its fourth %g", (double)norm, (double)half);
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1e-45f, NULL));
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
     FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
     ddp_fsdp_destroy(fsdp);

@@ -412,6 +412,51 @@ static void a_device_computes_itself(void **state) {
     ddp_group_destroy(plain);
 }
 
+/* Gradients multiplied in the step's own pass, or in one before: the same bits, on the CPU and by a device. */
+static void scaled_gradients_are_the_products(void **state) {
+    static model m, other;
+    ddp_device device = *ddp_device_cpu();
+    ddp_group *plain = alone(NULL), *group;
+    (void)state;
+    device.name = "test";
+    device.update = device_update;
+    group = alone(&device);
+    for (int kind = 0; kind < 4; kind++)
+        for (int on_device = 0; on_device < 2; on_device++) {
+            ddp_optimizer *a, *b;
+            ddp_optimizer_desc d = option((ddp_optimizer_kind)kind);
+            d.weight_decay = 0.1f;
+            d.momentum = 0.9f;
+            d.param_count = TENSORS;
+            model_open(&m, 0, 1);
+            model_open(&other, 0, 1);
+            d.params = other.params;
+            expect_ok(ddp_optimizer_create(&b, plain, &d));
+            d.params = m.params;
+            expect_ok(ddp_optimizer_create(&a, on_device ? group : plain, &d));
+            for (int step = 1; step <= 3; step++) {
+                float scale = step == 3 ? 1.0f : 0.3f / (float)step;
+                model_gradients(&m, 0, 1, step);
+                model_gradients(&other, 0, 1, step);
+                for (int i = 0; i < TENSORS; i++) {
+                    const ddp_tensor *value = &other.params[i].value;
+                    ddp_device_cpu()->scale(other.params[i].grad.data, (size_t)ddp_tensor_count(value), value->dtype, scale);
+                }
+                expect_ok(ddp_optimizer_step_scaled(a, 0.1f, scale));
+                expect_ok(ddp_optimizer_step(b, 0.1f));
+                assert_memory_equal(m.value, other.value, sizeof m.value);
+            }
+            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, 0), DDP_ERR_INVALID, "grad_scale=0; pass a positive number");
+            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, NAN), DDP_ERR_INVALID, "grad_scale=");
+            expect_bad(ddp_optimizer_step_scaled(a, 0.1f, INFINITY), DDP_ERR_INVALID, "grad_scale=inf");
+            assert_memory_equal(m.value, other.value, sizeof m.value);
+            ddp_optimizer_destroy(a);
+            ddp_optimizer_destroy(b);
+        }
+    ddp_group_destroy(group);
+    ddp_group_destroy(plain);
+}
+
 //== bad input ==============================================================================
 
 static void bad_optimizers_are_told_what_is_wrong(void **state) {
@@ -539,6 +584,13 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
     d = schedule(DDP_LR_CONSTANT);
     d.total_steps = 0;
     assert_true(ddp_lr_at(&d, 2) == 0.5f && ddp_lr_at(&d, 1 << 30) == 1);
+    for (int kind = DDP_LR_CONSTANT; kind <= DDP_LR_WSD; kind++) { /* eight times the batch, eight times every rate */
+        ddp_lr_desc large;
+        d = large = schedule((ddp_lr_kind)kind);
+        large.batch = 2048;
+        large.base_batch = 256;
+        for (int step = 0; step < 30; step++) assert_true(ddp_lr_at(&large, step) == 8 * ddp_lr_at(&d, step));
+    }
 }
 
 static void bad_schedules_are_told_what_is_wrong(void **state) {
@@ -561,6 +613,8 @@ static void bad_schedules_are_told_what_is_wrong(void **state) {
     BAD(DDP_LR_LINEAR, d.warmup_steps = 25, "warmup_steps=25 is more than total_steps=24");
     BAD(DDP_LR_WSD, d.decay_steps = 21, "decay_steps=21; pass 0 to 20, the steps after the warm-up");
     BAD(DDP_LR_POLYNOMIAL, d.power = -1, "power=-1");
+    BAD(DDP_LR_COSINE, d.batch = 512, "batch=512 and base_batch=0; give both, or neither");
+    BAD(DDP_LR_COSINE, (d.batch = -1, d.base_batch = 256), "batch=-1");
 #undef BAD
     expect_bad(ddp_lr_check(NULL), DDP_ERR_INVALID, "desc is NULL");
     assert_true(ddp_lr_at(NULL, 1) == 0);
@@ -754,6 +808,7 @@ int main(void) {
         cmocka_unit_test(a_loaded_state_goes_on_with_the_same_bits),
         cmocka_unit_test(state_comes_from_the_users_allocator),
         cmocka_unit_test(a_device_computes_itself),
+        cmocka_unit_test(scaled_gradients_are_the_products),
         cmocka_unit_test(bad_optimizers_are_told_what_is_wrong),
         cmocka_unit_test(the_cosine_is_that_of_train_gpt),
         cmocka_unit_test(schedules_have_the_values_computed_by_hand),
