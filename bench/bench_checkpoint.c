@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
+#include "median.h"
 
 #include <time.h>
 
@@ -146,13 +147,6 @@ static ddp_result rank_main(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-static int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
-
-static double median(double *values) {
-    qsort(values, (size_t)rounds, sizeof *values, by_value);
-    return values[rounds / 2];
-}
-
 int main(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--mib") == 0) mib = (size_t)atol(argv[i + 1]);
@@ -175,7 +169,7 @@ int main(int argc, char **argv) {
         if (ddp_launch(&desc, rank_main, &w) != DDP_OK) die("launch");
         printf("| %d |", worlds[w]);
         for (int kind = 0; kind < KINDS; kind += 2) {
-            double theirs = median(seconds[w][kind]), ours = median(seconds[w][kind + 1]), bytes = (double)mib * 1048576;
+            double theirs = median(seconds[w][kind], rounds), ours = median(seconds[w][kind + 1], rounds), bytes = (double)mib * 1048576;
             printf(" %.2f | %.2f | %.0f%% |", bytes / theirs / 1e9, bytes / ours / 1e9, 100 * theirs / ours);
         }
         printf("\n");

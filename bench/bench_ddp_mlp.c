@@ -14,6 +14,7 @@ USAGE
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "../examples/gpt.h"
+#include "median.h"
 
 enum { LAYERS = 3, BLOCK = 5, ROUNDS_MAX = 1000 };
 static const int width[LAYERS + 1] = {1024, 2048, 2048, 10};
@@ -114,16 +115,6 @@ static void mlp_step(mlp *m) {
         int64_t count = ddp_tensor_count(&m->params[i].value);
         for (int64_t k = 0; k < count; k++) value[k] -= 0.001f * grad[k];
     }
-}
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int count) {
-    qsort(x, (size_t)count, sizeof *x, by_value);
-    return x[count / 2];
 }
 
 static ddp_result bench_rank(ddp_group *world, void *user) {

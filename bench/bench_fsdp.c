@@ -15,6 +15,7 @@ USAGE
 #define DDP_IMPLEMENTATION
 #include "../ddp_fsdp.h"
 #include "../examples/gpt.h"
+#include "median.h"
 
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 enum { MICRO_BATCH = 4, CONTEXT = 128, MICROS = 2, WAYS = 5, REDUCER = 4, NO_SHARD = DDP_FSDP_NO_SHARD, ROUNDS_MAX = 400 };
@@ -47,16 +48,6 @@ typedef struct bench {
     int *tokens;                /* of all micro-batches: (MICROS ranks, MICRO_BATCH, CONTEXT), and one more */
     way ways[WAYS];
 } bench;
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double quantile(double *x, int count, double q) {
-    qsort(x, (size_t)count, sizeof *x, by_value);
-    return x[(int)(q * (count - 1) + 0.5)];
-}
 
 static void *zeros(size_t count, size_t size) {
     void *memory = calloc(count, size);

@@ -8,22 +8,13 @@ USAGE
     PyTorch. The first lines are the matrix product alone.
 */
 #include "../examples/gpt.h"
+#include "median.h"
 #include <time.h>
 
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int n) {
-    qsort(x, (size_t)n, sizeof *x, by_value);
-    return x[n / 2];
 }
 
 /* GFLOP/s of (m, k) (k, n): plain, with B transposed (a linear layer), and with A transposed (its weight gradient). */

@@ -22,6 +22,7 @@ static int machine_of_this_rank(void) {
 #define DDP_USE_MPI
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "median.h"
 
 enum { BLOCKING, STARTED, ANY, TREE, FINGERPRINT, WAYS, TURNS = 60 };
 static const char *const names[] = {"MPI_Allreduce", "MPI_Iallreduce + MPI_Test", "DDP_ORDER_ANY", "DDP_ORDER_TREE", "MPI_Iallreduce of 16 bytes"};
@@ -48,8 +49,6 @@ static void call(int way, float *data, size_t count) {
     else check(ddp_all_reduce(groups[way], data, data, count, DDP_F32, DDP_OP_SUM, NULL));
 }
 
-static int by_value(const void *a, const void *b) { return *(const double *)a < *(const double *)b ? -1 : *(const double *)a > *(const double *)b; }
-
 static void measure(float *data, size_t size_bytes, int rank) {
     static double us[WAYS][TURNS];
     size_t count = size_bytes / sizeof *data;
@@ -66,10 +65,9 @@ static void measure(float *data, size_t size_bytes, int rank) {
             if (turn >= 0) us[way][turn] = slowest;
         }
     if (rank != 0) return;
-    for (int way = 0; way < WAYS; way++) qsort(us[way], TURNS, sizeof us[way][0], by_value);
     printf("| %zu KiB |", size_bytes / 1024);
-    for (int way = 0; way < WAYS; way++) printf(" %.3g |", us[way][TURNS / 2]);
-    printf(" %.2f |\n", us[TREE][TURNS / 2] / us[BLOCKING][TURNS / 2]);
+    for (int way = 0; way < WAYS; way++) printf(" %.3g |", median(us[way], TURNS));
+    printf(" %.2f |\n", median(us[TREE], TURNS) / median(us[BLOCKING], TURNS));
     fflush(stdout);
 }
 

@@ -18,6 +18,7 @@ USAGE
 */
 #define main train_gpt_pipeline_main /* its stages are measured here */
 #include "../examples/train_gpt_pipeline.c"
+#include "median.h"
 #undef main
 
 #include <sys/prctl.h>
@@ -41,16 +42,6 @@ typedef struct plan {
 /* What one step has come to; medians over steps. */
 enum { MAKESPAN, STEP, IDEAL, REPLAYED, NEXT, HANDED_ON, BUBBLE, PREDICTED, COSTS, OF_IDEAL, FIGURES };
 typedef struct figures { double of[FIGURES][STEPS_MAX]; } figures;
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int count) {
-    qsort(x, (size_t)count, sizeof *x, by_value);
-    return count % 2 ? x[count / 2] : (x[count / 2 - 1] + x[count / 2]) / 2;
-}
 
 static void *zeros(size_t count, size_t size) {
     void *memory = calloc(count, size);

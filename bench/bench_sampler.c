@@ -9,6 +9,7 @@
 #include <time.h>
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "median.h"
 
 #define REPEATS 7
 
@@ -39,9 +40,6 @@ static double now_s(void) {
     clock_gettime(clock_now, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
-
-static int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
-static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, by_value); return x[n / 2]; }
 
 static void row(const char *order, const char *what, double value, const char *unit, double limit) {
     char target[32] = "";

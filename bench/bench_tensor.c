@@ -13,6 +13,7 @@ USAGE
 */
 #define main train_gpt_tensor_main /* its blocks are measured here */
 #include "../examples/train_gpt_tensor.c"
+#include "median.h"
 #undef main
 
 #include <sys/mman.h>
@@ -31,16 +32,6 @@ typedef struct setup {
     int channels, heads, context, sequences, rounds, world; /* world: number in worlds */
     figures of[WORLDS][VARIANTS];
 } setup;
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int count) {
-    qsort(x, (size_t)count, sizeof *x, by_value);
-    return count % 2 ? x[count / 2] : (x[count / 2 - 1] + x[count / 2]) / 2;
-}
 
 /* A trainer of one block whose input and output's gradient are noise. Collective. */
 static ddp_result build(trainer *t, const setup *u, run_options *options, ddp_group *world, job *j) {

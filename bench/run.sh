@@ -6,6 +6,7 @@
 #   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes; needs nothing else
 #   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 4 minutes; needs nothing else
 #   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
+#   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
 #
@@ -14,17 +15,15 @@
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/results/last
-quick=0 fsdp=0 pipeline=0 tensor=0 two= four=
+quick=0 part= two= four=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        --fsdp) fsdp=1 ;;
-        --pipeline) pipeline=1 ;;
-        --tensor) tensor=1 ;;
+        --fsdp | --pipeline | --tensor | --optimizer) part=${1#--} ;;
         --two) two=${2:?--two needs seconds}; shift ;;
         --four) four=${2:?--four needs seconds}; shift ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
+        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --optimizer, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
     esac
     shift
 done
@@ -40,28 +39,22 @@ out=$(cd "$out" && pwd)
 # --- build; a peer that does not build or start is left out ---
 
 flags="-O3 -march=native -std=gnu11"
-if [ $fsdp = 1 ]; then
-    ${CC:-cc} $flags "$here/bench_fsdp.c" -o "$build/fsdp" -lpthread -lm || { echo "bench: bench_fsdp.c does not compile" >&2; exit 1; }
-    rm -f "$out/fsdp.dat" "$out/fsdp.md"
-    "$build/fsdp" 2 61 4 128 "$out/fsdp.dat" >>"$out/fsdp.md" && "$build/fsdp" 2 21 6 256 "$out/fsdp.dat" >>"$out/fsdp.md" || exit 1
-    cat "$out/fsdp.md"
-    if command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_fsdp.gp") && echo "bench: wrote $out/fsdp.svg"; fi
-    exit 0
-fi
-if [ $pipeline = 1 ]; then
-    ${CC:-cc} $flags "$here/bench_pipeline.c" -o "$build/pipeline" -lpthread -lm || { echo "bench: bench_pipeline.c does not compile" >&2; exit 1; }
-    rm -f "$out/pipeline.dat" "$out/pipeline.md"
-    { "$build/pipeline" waits 8 32 10 3 "$out/pipeline.dat" && echo && "$build/pipeline" gpt; } >>"$out/pipeline.md" || exit 1
-    cat "$out/pipeline.md"
-    if command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_pipeline.gp") && echo "bench: wrote $out/pipeline.svg"; fi
-    exit 0
-fi
-if [ $tensor = 1 ]; then
-    ${CC:-cc} $flags "$here/bench_tensor.c" -o "$build/tensor" -lpthread -lm || { echo "bench: bench_tensor.c does not compile" >&2; exit 1; }
-    rm -f "$out/tensor.dat" "$out/tensor.md"
-    { "$build/tensor" 512 8 256 4 15 "$out/tensor.dat" && echo && "$build/tensor" 128 4 128 4 61; } >>"$out/tensor.md" || exit 1
-    cat "$out/tensor.md"
-    if command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_tensor.gp") && echo "bench: wrote $out/tensor.svg"; fi
+# What stands alone: bench_PART.c prints tables and, where plot_PART.gp draws them, writes PART.dat.
+measure_part() {
+    program=$build/$part data=$out/$part.dat
+    case $part in
+        fsdp) "$program" 2 61 4 128 "$data" && "$program" 2 21 6 256 "$data" ;;
+        pipeline) "$program" waits 8 32 10 3 "$data" && echo && "$program" gpt ;;
+        tensor) "$program" 512 8 256 4 15 "$data" && echo && "$program" 128 4 128 4 61 ;;
+        *) "$program" ;;
+    esac
+}
+if [ -n "$part" ]; then
+    ${CC:-cc} $flags "$here/bench_$part.c" -o "$build/$part" -lpthread -lm || { echo "bench: bench_$part.c does not compile" >&2; exit 1; }
+    rm -f "$out/$part.dat" "$out/$part.md"
+    measure_part >"$out/$part.md" || exit 1
+    cat "$out/$part.md"
+    if [ -f "$here/plot_$part.gp" ] && command -v gnuplot >/dev/null; then (cd "$out" && gnuplot "$here/plot_$part.gp") && echo "bench: wrote $out/$part.svg"; fi
     exit 0
 fi
 ${CC:-cc} $flags "$here/bench_collectives.c" -o "$build/ddp" -lpthread -lm || { echo "bench: bench_collectives.c does not compile" >&2; exit 1; }
