@@ -265,6 +265,8 @@ typedef struct ddp_pipeline_desc {
     int no_divide;                    /* 1 = gradients stay sums. 0 = after the last addition the runner divides once by update_interval; not where reduce_grad
                                          is set without divide: whoever adds over replicas divides (ddp_reducer_desc.micro_batch_count = update_interval) */
     int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs them */
+    int timed;                        /* 1 = on a device with lanes the host waits for the compute lane before and after each action, so that times, costs and
+                                         stats are the device's. 0 = they are the host's, which only puts the work there */
 } ddp_pipeline_desc;
 
 typedef struct ddp_pipeline_stats {
@@ -384,12 +386,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an
    earlier stage; none with a gradient from a stage to the next one; a loss without an edge), on every rank; what ddp_schedule_check finds;
-   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_UNSUPPORTED: several
-   ranks, on a device with lanes; DDP_ERR_NO_MEMORY. */
+   DDP_ERR_MISMATCH on every rank when schedules, edges or ties differ, or the two uses of a tied parameter do; DDP_ERR_NO_MEMORY.
+   On a device with lanes all messages of a rank run on the communication lane, one after the other, in the order of ddp_schedule_lower. */
 DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, const ddp_pipeline_desc *desc);
 
 /* Runs the schedule once: all micro-batches, both ways, with the updates that fall into it. Collective, blocks. Afterwards gradients of the last
-   update are final in grad.data, the same bits as one process gets that adds the micro-batches pairwise. After the first step it allocates nothing.
+   update are final in grad.data, the same bits as one process gets that adds the micro-batches pairwise: on a device with lanes, for what the compute
+   lane does next. After the first step it allocates nothing.
    Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT; the line names stage, action and micro-batch. */
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
@@ -2271,7 +2274,7 @@ typedef struct ddp__pipe_pool {
     int free_count;
     int *free_slots;       /* HERE, IN, and OUT in place */
     int *slot;             /* of each micro-batch; -1: none */
-    int *order;            /* IN: of each micro-batch, its place in the peer's stream */
+    int *order;            /* OUT, IN: of each micro-batch, its place in the stream */
     ddp_work *works;       /* OUT, IN: of each slot */
     uint64_t *notes;       /* in place: of each slot */
     uint64_t *returned;    /* in place, OUT: notes that come back, one after the other, as many as slots; IN: those that go, of each micro-batch */
@@ -2288,8 +2291,13 @@ typedef struct ddp__pipe_link {
     ddp__pipe_pool way[2];
 } ddp__pipe_link;
 
-/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. */
-typedef struct ddp__pipe_message { int link, way, microbatch; } ddp__pipe_message;
+/* All messages from one rank, in the order in which its list makes them: receives are posted in this order. Or all messages of this rank, see
+   ddp__pipe_order. */
+typedef struct ddp__pipe_message {
+    int link, way, microbatch;
+    int source;                /* the action that makes it, */
+    double at;                 /* and when it ends with unit costs */
+} ddp__pipe_message;
 typedef struct ddp__pipe_stream {
     ddp__pipe_message *messages;
     int count, next;
@@ -2337,13 +2345,14 @@ struct ddp_pipeline {
     ddp__pipe_stage *stages;      /* all; those of other ranks are empty */
     ddp__pipe_link *links;
     int link_count;
-    ddp__pipe_stream *streams;    /* of each rank */
+    ddp__pipe_stream *streams;    /* of each rank; one_lane: the first is all there is */
     ddp_pipeline_tie *ties;
     void **tie_memory;            /* of each tie: where the second gradient arrives, or NULL */
     ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
     void **values;                /* pointers of parameters while older values stand in for them */
     unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
     void *squares;                /* a ddp_exact_sum on the device */
+    int one_lane;                 /* messages, both ways, run in the order issued */
     int in_place;                 /* ranks read each other's shared memory */
     int works;                    /* messages that may be under way at once; after create, of any rank */
     int rehearsing;               /* the list is walked through without callbacks and messages, to see what it needs */
@@ -2393,6 +2402,9 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
     *out = piece->device_memory;
     return DDP_OK;
 }
+
+/* Functions of the device go to the compute lane; calls of other groups may have left this thread elsewhere. */
+static ddp_result ddp__pipe_enter(const ddp_pipeline *p) { return p->device->enter ? p->device->enter(p->group, DDP_LANE_COMPUTE) : DDP_OK; }
 
 /* A collective on host memory, in place, whatever the device is; in pieces that any backend carries. */
 static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
@@ -2583,8 +2595,6 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     if (d->schedule->rank_count != p->world_size)
         return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
     if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
-    if (p->device->enter && p->world_size > 1)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_pipeline_create: device %s: several ranks run on devices whose calls are done when they return", p->device->name);
     p->prefetch = d->prefetch ? d->prefetch : 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);
     for (int stage = 0; stage < p->stage_count; stage++)
@@ -2634,7 +2644,7 @@ static int ddp__pipe_out_slots(const ddp_pipeline *p, const ddp_pipeline_edge *e
 static ddp_result ddp__pipe_pool_tables(ddp_pipeline *p, ddp__pipe_pool *pool) {
     DDP__PIPE_NEW(p, pool->slot, int, p->microbatch_count);
     for (int i = 0; i < p->microbatch_count; i++) pool->slot[i] = -1;
-    if (pool->kind == DDP__PIPE_IN) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
+    if (pool->kind != DDP__PIPE_HERE) DDP__PIPE_NEW(p, pool->order, int, p->microbatch_count);
     return DDP_OK;
 }
 
@@ -2710,30 +2720,50 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
     return DDP_OK;
 }
 
-/* What rank `peer` sends to this one, in the order of its list: for each F its outputs, for each I or B the gradients of its inputs. */
-static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, int peer) {
+static int ddp__pipe_message_compare(const void *left, const void *right) {
+    const ddp__pipe_message *l = (const ddp__pipe_message *)left, *r = (const ddp__pipe_message *)right;
+    if (l->at != r->at) return l->at < r->at ? -1 : 1;
+    return l->source != r->source ? (l->source < r->source ? -1 : 1) : l->link < r->link ? -1 : l->link > r->link;
+}
+
+/* What ranks `peer` to last send to this one, in the order of their lists: for each F its outputs, for each I or B the gradients of its inputs. With times:
+   what this rank sends as well, all of it in the order of the times. */
+static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *stream, int peer, int last, const ddp_action_time *times) {
     const ddp_schedule *s = p->schedule;
-    ddp__pipe_stream *stream = &p->streams[peer];
     for (int pass = 0; pass < 2; pass++) { /* the first one counts */
         int count = 0;
-        for (int i = s->first[peer]; i < s->first[peer + 1]; i++) {
+        for (int i = s->first[peer]; i < s->first[last + 1]; i++) {
             const ddp_action *a = &s->actions[i];
             int way = a->kind != DDP_ACTION_FORWARD;
             if (a->kind != DDP_ACTION_FORWARD && a->kind != DDP_ACTION_INPUT_GRAD && a->kind != DDP_ACTION_BACKWARD) continue;
             for (int k = 0; k < p->link_count; k++) {
-                ddp__pipe_pool *pool = &p->links[k].way[way];
-                if ((way ? p->links[k].to : p->links[k].from) != a->stage || pool->kind != DDP__PIPE_IN) continue;
-                if (pass) {
-                    stream->messages[count].link = k, stream->messages[count].way = way, stream->messages[count].microbatch = a->microbatch;
-                    pool->order[a->microbatch] = count;
-                }
+                const ddp__pipe_pool *pool = &p->links[k].way[way];
+                ddp__pipe_message message = {k, way, a->microbatch, i, times ? times[i].end : 0};
+                if ((way ? p->links[k].to : p->links[k].from) != a->stage || !(pool->kind == DDP__PIPE_IN || (times && pool->kind == DDP__PIPE_OUT))) continue;
+                if (pass) stream->messages[count] = message;
                 count++;
             }
         }
         if (!pass) DDP__PIPE_NEW(p, stream->messages, ddp__pipe_message, count);
         stream->count = count;
     }
+    if (times) qsort(stream->messages, (size_t)stream->count, sizeof *stream->messages, ddp__pipe_message_compare);
+    for (int i = 0; i < stream->count; i++) {
+        const ddp__pipe_message *message = &stream->messages[i];
+        p->links[message->link].way[message->way].order[message->microbatch] = i;
+    }
     return DDP_OK;
+}
+
+/* Where all messages of a rank share a lane, both ways, each waits for those before it, here and at its peer. They go in the order of ddp__lower_comm, that of
+   the moments at which they are made with unit costs: whatever is first among all that is left, of computations by their begin and of messages, has what it
+   needs. A receive is issued as soon as the sends before it are, earlier than its moment: that is only computation which makes none of these. */
+static ddp_result ddp__pipe_order(ddp_pipeline *p) {
+    ddp__play play;
+    ddp_result result = ddp__play_timed(&play, p->schedule, NULL, ddp__pipe_create_name);
+    if (result == DDP_OK) result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
+    ddp__play_close(&play);
+    return result;
 }
 
 static ddp_result ddp__pipe_pool_slots(ddp_pipeline *p, ddp__pipe_pool *pool, size_t *bytes) {
@@ -2818,7 +2848,9 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         if (s->output_count > most) most = s->output_count;
         if (s->desc.param_count > params) params = s->desc.param_count;
     }
-    for (int peer = 0; peer < p->world_size; peer++) if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, peer));
+    if (p->one_lane) DDP__PIPE_TRY(ddp__pipe_order(p));
+    for (int peer = 0; peer < p->world_size && !p->one_lane; peer++)
+        if (peer != p->rank) DDP__PIPE_TRY(ddp__pipe_stream_open(p, &p->streams[peer], peer, peer, NULL));
     for (int i = 0; i < 4; i++) DDP__PIPE_NEW(p, p->tensors[i], ddp_tensor, most);
     DDP__PIPE_NEW(p, p->values, void *, params);
     p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
@@ -2889,14 +2921,15 @@ static ddp_result ddp__pipe_take_back(ddp_pipeline *p, ddp__pipe_pool *pool) {
     return DDP_OK;
 }
 
-/* Posts receives in the order of the peer's sends while there are slots. The rehearsal posts as far as `until`, what an action needs, so that slots never keep
-   it from coming. An evaluation has no gradients. */
+/* Posts receives in the order of the stream while there are slots, up to the next send in it. The rehearsal posts as far as `until`, what an action needs or
+   what comes before a send, so that slots never keep it from coming. An evaluation has no gradients. */
 static ddp_result ddp__pipe_post(ddp_pipeline *p, int peer, int until) {
-    ddp__pipe_stream *stream = &p->streams[peer];
+    ddp__pipe_stream *stream = &p->streams[p->one_lane ? 0 : peer];
     for (; stream->next < stream->count; stream->next++) {
         const ddp__pipe_message *message = &stream->messages[stream->next];
         ddp__pipe_pool *pool = &p->links[message->link].way[message->way];
         if (p->evaluating && message->way) continue;
+        if (pool->kind == DDP__PIPE_OUT) break;
         if (p->rehearsing ? stream->next > until : !pool->free_count) break;
         ddp__pipe_take(p, pool, message->microbatch);
         if (!p->rehearsing) DDP__PIPE_TRY(ddp__pipe_message_of(p, pool, pool->slot[message->microbatch]));
@@ -2939,6 +2972,10 @@ static ddp_result ddp__pipe_open_slot(ddp_pipeline *p, ddp__pipe_pool *pool, int
 }
 
 static ddp_result ddp__pipe_send(ddp_pipeline *p, ddp__pipe_pool *pool, int microbatch) {
+    if (p->one_lane && pool->kind == DDP__PIPE_OUT) { /* what comes before it */
+        DDP__PIPE_TRY(ddp__pipe_post(p, pool->peer, pool->order[microbatch]));
+        if (p->streams[0].next++ != pool->order[microbatch]) return ddp_fail(DDP_ERR_INVALID, "no slot for what comes before the message to rank %d", pool->peer);
+    }
     if (pool->kind == DDP__PIPE_NONE || p->rehearsing) return DDP_OK;
     if (pool->kind == DDP__PIPE_HERE) {
         p->stats.bytes_handed_over += pool->bytes;
@@ -3153,6 +3190,7 @@ static ddp_result ddp__pipe_hook(ddp_pipeline *p, const ddp__pipe_stage *s, ddp_
     begin = ddp_now();
     snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
     result = hook(s->number, s->desc.user);
+    if (result == DDP_OK) result = ddp__pipe_enter(p);
     p->stats.update_seconds += ddp_now() - begin;
     if (result == DDP_OK) return DDP_OK;
     snprintf(what, sizeof what, "%s of %s", name, ddp__pipe_stage_label(p, s->number).text);
@@ -3165,6 +3203,7 @@ static ddp_result ddp__pipe_callback(ddp_pipeline *p, ddp_pipeline_fn fn, const 
     ddp_result result;
     snprintf(p->text, sizeof p->text, "%s", ddp_last_error());
     result = fn(call, user);
+    if (result == DDP_OK) result = ddp__pipe_enter(p);
     if (result == DDP_OK) return DDP_OK;
     snprintf(p->text, sizeof p->text, "%s", strcmp(p->text, ddp_last_error()) ? ddp_last_error() : ddp_result_name(result));
     return ddp__pipe_fail(p, result, who, what, a, " failed");
@@ -3298,6 +3337,14 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
     return ddp__pipe_fail_here(p, ddp__pipe_post_all(p), who, "", a, " could not post receives");
 }
 
+/* Waits for the compute lane, where times are asked for; returns how long. */
+static double ddp__pipe_settle(const ddp_pipeline *p) {
+    double begin = ddp_now();
+    int64_t cell;
+    if (p->desc.timed && p->device->enter) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
+    return p->desc.timed ? ddp_now() - begin : 0;
+}
+
 static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *who) {
     const ddp_action *a = &p->list[position];
     ddp_action_time *time = &p->times[p->schedule->first[p->rank] + position];
@@ -3315,10 +3362,12 @@ static ddp_result ddp__pipe_action(ddp_pipeline *p, int position, const char *wh
     DDP__PIPE_TRY(ddp__pipe_prepare(p, s, a, who));
     version = ddp__pipe_version(p, s, a);
     if (!p->rehearsing) {
+        p->stats.wait_seconds += ddp__pipe_settle(p);
         time->begin = ddp_now() - p->start;
         ddp__pipe_swap_values(p, s, version, 0);
         result = ddp__pipe_call_stage(p, s, a, who);
         ddp__pipe_swap_values(p, s, version, 1);
+        ddp__pipe_settle(p);
         time->end = ddp_now() - p->start;
         p->stats.compute_seconds += time->end - time->begin;
         p->seconds[4 * a->stage + (int)a->kind - DDP_ACTION_FORWARD] += time->end - time->begin;
@@ -3380,6 +3429,8 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
 static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who) {
     double longest = 0, most = 0;
     ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
+    if (result != DDP_OK) return result;
+    result = ddp__pipe_fail_here(p, ddp__pipe_enter(p), who, "", NULL, "the device");
     if (result != DDP_OK) return result;
     p->evaluating = evaluating;
     p->start = ddp_now();
@@ -3538,12 +3589,27 @@ static ddp_result ddp__pipe_agree_ties(ddp_pipeline *p, int64_t *ends) {
     return DDP_OK;
 }
 
+/* The same in a batch, whose messages match by order and need none of the host. */
+static ddp_result ddp__pipe_warm_up_lane(ddp_pipeline *p, int before, int after, int count) {
+    void *bytes = NULL;
+    ddp_result result = ddp__pipe_device(p, (size_t)count + 1, &bytes), ended;
+    if (result == DDP_OK) result = ddp_batch_begin(p->group);
+    for (int i = 0; i < count && result == DDP_OK; i++) {
+        result = ddp_recv(p->group, (unsigned char *)bytes + i, 1, DDP_U8, before, 0, NULL);
+        if (result == DDP_OK) result = ddp_send(p->group, (unsigned char *)bytes + count, 1, DDP_U8, after, 0, NULL);
+    }
+    if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
+    ended = bytes ? ddp_batch_end(p->group) : DDP_OK;
+    return result == DDP_OK ? ended : result;
+}
+
 /* As many messages at once as a step may have, around the ring of ranks: what the group keeps for each of them is allocated now and not in some later step. */
 static ddp_result ddp__pipe_warm_up(ddp_pipeline *p) {
     int before = (p->rank + p->world_size - 1) % p->world_size, after = (p->rank + 1) % p->world_size, count = p->world_size > 1 ? p->works : 0;
     ddp_work *works = (ddp_work *)ddp__pipe_host(p, 2 * (size_t)count, sizeof *works);
     unsigned char *bytes = (unsigned char *)ddp__pipe_host(p, (size_t)count + 1, 1);
     ddp_result result = DDP_OK;
+    if (p->one_lane) return ddp__pipe_warm_up_lane(p, before, after, count);
     if (!works || !bytes) {
         ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error());
         return DDP_ERR_NO_MEMORY;
@@ -3609,6 +3675,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     p->group = group;
     p->device = ddp_group_device(group);
     p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
+    p->one_lane = p->device->enter && p->world_size > 1;
     result = ddp__pipe_group_failed(p, ddp__pipe_ask_in_place(p), ddp__pipe_create_name);
     if (result != DDP_OK) { ddp_group_mfree(group, p); return result; }
     if (desc) p->desc = *desc;
@@ -3759,6 +3826,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     if (p->no_clip)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
                         "in ddp_pipeline_stage");
+    DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_enter(p), "ddp_pipeline_clip_grad_norm"));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
     p->device->copy(&sum, p->squares, sizeof sum);

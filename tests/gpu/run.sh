@@ -33,14 +33,14 @@ rm -f "$build/failed"
 level=-O2
 if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_80, sm_90 and PTX
     level=-O0
-    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor}
+    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline}
     for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0; done
     [ ! -f "$build/failed" ] || exit 1
     echo "built $programs in $build"
     exit 0
 fi
 started=$(date +%s)
-for program in test_groups test_training test_fsdp test_tensor; do compile $program -arch=native & done
+for program in test_groups test_training test_fsdp test_tensor test_pipeline; do compile $program -arch=native & done
 compile test_kernels_small -arch=native -DDDP_TEST_SMALL & # for the sanitizers
 if [ "$mode" = sanitize ]; then
     compile test_conformance_small -arch=native -DDDP_TEST_SMALL &
@@ -89,6 +89,8 @@ ranks() {
     row "sharded training, 2 to 4 ranks; processes" fsdp_processes "$build/test_fsdp" processes 2 3 4
     row "tensors, 1 to 4 ranks: the bits of the CPU; threads" tensor_threads "$build/test_tensor" threads
     row "tensors, 1 to 4 ranks: the bits of the CPU; processes" tensor_processes "$build/test_tensor" processes 2 3 4 1
+    row "pipelines, 1 to 4 ranks: the bits of the CPU; threads" pipeline_threads "$build/test_pipeline" threads
+    row "pipelines, 2 to 4 ranks; processes" pipeline_processes "$build/test_pipeline" processes 2 3 4
     [ "$nccl" = -lnccl ] || return 0
     row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
     row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
@@ -101,6 +103,7 @@ if [ "$mode" = sanitize ]; then
         row "$tool: training, threads" training_$tool "$build/test_training" threads 1 2 4
         row "$tool: sharded training, threads" fsdp_$tool "$build/test_fsdp" threads 2
         row "$tool: tensors, threads" tensor_$tool "$build/test_tensor" threads 3
+        row "$tool: pipelines, threads" pipeline_$tool "$build/test_pipeline" threads 2
     done
     tool=memcheck
     row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3

@@ -1,12 +1,13 @@
 /*  cuda_tests.cu - all tests that run on the fake machine, as one program: a compiler takes most of its time for what they share.
 
-    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp and tensor are those of tests/gpu, nccl is unit/test_cuda_nccl.cu, fake_gpu test_fake_gpu.cu.
+    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp, tensor and pipeline are those of tests/gpu, nccl is unit/test_cuda_nccl.cu, fake_gpu test_fake_gpu.cu.
     Each file lies in a namespace of its own and stays a program of its own, too. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #include "device.h"
 #include "../../ddp_fsdp.h"
 #include "../../ddp_tensor.h"
+#include "../../ddp_pipeline.h"
 #include "relay.h"
 
 #define main test_main
@@ -24,6 +25,9 @@ namespace fsdp {
 }
 namespace tensors {
 #include "../gpu/test_tensor.cu"
+}
+namespace pipelines {
+#include "../gpu/test_pipeline.cu"
 }
 namespace nccl {
 #include "../unit/test_cuda_nccl.cu"
@@ -44,8 +48,9 @@ int main(int argc, char **argv) {
     if (strcmp(name, "training") == 0) return training::test_main(argc, argv);
     if (strcmp(name, "fsdp") == 0) return fsdp::test_main(argc, argv);
     if (strcmp(name, "tensor") == 0) return tensors::test_main(argc, argv);
+    if (strcmp(name, "pipeline") == 0) return pipelines::test_main(argc, argv);
     if (strcmp(name, "nccl") == 0) return nccl::test_main(argc, argv);
     if (strcmp(name, "fake_gpu") == 0) return fake_gpu::test_main();
-    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, nccl and fake_gpu\n", name);
+    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, pipeline, nccl and fake_gpu\n", name);
     return 2;
 }

@@ -5,7 +5,7 @@
 #ifndef DDP_TEST_PIPELINE_H
 #define DDP_TEST_PIPELINE_H
 
-#include "ddp_pipeline.h"
+#include "../../ddp_pipeline.h"
 #include "ranks.h"
 
 #include <math.h>
