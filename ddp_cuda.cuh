@@ -2411,7 +2411,7 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
-    ddp_group_abort(n->control); /* a caller may wait there */
+    ddp_group_poison(n->control, n->cause, n->text); /* a caller of any rank may wait there */
     pthread_mutex_lock(&n->lock);
     n->aborted = 1;
     pthread_mutex_unlock(&n->lock);
