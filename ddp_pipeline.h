@@ -67,7 +67,7 @@ CONFIG MACROS (define before including)
 
 NOT DONE HERE
     No autograd: the caller's callbacks compute. No sharding of a stage over ranks: hooks call ddp_fsdp.h, the reducer or tensor parallelism.
-    No tied parameters with PipeDream and PipeDream-2BW, and no recomputation with them. No ties, and no norm over all stages, of sharded gradients.
+    No tied parameters with PipeDream and PipeDream-2BW, and no recomputation with them. No norm over all stages of sharded gradients.
 */
 #ifndef DDP_PIPELINE_H
 #define DDP_PIPELINE_H
@@ -216,6 +216,9 @@ typedef struct ddp_pipeline_call {
 /* A result other than DDP_OK ends the step on all ranks; the text of ddp_fail, if set, goes into the error. */
 typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user);
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
+/* Where the gradient of params[param] is final, after wait_grad: this rank's part of it. Both uses of a tied parameter have the same part on ranks of one
+   pipeline. Where a wait_grad that divides (ddp_fsdp_clip_grad_norm with FLT_MAX) came before, the sum has the bits of whole gradients. */
+typedef ddp_result (*ddp_final_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
 /* One stage. Only the entries of this rank's stages are read. Callbacks run on the thread of ddp_pipeline_step, one at a time, in the order of the
    schedule; on a device with lanes they put their work on the compute lane. They may call collectives of groups other than the pipeline's. */
@@ -243,6 +246,7 @@ typedef struct ddp_pipeline_stage {
     ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL = the caller steps later; not with PipeDream and 2BW, where it
                                      gathers anew if there is unshard, since actions of the step follow, up to reshard */
     int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
+    ddp_final_grad final_grad;    /* NULL = grad.data; required for ties of gradients that come with unshard: ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
 
 /* One parameter used by two stages, such as the embedding and the last projection: equal shapes, dtypes of gradients, and first values. */
@@ -2347,7 +2351,7 @@ struct ddp_pipeline {
     int link_count;
     ddp__pipe_stream *streams;    /* of each rank; one_lane: the first is all there is */
     ddp_pipeline_tie *ties;
-    void **tie_memory;            /* of each tie: where the second gradient arrives, or NULL */
+    ddp_group **tie_groups;       /* of each tie: the two ranks whose stages share it. NULL: one rank, or others; ties of the same two have the same */
     ddp_tensor *tensors[4];       /* inputs, outputs, output_grads, input_grads of a call */
     void **values;                /* pointers of parameters while older values stand in for them */
     unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
@@ -2519,8 +2523,8 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
             if (p->schedule->stage_rank[stage] != p->rank) continue;
             if (index < 0 || index >= d->stages[stage].param_count)
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
-            if (ddp__pipe_comes_and_goes(&d->stages[stage], index))
-                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; ties need one that stays, as with a ddp_reducer", i, index,
+            if (ddp__pipe_comes_and_goes(&d->stages[stage], index) && !d->stages[stage].final_grad)
+                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; set final_grad, which says where its sum is", i, index,
                                      ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
@@ -2816,20 +2820,6 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
-static ddp_result ddp__pipe_tie_memory(ddp_pipeline *p) {
-    DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
-    DDP__PIPE_NEW(p, p->tie_memory, void *, p->desc.tie_count);
-    for (int i = 0; i < p->desc.tie_count; i++) {
-        const ddp_pipeline_tie *t = &p->desc.ties[i];
-        p->ties[i] = *t;
-        if (p->schedule->stage_rank[t->first_stage] == p->rank && p->schedule->stage_rank[t->second_stage] != p->rank) {
-            ddp_tensor grad = ddp__pipe_grad(p->desc.stages[t->first_stage].params[t->first_param]);
-            DDP__PIPE_TRY(ddp__pipe_device(p, ddp__pipe_bytes(&grad), &p->tie_memory[i]));
-        }
-    }
-    return DDP_OK;
-}
-
 static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who);
 
 /* Everything but the shared memory, of which *bytes are needed. */
@@ -2870,7 +2860,9 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
         DDP__PIPE_TRY(ddp__pipe_stage_memory(p, s));
     }
-    DDP__PIPE_TRY(ddp__pipe_tie_memory(p));
+    DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
+    DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
+    for (int i = 0; i < p->desc.tie_count; i++) p->ties[i] = p->desc.ties[i];
     return ddp__pipe_device(p, sizeof(ddp_exact_sum), &p->squares);
 }
 
@@ -2882,7 +2874,7 @@ static void ddp__pipe_take(const ddp_pipeline *p, ddp__pipe_pool *pool, int micr
     else if (++pool->taken > pool->count) pool->count = pool->taken;
 }
 
-static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + p->desc.tie_count + pool->tag; }
+static int ddp__pipe_tag_back(const ddp_pipeline *p, const ddp__pipe_pool *pool) { return 2 * p->link_count + pool->tag; }
 
 /* Nobody of this rank reads it any more. What another rank made in place goes back to it, and no action waits until it is there: at most, it waits for what
    went in an earlier step. */
@@ -3069,32 +3061,39 @@ static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     }
 }
 
-/* Both gradients of a tied parameter become their sum, first use + second use: all sums first, then they go back to the second uses. */
+/* The gradient of one end of a tie, of a stage of this rank. */
+static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
+    ddp__pipe_stage *s = &p->stages[stage];
+    *grad = ddp__pipe_grad(s->desc.params[param]);
+    if (s->desc.final_grad) DDP__PIPE_TRY(s->desc.final_grad(stage, param, grad, s->desc.user));
+    return ddp__pipe_enter(p);
+}
+
+/* Both gradients of a tied parameter become their sum, first use + second use: all sums first, then those of later uses go back to earlier ones. A sum of two
+   ranks has the same bits whichever comes first. */
 static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
     for (int i = 0; i < 2 * p->desc.tie_count; i++) {
-        int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, tag = 2 * p->link_count + number;
+        int number = i % p->desc.tie_count, back = i >= p->desc.tie_count, more = 0;
         const ddp_pipeline_tie *t = &p->ties[number];
         int rank[2] = {p->schedule->stage_rank[t->first_stage], p->schedule->stage_rank[t->second_stage]};
+        ddp_group *two = p->tie_groups[number];
         ddp_tensor grad[2];
+        size_t count[2];
+        for (int k = number + 1; k < p->desc.tie_count; k++) more |= p->ties[k].first_stage == t->first_stage && p->ties[k].first_param == t->first_param;
+        if ((rank[0] != p->rank && rank[1] != p->rank) || (two && back && !more)) continue;
         memset(grad, 0, sizeof grad);
-        if (rank[0] == p->rank) grad[0] = ddp__pipe_grad(p->stages[t->first_stage].desc.params[t->first_param]);
-        if (rank[1] == p->rank) grad[1] = ddp__pipe_grad(p->stages[t->second_stage].desc.params[t->second_param]);
-        if (rank[0] == p->rank && rank[1] == p->rank) {
-            if (!back) p->device->add(grad[0].data, grad[0].data, grad[1].data, (size_t)ddp_tensor_count(&grad[0]), grad[0].dtype);
-            else p->device->copy(grad[1].data, grad[0].data, ddp__pipe_bytes(&grad[1]));
-        } else if (rank[0] == p->rank) {
-            size_t count = (size_t)ddp_tensor_count(&grad[0]);
-            if (back) {
-                DDP__PIPE_TRY(ddp_send(p->group, grad[0].data, count, grad[0].dtype, rank[1], tag, NULL));
-            } else {
-                DDP__PIPE_TRY(ddp_recv(p->group, p->tie_memory[number], count, grad[0].dtype, rank[1], tag, NULL));
-                p->device->add(grad[0].data, grad[0].data, p->tie_memory[number], count, grad[0].dtype);
-            }
-        } else if (rank[1] == p->rank) {
-            size_t count = (size_t)ddp_tensor_count(&grad[1]);
-            if (back) DDP__PIPE_TRY(ddp_recv(p->group, grad[1].data, count, grad[1].dtype, rank[0], tag, NULL));
-            else DDP__PIPE_TRY(ddp_send(p->group, grad[1].data, count, grad[1].dtype, rank[0], tag, NULL));
-        }
+        if (rank[0] == p->rank) DDP__PIPE_TRY(ddp__pipe_tied(p, t->first_stage, t->first_param, &grad[0]));
+        if (rank[1] == p->rank) DDP__PIPE_TRY(ddp__pipe_tied(p, t->second_stage, t->second_param, &grad[1]));
+        for (int k = 0; k < 2; k++) count[k] = grad[k].data ? (size_t)ddp_tensor_count(&grad[k]) : 0;
+        if (two) {
+            int mine = rank[1] == p->rank;
+            if (back) DDP__PIPE_TRY(ddp_broadcast(two, grad[mine].data, count[mine], grad[mine].dtype, rank[0] > rank[1], NULL));
+            else DDP__PIPE_TRY(ddp_all_reduce(two, grad[mine].data, grad[mine].data, count[mine], grad[mine].dtype, DDP_OP_SUM, NULL));
+        } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
+            return ddp_fail(DDP_ERR_INVALID, "ties[%d]: final_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
+                            ddp_dtype_name(grad[1].dtype));
+        } else if (back) p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
+        else p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
     }
     return DDP_OK;
 }
@@ -3173,6 +3172,8 @@ static ddp_result ddp__pipe_fail(ddp_pipeline *p, ddp_result result, const char 
         snprintf(text, sizeof text, "rank %d: %s%s%s: %.250s", p->rank, what, words, how, p->text);
         ddp_group_poison(p->group, result, text);
     } else snprintf(p->text, sizeof p->text, "%s", ddp_last_error()); /* the first cause, without the call that met it */
+    for (int i = 0; i < p->desc.tie_count && p->tie_groups; i++) /* nobody waits there for this rank */
+        if (p->tie_groups[i] && ddp_group_cause(p->group) != DDP_OK) ddp_group_poison(p->tie_groups[i], result, ddp_last_error());
     return ddp_fail(result, "rank %d/%d %s group=%s: %s%s%s: %.300s", p->rank, p->world_size, who, ddp_group_name(p->group), what, words, how, p->text);
 }
 
@@ -3563,6 +3564,20 @@ static ddp_result ddp__pipe_ends(ddp_pipeline *p, int64_t **out) {
     return DDP_OK;
 }
 
+/* The two ranks of each tie as a group. Collective. */
+static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
+    for (int i = 0; i < p->desc.tie_count; i++) {
+        const int *rank_of = p->schedule->stage_rank, first = rank_of[p->ties[i].first_stage], second = rank_of[p->ties[i].second_stage];
+        int same = 0;
+        while (same < i && !((rank_of[p->ties[same].first_stage] == first && rank_of[p->ties[same].second_stage] == second) ||
+                             (rank_of[p->ties[same].first_stage] == second && rank_of[p->ties[same].second_stage] == first))) same++;
+        if (same < i) p->tie_groups[i] = p->tie_groups[same];
+        else if (first != second)
+            DDP__PIPE_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]));
+    }
+    return DDP_OK;
+}
+
 /* "f32 [65,32]" */
 static void ddp__pipe_end_text(const int64_t *end, char *out, size_t size) {
     int used = snprintf(out, size, "%s [", ddp_dtype_name((ddp_dtype)end[0]));
@@ -3629,6 +3644,10 @@ static void ddp__pipe_free(ddp_pipeline *p) {
     for (int stage = 0; stage < p->stage_count && p->stages; stage++)
         for (int i = 0; i < p->stages[stage].desc.param_count && p->stages[stage].placed; i++)
             if (p->stages[stage].placed[i]) p->stages[stage].desc.params[i]->grad.data = NULL;
+    for (int i = 0, k; i < p->desc.tie_count && p->tie_groups; i++) {
+        for (k = 0; k < i && p->tie_groups[k] != p->tie_groups[i]; k++) {}
+        if (k == i) ddp_group_destroy(p->tie_groups[i]);
+    }
     if (p->shared) ddp_group_free(p->group, p->shared);
     while (p->pieces) {
         ddp__pipe_piece *piece = p->pieces;
@@ -3684,6 +3703,7 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     own.result = result, own.bytes = bytes, own.works = (uint64_t)p->works;
     result = ddp__pipe_agree(p, &own, &bytes); /* and so nobody waits for a rank that had to leave */
     if (result == DDP_OK) result = ddp__pipe_agree_ties(p, ends);
+    if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_tie_groups(p), ddp__pipe_create_name);
     if (result == DDP_OK && bytes) result = ddp__pipe_group_failed(p, ddp_group_alloc(group, bytes, &p->shared), ddp__pipe_create_name);
     if (result == DDP_OK) result = ddp__pipe_group_failed(p, ddp__pipe_warm_up(p), ddp__pipe_create_name);
     if (result != DDP_OK) {

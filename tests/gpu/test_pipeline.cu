@@ -359,13 +359,14 @@ static ddp_result replicas(device_rank *d) {
 
 //== what fails =============================================================================
 
-/* A callback of one rank ends the step on all of them, and is named. */
+/* A callback of one rank ends the step on all of them, and is named: in the middle, and when the last rank waits for a tied gradient alone. */
 static ddp_result failing(device_rank *d, both *b) {
     int w = ddp_world_size(d->cpu);
+    ddp_pipeline_tie tie = {0, 1, w - 1, 1};
     ddp_schedule_desc shape = DDP_ZERO;
     ddp_schedule *s;
     for (int turn = 0; turn < 2; turn++) {
-        pipe_fault fault = {turn ? 0 : w - 1, 1, 1, 0, turn ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_FORWARD, 1};
+        pipe_fault fault = {turn ? 0 : w - 1, turn ? 2 * w - 1 : 1, 1, 0, turn ? DDP_ACTION_WEIGHT_GRAD : DDP_ACTION_FORWARD, 1};
         ddp_pipeline_desc desc;
         ddp_pipeline *pipeline;
         ddp_group *group;
@@ -378,11 +379,13 @@ static ddp_result failing(device_rank *d, both *b) {
         b->near.fault = fault;
         PIPE_TRY(far_build(&b->far, d, &b->near));
         far_desc(&b->far, s, &desc);
+        desc.ties = &tie, desc.tie_count = w > 1;
         RANKS_OK(d->cpu, ddp_pipeline_create(&pipeline, group, &desc));
         RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
         b->far.m.steps++;
         result = ddp_pipeline_step(pipeline);
-        snprintf(words, sizeof words, "stage %d, %s of micro-batch 1) failed: the sun does not shine", fault.stage, turn ? "input gradient" : "forward");
+        snprintf(words, sizeof words, "stage %d, %s of micro-batch %d) failed: the sun does not shine", fault.stage, turn ? "weight gradient" : "forward",
+                 fault.microbatch);
         RANKS_CHECK(d->cpu, result == DDP_ERR_CORRUPT && strstr(ddp_last_error(), words), "%s: %s: %s", words, ddp_result_name(result), ddp_last_error());
         RANKS_CHECK(d->cpu, ddp_pipeline_step(pipeline) != DDP_OK && strstr(ddp_last_error(), words), "%s", ddp_last_error());
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));

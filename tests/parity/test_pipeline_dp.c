@@ -95,6 +95,9 @@ static ddp_result on_optimizer(int stage, void *user) { return ddp_optimizer_ste
 static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unit_gather(((member *)user)->fsdp[stage], 0); }
 static ddp_result on_release(int stage, void *user) { return ddp_fsdp_unit_release(((member *)user)->fsdp[stage], 0); }
 static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(((member *)user)->fsdp[stage], 0); }
+static ddp_result on_final(int stage, int param, ddp_tensor *grad, void *user) {
+    return ddp_fsdp_get_shard(((member *)user)->fsdp[stage], 0, param, NULL, grad, NULL);
+}
 static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((member *)user)->fsdp[stage], RATE); }
 static ddp_result on_step_inside(int stage, void *user) { /* actions of the step follow */
     ddp_result result = on_step(stage, user);
@@ -140,6 +143,7 @@ static ddp_result stage_split(member *me, int s, ddp_group *dp, const plan *plan
     stage->reduce_grad = on_reduce;
     stage->update = plan->interval ? on_step_inside : on_step;
     stage->divide = 1;
+    stage->final_grad = plan->tied ? on_final : NULL;
     return DDP_OK;
 }
 
@@ -181,12 +185,12 @@ static ddp_result same_weights(ddp_group *pp, member *me, const plain *one, cons
     return DDP_OK;
 }
 
-/* Gradients that are there for a part of the step alone cannot be tied. */
+/* Gradients that are there for a part of the step alone: where their sums are has to be said. */
 static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, const ddp_pipeline_tie *tie) {
     ddp_pipeline_desc tied = *desc;
     ddp_pipeline *none;
     tied.ties = tie, tied.tie_count = 1;
-    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "ties need one that stays"), "%s", ddp_last_error());
+    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "comes with unshard; set final_grad"), "%s", ddp_last_error());
     return DDP_OK;
 }
 
@@ -232,7 +236,7 @@ static ddp_result run_plan(ddp_group *pp, ddp_group *dp, const plan *plan, membe
     pipe_desc(&me->m, lowered ? lowered : schedule, &desc);
     tie.second_stage = me->m.stages - 1;
     desc.ties = &tie, desc.tie_count = plan->tied;
-    if (plan->over == DDP_FSDP_FULL_SHARD) RANKS_OK(pp, refuses_ties(pp, &desc, &tie));
+    if (plan->over == DDP_FSDP_FULL_SHARD && !plan->tied) RANKS_OK(pp, refuses_ties(pp, &desc, &tie));
     RANKS_OK(pp, ddp_pipeline_create(&pipeline, pp, &desc));
     RANKS_OK(pp, steps(pp, pipeline, me, plan, one, optimizer, what));
     RANKS_OK(pp, same_weights(pp, me, one, what));
@@ -300,7 +304,7 @@ static ddp_result test(ddp_group *world, void *user) {
     for (int k = 0; k < (int)(sizeof kinds / sizeof kinds[0]); k++)
         for (int i = 0; i < 2 * OVERS; i++) {
             plan plan = {kinds[k].kind, kinds[k].chunks, i % 2, (k + i / 2) % 2, i / 2, 0, 0, 0};
-            plan.tied = plan.over == OVER_REDUCER && plan.lowered;
+            plan.tied = plan.lowered;
             plan.clipped = plan.over == OVER_REDUCER && plan.recompute;
             RANKS_RUN(world, run_plan(ddp_mesh_group(mesh, "pp"), ddp_mesh_group(mesh, "dp"), &plan, me, one));
         }

@@ -757,11 +757,13 @@ static ddp_result failing(ddp_group *world, void *user) {
     ddp_result result, code = fault->how == 3 ? DDP_ERR_SYSTEM : DDP_ERR_CORRUPT;
     char words[80];
     int w = ddp_world_size(world);
+    ddp_pipeline_tie tie = {0, 1, w - 1, 1}; /* the last rank may wait for the first one's gradient, and for nothing else */
     static const char *const names[] = {"", "forward", "input gradient", "weight gradient"};
     RANKS_OK(world, make(world, &s, DDP_SCHEDULE_ZB_H1, 2 * w + 1, 1, 0));
     pipe_build(&m, w, 1);
     m.fault = *fault;
     pipe_desc(&m, s, &desc);
+    desc.ties = &tie, desc.tie_count = w > 1;
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     RANKS_OK(world, ddp_pipeline_step(pipeline));
     m.steps++;
@@ -778,8 +780,9 @@ static ddp_result failing(ddp_group *world, void *user) {
 
 static int failures_of(int world_size) {
     int failures = 0;
-    for (int k = 0; k < 5; k++) {
+    for (int k = 0; k < 6; k++) {
         pipe_fault fault = {k % 2 ? 0 : world_size - 1, k, 1, k == 4, k == 4 ? DDP_ACTION_FORWARD : (ddp_action_kind)(DDP_ACTION_FORWARD + k % 3), k == 3 ? 3 : 1};
+        if (k == 5) fault.microbatch = 2 * world_size, fault.kind = DDP_ACTION_WEIGHT_GRAD; /* stage 0's last action */
         if (fault.microbatch > 2 * world_size) fault.microbatch = 0;
         failures += ranks_run(mode, world_size, 30000 * DDP_TEST_SLOWDOWN, failing, &fault) != DDP_OK;
     }
