@@ -64,7 +64,7 @@ CONFIG MACROS (define before including)
     DDP_USE_CBLAS               products by cblas_sgemm and cblas_dgemm: include path and -lopenblas (or another CBLAS) are the program's
 
 NOT DONE HERE
-    No autograd, no attention (heads are local: any attention works), no strides. Layers compute in host memory; tensors live on the group's device.
+    No autograd, no attention (heads are local: any attention works), no strides. 16-bit tensors, but no 16-bit layers.
 */
 #ifndef DDP_TENSOR_H
 #define DDP_TENSOR_H
@@ -103,17 +103,6 @@ typedef struct ddp_tp_mlp ddp_tp_mlp;
 typedef struct ddp_tp_embedding ddp_tp_embedding;
 typedef struct ddp_tp_layer_norm ddp_tp_layer_norm;
 
-/* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
-   op(b) is (k, n): b is (k, n), or (n, k) with trans_b. m, n and k may be 0. */
-typedef struct ddp_gemm {
-    int64_t m, n, k, lda, ldb, ldc;
-    const void *a, *b;
-    void *c;
-    ddp_dtype dtype;            /* DDP_F32 or DDP_F64 */
-    int trans_a, trans_b, accumulate;
-} ddp_gemm;
-typedef ddp_result (*ddp_gemm_fn)(const ddp_gemm *gemm, void *user);
-
 //== descs ================================================================================================ >>descs
 
 /* A global tensor over the axes of a mesh, or over one group. */
@@ -129,10 +118,11 @@ typedef struct ddp_tp_desc {
     ddp_dtype dtype;          /* 0 = DDP_F32; or DDP_F64: of activations, weights and gradients */
     int64_t max_rows;         /* required; M, rows (tokens of all sequences) of a whole activation, at most */
     int sequence_parallel;    /* 1 = activations between the pairs are cut by rows; M is then a multiple of the ranks */
-    int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied, with the same bits; at
-                                 most 64. Not over the tcp backend */
+    int chunk_count;          /* 0 = 1, no overlap; otherwise rows travel in so many pieces while others are multiplied, with the same bits if
+                                 gemm's do not depend on how many rows it is given; at most 64. Not over the tcp backend */
     int accumulate_grads;     /* 1 = backward adds to gradients of weights; 0 = it overwrites them */
-    ddp_gemm_fn gemm;         /* NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core */
+    ddp_gemm_fn gemm;         /* see >>spi of ddp.h; NULL = CBLAS with DDP_USE_CBLAS, otherwise a built-in kernel for one core. On a device with memory
+                                 of its own: its own product, for GPUs see ddp_cuda_gemm */
     void *gemm_user;
 } ddp_tp_desc;
 
@@ -140,7 +130,7 @@ typedef struct ddp_tp_desc {
 typedef struct ddp_tp_stats {
     uint64_t collectives;
     uint64_t elements_sent;   /* by this rank, as a ring sends them */
-    double comm_seconds;      /* blocked in collectives: what compute did not hide */
+    double comm_seconds;      /* this thread's, blocked in collectives: what compute did not hide. Next to nothing where a device has queues */
     size_t workspace_bytes;
 } ddp_tp_stats;
 
@@ -282,10 +272,12 @@ DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_lay
                                       ddp_tensor_plan *plan);
 
 /* --- layers ---
-   M rows, t ranks, K and N features. Buffers are the caller's, contiguous, of the context's dtype, in host memory, and read or written until the call
-   returns. Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. In sequence parallelism activations
-   outside the column-row pairs have M/t rows, SHARD(0). A gradient of inputs (dx) may be NULL, on every rank alike: not wanted. Collective over the
-   tensor group, blocking, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent; those of collectives. */
+   M rows, t ranks, K and N features. Buffers are the caller's, contiguous, of the context's dtype, in memory of the group's device, and read or
+   written until the call returns; on a device with queues, until what the call has put there is done. Tokens and targets are host memory, read before
+   the call returns. Weights and gradients are passed with every call, so that ddp_fsdp.h or a reducer may own them. In sequence parallelism
+   activations outside the column-row pairs have M/t rows, SHARD(0). A gradient of inputs (dx) may be NULL, on every rank alike: not wanted.
+   Collective over the tensor group, blocking as its collectives are, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent;
+   those of collectives. */
 
 /* Collective, as is the creation of layers, which may grow the shared workspace (group memory) and is not done while a layer is at work. After that
    no call allocates. */
@@ -294,8 +286,8 @@ DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
 DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
 
-/* The product that layers use where desc.gemm is NULL; alone it needs no group. user is not read. Each element of c is one chain of additions in the
-   order of k, so that its bits do not depend on what is computed beside it. */
+/* The product that layers use in host memory where desc.gemm is NULL; alone it needs no group. user is not read. Each element of c is one chain of
+   additions in the order of k, so that its bits do not depend on what is computed beside it. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
@@ -337,8 +329,9 @@ DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const i
 
 /* Cross-entropy of logits cut along the vocabulary, (M, this rank's share of padded_vocab): two collectives, an all-reduce MAX and one fused SUM
    (Megatron-LM). losses (M), may be NULL: each row's, 0 where it does not count. *mean (may be NULL): over the rows that count; 0 where none does.
-   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. targets
-   and desc are the same on every rank; a target outside 0 to vocab - 1 that is not ignore_index is DDP_ERR_INVALID naming its row. */
+   dlogits as logits, may be the same memory; NULL = not wanted. Nothing else is saved. All ranks get the same bits. A NaN is its row's loss. mean is
+   host memory, and the one thing for which the host waits for a device. targets and desc are the same on every rank; a target outside 0 to vocab - 1
+   that is not ignore_index is DDP_ERR_INVALID naming its row. */
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits);
 
@@ -2122,6 +2115,7 @@ static ddp_gemm_fn ddp__gemm_default(void) { return ddp_gemm_builtin; }
 
 struct ddp_tp {
     ddp_group *group;
+    const ddp_device *device;  /* of group */
     ddp_tp_desc desc;          /* with every default resolved */
     int rank, world_size;
     size_t size;               /* bytes of an element */
@@ -2184,6 +2178,7 @@ static ddp_result ddp__tp_compare(ddp_group *group, const char *call, const ddp_
 static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t *bytes) {
     int world_size = ddp_world_size(group);
     ddp__tp_notice mine, *all;
+    ddp_call call_all = DDP_ZERO;
     ddp_result result;
     if (world_size == 1) return own;
     memset(&mine, 0, sizeof mine);
@@ -2197,7 +2192,9 @@ static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result o
         ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error());
         return DDP_ERR_NO_MEMORY;
     }
-    result = ddp_all_gather(group, &mine, all, sizeof mine, DDP_U8, NULL);
+    call_all.kind = DDP_CALL_ALL_GATHER, call_all.dtype = DDP_U8, call_all.root = -1, call_all.tag = DDP_ON_HOST;
+    call_all.send = &mine, call_all.recv = all, call_all.count = sizeof mine;
+    result = ddp_group_call(group, &call_all, NULL);
     if (result == DDP_OK) result = ddp__tp_compare(group, call, all, fields, count);
     for (int r = 0; r < world_size && result == DDP_OK; r++)
         if (all[r].bytes > *bytes) *bytes = (size_t)all[r].bytes;
@@ -2317,6 +2314,28 @@ static ddp_result ddp__tp_land(ddp_tp *tp, ddp__tp_flight *flight, ddp_result re
     return ddp_fail(result, "%s", text);
 }
 
+static ddp_result ddp__tp_device_gemm(const ddp_gemm *g, void *user) {
+    ddp_layer op = DDP_ZERO;
+    op.kind = DDP_LAYER_GEMM, op.dtype = g->dtype, op.gemm = g;
+    return ddp_group_device((ddp_group *)user)->layer((ddp_group *)user, &op);
+}
+
+/* A step of a layer: rows of columns elements. */
+static ddp_layer ddp__tp_op(ddp_layer_kind kind, int64_t rows, int64_t columns, const void *in, void *out) {
+    ddp_layer op = DDP_ZERO;
+    op.kind = kind, op.rows = rows, op.columns = columns, op.in = in, op.out = out;
+    return op;
+}
+
+/* By one of two bodies where memory is the host's, otherwise by the device. */
+typedef void (*ddp__tp_body)(const ddp_layer *op);
+static ddp_result ddp__tp_apply(const ddp_tp *tp, ddp_layer *op, ddp__tp_body f32, ddp__tp_body f64) {
+    op->dtype = tp->desc.dtype;
+    if (tp->device->layer) return tp->device->layer(tp->group, op);
+    (op->dtype == DDP_F32 ? f32 : f64)(op);
+    return DDP_OK;
+}
+
 static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp_tp_desc *d) {
     const char *call = "ddp_tp_create";
     const ddp_device *device = ddp_group_device(group);
@@ -2327,9 +2346,9 @@ static ddp_result ddp__tp_resolve(ddp_group *group, const ddp_tp_desc *desc, ddp
     if (d->chunk_count == 0) d->chunk_count = 1;
     d->sequence_parallel = d->sequence_parallel != 0;
     d->accumulate_grads = d->accumulate_grads != 0;
-    if (!d->gemm) { d->gemm = ddp__gemm_default(); d->gemm_user = NULL; }
-    if (device->update || device->open)
-        return DDP__TP_FAIL(group, DDP_ERR_UNSUPPORTED, call, "layers compute in host memory, this group has that of device %s; give one on the CPU",
+    if (!d->gemm) { d->gemm = device->layer ? ddp__tp_device_gemm : ddp__gemm_default(); d->gemm_user = group; }
+    if (!device->layer && (device->update || device->open))
+        return DDP__TP_FAIL(group, DDP_ERR_UNSUPPORTED, call, "device %s of this group computes no layers: its table's layer is NULL; give a group on the CPU",
                             device->name);
     if (d->dtype != DDP_F32 && d->dtype != DDP_F64)
         return DDP__TP_FAIL(group, DDP_ERR_INVALID, call, "dtype=%s (%d), allowed are f32 and f64", ddp_dtype_name(d->dtype), (int)d->dtype);
@@ -2350,6 +2369,14 @@ static ddp_result ddp__tp_warm_up(ddp_tp *tp) {
         result = ddp_all_gather_v(tp->group, NULL, 0, tp->workspace, tp->counts, tp->counts + tp->world_size, tp->desc.dtype,
                                   i ? &flight.works[i - 1] : &flight.early);
     return ddp__tp_land(tp, &flight, result);
+}
+
+/* A product of nothing: what the device keeps for products is made now, for the same reason. */
+static ddp_result ddp__tp_first_product(const ddp_tp *tp) {
+    ddp_gemm none = DDP_ZERO;
+    none.dtype = tp->desc.dtype;
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    return tp->desc.gemm(&none, tp->desc.gemm_user);
 }
 
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc) {
@@ -2376,13 +2403,15 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     }
     memset(tp, 0, sizeof *tp);
     tp->group = group;
+    tp->device = ddp_group_device(group);
     tp->desc = d;
     tp->rank = ddp_rank(group);
     tp->world_size = ddp_world_size(group);
     tp->size = ddp_dtype_size(d.dtype);
     tp->counts = (size_t *)(void *)(tp + 1);
     bytes = ddp__tp_bytes(3, d.max_rows, tp->size); /* of cross-entropy, which is not created */
-    result = ddp__tp_settle(tp, call, DDP_OK, NULL, 0, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
+    if (tp->device->layer) result = ddp__tp_first_product(tp);
+    result = ddp__tp_settle(tp, call, result, NULL, 0, bytes > 64 * DDP__TP_WORKS ? bytes : 64 * DDP__TP_WORKS);
     if (result == DDP_OK && tp->world_size > 1 && d.chunk_count > 1) result = ddp__tp_warm_up(tp);
     if (result == DDP_OK) *out = tp;
     else ddp_tp_destroy(tp);
@@ -2450,7 +2479,10 @@ static int64_t ddp__linear_features(const ddp_tp_linear *l, int rank) {
 static const void *ddp__tp_at(const ddp_tp *tp, const void *data, int64_t i) { return (const unsigned char *)data + (size_t)i * tp->size; }
 static void *ddp__tp_to(const ddp_tp *tp, void *data, int64_t i) { return (unsigned char *)data + (size_t)i * tp->size; }
 
-static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) { return ddp__gemm_empty(g) ? DDP_OK : tp->desc.gemm(g, tp->desc.gemm_user); }
+static ddp_result ddp__tp_multiply(const ddp_tp *tp, const ddp_gemm *g) {
+    if (tp->device->layer && !(g->m && g->n && g->k)) return ddp__tp_device_gemm(g, tp->group);
+    return ddp__gemm_empty(g) ? DDP_OK : tp->desc.gemm(g, tp->desc.gemm_user);
+}
 
 /* Rows of a product: `rows` of `in` from row first go to out. */
 static ddp_result ddp__linear_rows(const ddp_tp_linear *l, const ddp__linear_product *p, int64_t first, int64_t rows, void *out) {
@@ -2479,45 +2511,60 @@ static ddp_result ddp__linear_weight_grad(const ddp_tp_linear *l, const void *dy
     return ddp__tp_multiply(l->tp, &g);
 }
 
-static void ddp__linear_add_bias(const ddp_tp *tp, void *y, int64_t y_row, const void *bias, int64_t rows, int64_t count) {
-    for (int64_t i = 0; i < rows && bias; i++) {
-        float *y32 = (float *)y + i * y_row;
-        double *y64 = (double *)y + i * y_row;
-        const float *b32 = (const float *)bias;
-        const double *b64 = (const double *)bias;
-        if (tp->desc.dtype == DDP_F32) for (int64_t j = 0; j < count; j++) y32[j] += b32[j];
-        else for (int64_t j = 0; j < count; j++) y64[j] += b64[j];
+#define DDP__LINEAR_BODIES(type, suffix)                                                                            \
+    static void ddp__linear_bias_##suffix(const ddp_layer *op) {                                                    \
+        const type *b = (const type *)op->bias;                                                                     \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
+            type *y = (type *)op->out + i * op->out_step;                                                           \
+            for (int64_t j = 0; j < op->columns; j++) y[j] += b[j];                                                 \
+        }                                                                                                           \
+    }                                                                                                               \
+    static void ddp__linear_sum_##suffix(const ddp_layer *op) {                                                     \
+        type *g = (type *)op->out;                                                                                  \
+        if (!op->accumulate && op->columns) memset(g, 0, (size_t)op->columns * sizeof *g);                          \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                    \
+            const type *d = (const type *)op->in + i * op->columns;                                                 \
+            for (int64_t j = 0; j < op->columns; j++) g[j] += d[j];                                                 \
+        }                                                                                                           \
+    }                                                                                                               \
+    static void ddp__linear_copy_##suffix(const ddp_layer *op) {                                                    \
+        const type *x = (const type *)op->in;                                                                       \
+        type *y = (type *)op->out;                                                                                  \
+        for (int64_t i = 0; i < op->rows && op->columns; i++, x += op->in_step, y += op->out_step)                  \
+            memcpy(y, x, (size_t)op->columns * sizeof *y);                                                          \
     }
+DDP__LINEAR_BODIES(float, f32)
+DDP__LINEAR_BODIES(double, f64)
+#undef DDP__LINEAR_BODIES
+
+static ddp_result ddp__linear_add_bias(const ddp_tp *tp, void *y, int64_t y_row, const void *bias, int64_t rows, int64_t count) {
+    ddp_layer op = ddp__tp_op(DDP_LAYER_BIAS, rows, count, NULL, y);
+    op.bias = bias, op.out_step = y_row;
+    return bias ? ddp__tp_apply(tp, &op, ddp__linear_bias_f32, ddp__linear_bias_f64) : DDP_OK;
 }
 
-/* bias_grad = the sum of dy's rows, in their order, or added to it. */
-static void ddp__linear_bias_grad(const ddp_tp *tp, const void *dy, int64_t rows, int64_t count, void *bias_grad) {
-    float *g32 = (float *)bias_grad;
-    double *g64 = (double *)bias_grad;
-    if (!bias_grad) return;
-    if (!tp->desc.accumulate_grads) memset(bias_grad, 0, (size_t)count * tp->size);
-    for (int64_t i = 0; i < rows; i++) {
-        const float *d32 = (const float *)dy + i * count;
-        const double *d64 = (const double *)dy + i * count;
-        if (tp->desc.dtype == DDP_F32) for (int64_t j = 0; j < count; j++) g32[j] += d32[j];
-        else for (int64_t j = 0; j < count; j++) g64[j] += d64[j];
-    }
+/* bias_grad = the sum of dy's rows, or added to it. */
+static ddp_result ddp__linear_bias_grad(const ddp_tp *tp, const void *dy, int64_t rows, int64_t count, void *bias_grad) {
+    ddp_layer op = ddp__tp_op(DDP_LAYER_SUM, rows, count, dy, bias_grad);
+    op.accumulate = tp->desc.accumulate_grads;
+    return bias_grad ? ddp__tp_apply(tp, &op, ddp__linear_sum_f32, ddp__linear_sum_f64) : DDP_OK;
 }
 
 /* From one slot per rank, (rows, widest), of which the first so many columns are that rank's, to (rows, all features). take: the other way, for this
    rank alone, and without a gap between rows. */
-static void ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows, int take) {
+static ddp_result ddp__linear_columns(const ddp_tp_linear *l, const void *from, void *to, int64_t rows, int take) {
     const ddp_tp *tp = l->tp;
     int64_t total = 0, mine = ddp__linear_features(l, tp->rank), global, local;
     for (int p = 0; p < l->part_count; p++) total += l->part[p];
     for (int r = take ? tp->rank : 0; r < (take ? tp->rank + 1 : tp->world_size); r++)
         for (int p = 0; p < l->part_count; p++) {
-            size_t bytes = (size_t)ddp__linear_share(l, p, r, &global, &local) * tp->size;
-            for (int64_t i = 0; i < rows && bytes; i++) {
-                if (take) memcpy(ddp__tp_to(tp, to, i * mine + local), ddp__tp_at(tp, from, i * total + global), bytes);
-                else memcpy(ddp__tp_to(tp, to, i * total + global), ddp__tp_at(tp, from, (r * rows + i) * l->widest + local), bytes);
-            }
+            int64_t width = ddp__linear_share(l, p, r, &global, &local);
+            ddp_layer op = ddp__tp_op(DDP_LAYER_COPY, rows, width, ddp__tp_at(tp, from, take ? global : r * rows * l->widest + local),
+                                      ddp__tp_to(tp, to, take ? local : global));
+            op.in_step = take ? total : l->widest, op.out_step = take ? mine : total;
+            DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__linear_copy_f32, ddp__linear_copy_f64));
         }
+    return DDP_OK;
 }
 
 /* --- rows that travel: own = M/t of them, or all M, in chunk_count pieces --- */
@@ -2601,11 +2648,10 @@ static ddp_result ddp__linear_column_forward(const ddp_tp_linear *l, ddp__linear
     p->out = mine, p->out_row = gathers ? l->widest : l->out;
     if (ddp__tp_cuts_rows(tp)) DDP__TP_TRY(ddp__linear_gathered(l, p, x, rows / tp->world_size, tp->workspace, flight));
     else DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
-    ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out);
+    DDP__TP_TRY(ddp__linear_add_bias(tp, mine, p->out_row, bias, rows, l->out));
     if (!gathers) return DDP_OK;
     DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, slot, tp->desc.dtype, NULL));
-    ddp__linear_columns(l, tp->workspace, y, rows, 0);
-    return DDP_OK;
+    return ddp__linear_columns(l, tp->workspace, y, rows, 0);
 }
 
 static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linear_product *p, const void *x, const void *dy, int64_t rows, void *dx,
@@ -2615,7 +2661,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
     int64_t in = l->desc.in_features, own_rows = rows / (cuts ? tp->world_size : 1);
     unsigned char *after = tp->workspace + ddp__tp_pad((size_t)(rows * in) * tp->size);
     if (l->desc.gather_output && tp->world_size > 1) {
-        ddp__linear_columns(l, dy, tp->workspace, rows, 1);
+        DDP__TP_TRY(ddp__linear_columns(l, dy, tp->workspace, rows, 1));
         dy = tp->workspace;
     }
     if (cuts && (grads->wanted || !ddp__linear_features(l, tp->world_size - 1))) { /* a rank without features may bring NULL in either case */
@@ -2628,7 +2674,7 @@ static ddp_result ddp__linear_column_backward(const ddp_tp_linear *l, ddp__linea
     if (dx && cuts) DDP__TP_TRY(ddp__linear_scattered(l, p, dx, own_rows, after, flight));
     else if (dx) DDP__TP_TRY(ddp__linear_summed(l, p, rows, flight));
     if (!grads->wanted) return DDP_OK;
-    ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias);
+    DDP__TP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
     DDP__TP_TRY(ddp__tp_wait(tp, &flight->early));
     return ddp__linear_weight_grad(l, dy, l->out, x, in, rows, grads->weight);
 }
@@ -2657,10 +2703,10 @@ static ddp_result ddp__linear_row_backward(const ddp_tp_linear *l, ddp__linear_p
     } else if (dx) DDP__TP_TRY(ddp__linear_rows(l, p, 0, rows, mine));
     if (spreads) {
         DDP__TP_TRY(ddp__tp_all_gather(tp, mine, tp->workspace, (size_t)(rows * l->widest), tp->desc.dtype, NULL));
-        ddp__linear_columns(l, tp->workspace, dx, rows, 0);
+        DDP__TP_TRY(ddp__linear_columns(l, tp->workspace, dx, rows, 0));
     }
     if (!grads->wanted) return DDP_OK;
-    ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias);
+    DDP__TP_TRY(ddp__linear_bias_grad(tp, dy, rows, l->out, grads->bias));
     return ddp__linear_weight_grad(l, dy, l->out, x, x_row, rows, grads->weight);
 }
 
@@ -2829,11 +2875,11 @@ static ddp_result ddp__linear_forward(ddp_tp_linear *l, const void *weight, cons
     memset(&p, 0, sizeof p);
     memset(&flight, 0, sizeof flight);
     p.weight = weight, p.forward = 1;
+    DDP__TP_TRY(ddp__tensor_enter(l->tp->group));
     if (l->desc.split == DDP_TP_COLUMN) return ddp__tp_land(l->tp, &flight, ddp__linear_column_forward(l, &p, bias, x, rows, y, &flight));
     x = ddp__linear_row_input(l, x, &x_row);
     result = ddp__tp_land(l->tp, &flight, ddp__linear_row_forward(l, &p, x, x_row, rows, y, &flight));
-    if (result == DDP_OK) ddp__linear_add_bias(l->tp, y, l->out, bias, ddp__tp_own_rows(l->tp, rows), l->out);
-    return result;
+    return result == DDP_OK ? ddp__linear_add_bias(l->tp, y, l->out, bias, ddp__tp_own_rows(l->tp, rows), l->out) : result;
 }
 
 static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, const void *x, const void *dy, int64_t rows, void *dx,
@@ -2845,6 +2891,7 @@ static ddp_result ddp__linear_backward(ddp_tp_linear *l, const void *weight, con
     memset(&p, 0, sizeof p);
     memset(&flight, 0, sizeof flight);
     p.weight = weight;
+    DDP__TP_TRY(ddp__tensor_enter(l->tp->group));
     if (l->desc.split == DDP_TP_COLUMN) result = ddp__linear_column_backward(l, &p, x, dy, rows, dx, grads, &flight);
     else {
         x = ddp__linear_row_input(l, x, &x_row);
@@ -2910,8 +2957,10 @@ static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)
 /* Rows of h values (gated: of 2 h, gates before ups) to h of act; and d, the gradient of act, h per row, to that of what came in, which may be d's
    memory where nothing is gated. GELU's tanh form is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
 #define DDP__MLP_KERNELS(type, suffix)                                                                                                             \
-    static void ddp__mlp_forward_##suffix(ddp_tp_activation kind, int64_t rows, int64_t h, const type *in, type *act) {                            \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715;                                                                         \
+    static void ddp__mlp_forward_##suffix(const ddp_layer *op) {                                                                                   \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)op->in;                                             \
+        type *act = (type *)op->out;                                                                                                               \
+        int64_t kind = op->form, rows = op->rows, h = op->columns;                                                                                 \
         for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
             type x = in[i];                                                                                                                        \
             act[i] = x * ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                                  \
@@ -2923,8 +2972,10 @@ static inline double ddp__tp_sigmoid_f64(double x) { return 1.0 / (1.0 + exp(-x)
                 act[i * h + j] = gate * ddp__tp_sigmoid_##suffix(gate) * in[(2 * i + 1) * h + j];                                                  \
             }                                                                                                                                      \
     }                                                                                                                                              \
-    static void ddp__mlp_backward_##suffix(ddp_tp_activation kind, int64_t rows, int64_t h, const type *in, const type *d, type *d_in) {           \
-        const type root = (type)1.5957691216057307, cube = (type)0.044715;                                                                         \
+    static void ddp__mlp_backward_##suffix(const ddp_layer *op) {                                                                                  \
+        const type root = (type)1.5957691216057307, cube = (type)0.044715, *in = (const type *)op->in, *d = (const type *)op->slope;               \
+        type *d_in = (type *)op->out;                                                                                                              \
+        int64_t kind = op->form, rows = op->rows, h = op->columns;                                                                                 \
         for (int64_t i = 0; i < rows * h && kind == DDP_TP_GELU; i++) {                                                                            \
             type x = in[i], s = ddp__tp_sigmoid_##suffix(root * (x + cube * x * x * x));                                                           \
             d_in[i] = d[i] * (s + x * s * (1 - s) * root * (1 + 3 * cube * x * x));                                                                \
@@ -3012,18 +3063,18 @@ static ddp_result ddp__mlp_check(const ddp_tp_mlp *m, const char *call, const vo
 /* saved: what the column linear gave, (rows, column.out), then what the activation made of it, (rows, row.in). */
 DDPDEF ddp_result ddp_tp_mlp_forward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, int64_t rows, void *saved, void *y) {
     const char *call = "ddp_tp_mlp_forward";
+    ddp_layer op;
     ddp_tp *tp;
-    void *act;
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
     tp = mlp->column.tp;
     DDP__TP_TRY(ddp__mlp_check(mlp, call, weights, x, saved, rows, "y", y));
     DDP__TP_NEED(tp, call, (!weights[1] == !!mlp->desc.no_bias || !mlp->column.out) && !weights[3] == !!mlp->desc.no_bias,
                  "biases are %s and %s, no_bias is %d", weights[1] ? "given" : "NULL", weights[3] ? "given" : "NULL", mlp->desc.no_bias);
-    act = ddp__tp_to(tp, saved, rows * mlp->column.out);
+    op = ddp__tp_op(DDP_LAYER_ACTIVATE, rows, mlp->row.in, saved, ddp__tp_to(tp, saved, rows * mlp->column.out));
+    op.form = (int)mlp->desc.activation;
     DDP__TP_TRY(ddp__linear_forward(&mlp->column, weights[0], weights[1], x, rows, saved));
-    if (tp->desc.dtype == DDP_F32) ddp__mlp_forward_f32(mlp->desc.activation, rows, mlp->row.in, (const float *)saved, (float *)act);
-    else ddp__mlp_forward_f64(mlp->desc.activation, rows, mlp->row.in, (const double *)saved, (double *)act);
-    return ddp__linear_forward(&mlp->row, weights[2], weights[3], act, rows, y);
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_forward_f32, ddp__mlp_forward_f64));
+    return ddp__linear_forward(&mlp->row, weights[2], weights[3], op.out, rows, y);
 }
 
 DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights[4], const void *x, const void *saved, const void *dy, int64_t rows,
@@ -3031,6 +3082,7 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     const char *call = "ddp_tp_mlp_backward";
     ddp__linear_grads to[2];
     void *d_act, *d_in;
+    ddp_layer op;
     ddp_tp *tp;
     if (!mlp) return ddp_fail(DDP_ERR_INVALID, "%s: mlp is NULL", call);
     tp = mlp->column.tp;
@@ -3044,9 +3096,9 @@ DDPDEF ddp_result ddp_tp_mlp_backward(ddp_tp_mlp *mlp, const void *const weights
     d_act = tp->workspace + mlp->spare;
     d_in = ddp__mlp_gated(mlp) ? ddp__tp_to(tp, d_act, rows * mlp->row.in) : d_act;
     DDP__TP_TRY(ddp__linear_backward(&mlp->row, weights[2], ddp__tp_at(tp, saved, rows * mlp->column.out), dy, rows, d_act, &to[1]));
-    if (tp->desc.dtype == DDP_F32)
-        ddp__mlp_backward_f32(mlp->desc.activation, rows, mlp->row.in, (const float *)saved, (const float *)d_act, (float *)d_in);
-    else ddp__mlp_backward_f64(mlp->desc.activation, rows, mlp->row.in, (const double *)saved, (const double *)d_act, (double *)d_in);
+    op = ddp__tp_op(DDP_LAYER_ACTIVATE_BACK, rows, mlp->row.in, saved, d_in);
+    op.slope = d_act, op.form = (int)mlp->desc.activation;
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__mlp_backward_f32, ddp__mlp_backward_f64));
     return ddp__linear_backward(&mlp->column, weights[0], x, d_in, rows, dx, &to[0]);
 }
 
@@ -3122,63 +3174,70 @@ static ddp_result ddp__tp_embedding_check(const ddp_tp_embedding *embedding, con
     return DDP_OK;
 }
 
-/* Rows of tokens that other ranks have are 0: the sum over ranks is the whole. */
+/* Tokens that other ranks have are rows of 0. Backward goes row by row, in order: the bits do not depend on how the table is cut. */
+#define DDP__TP_EMBEDDING_FNS(type, suffix)                                                                         \
+    static void ddp__tp_lookup_##suffix(const ddp_layer *op) {                                                      \
+        int64_t n = op->columns;                                                                                    \
+        type *y = (type *)op->out;                                                                                  \
+        for (int64_t i = 0; i < op->rows; i++, y += n) {                                                            \
+            int64_t at = op->index[i] - op->first;                                                                  \
+            if (at >= 0 && at < op->count) memcpy(y, (const type *)op->weight + at * n, (size_t)n * sizeof *y);     \
+            else memset(y, 0, (size_t)n * sizeof *y);                                                               \
+        }                                                                                                           \
+    }                                                                                                               \
+    static void ddp__tp_lookup_back_##suffix(const ddp_layer *op) {                                                 \
+        int64_t n = op->columns;                                                                                    \
+        const type *dy = (const type *)op->in;                                                                      \
+        for (int64_t i = 0; i < op->rows; i++, dy += n) {                                                           \
+            int64_t at = op->index[i] - op->first;                                                                  \
+            if (at < 0 || at >= op->count) continue;                                                                \
+            for (int64_t j = 0; j < n; j++) ((type *)op->out)[at * n + j] += dy[j];                                 \
+        }                                                                                                           \
+    }
+DDP__TP_EMBEDDING_FNS(float, f32) DDP__TP_EMBEDDING_FNS(double, f64)
+#undef DDP__TP_EMBEDDING_FNS
+
+static ddp_layer ddp__tp_embedding_op(const ddp_tp_embedding *e, ddp_layer_kind kind, const int32_t *tokens, int64_t rows) {
+    ddp_layer op = ddp__tp_op(kind, rows, e->desc.channels, NULL, NULL);
+    op.index = tokens, op.first = e->first, op.count = e->count;
+    return op;
+}
+
+/* The sum over ranks is the whole. */
 DDPDEF ddp_result ddp_tp_embedding_forward(ddp_tp_embedding *embedding, const void *weight, const int32_t *tokens, int64_t rows, void *y) {
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
-    size_t row_bytes = (size_t)channels * tp->size;
-    char *out = ddp__tp_cuts_rows(tp) ? (char *)tp->workspace : (char *)y;
+    ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP, tokens, rows);
     DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     if (rows == 0) return DDP_OK;
     DDP__TP_NEED(tp, __func__, y && (weight || embedding->count == 0), "%s is NULL", y ? "weight" : "y");
-    for (int64_t i = 0; i < rows; i++, out += row_bytes) {
-        int64_t at = tokens[i] - embedding->first;
-        if (at >= 0 && at < embedding->count) memcpy(out, (const char *)weight + (size_t)at * row_bytes, row_bytes);
-        else memset(out, 0, row_bytes);
-    }
+    op.weight = weight, op.out = ddp__tp_cuts_rows(tp) ? tp->workspace : y;
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_f32, ddp__tp_lookup_f64));
     if (ddp__tp_cuts_rows(tp)) return ddp__tp_reduce_scatter(tp, tp->workspace, y, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL);
     return ddp__tp_all_reduce(tp, y, (size_t)(rows * channels), tp->desc.dtype, DDP_OP_SUM, NULL);
 }
-
-/* Row by row, in order: the bits do not depend on how the table is cut. */
-#define DDP__TP_SCATTER_ADD_FN(type, suffix)                                                                                                       \
-    static void ddp__tp_scatter_add_##suffix(const ddp_tp_embedding *embedding, const int32_t *tokens, const void *from, int64_t rows, void *to) { \
-        int64_t channels = embedding->desc.channels;                                                                                               \
-        const type *dy = (const type *)from;                                                                                                       \
-        for (int64_t i = 0; i < rows; i++, dy += channels) {                                                                                       \
-            int64_t at = tokens[i] - embedding->first;                                                                                             \
-            if (at < 0 || at >= embedding->count) continue;                                                                                        \
-            for (int64_t j = 0; j < channels; j++) ((type *)to)[at * channels + j] += dy[j];                                                       \
-        }                                                                                                                                          \
-    }
-DDP__TP_SCATTER_ADD_FN(float, f32) DDP__TP_SCATTER_ADD_FN(double, f64)
-#undef DDP__TP_SCATTER_ADD_FN
 
 DDPDEF ddp_result ddp_tp_embedding_backward(ddp_tp_embedding *embedding, const int32_t *tokens, const void *dy, int64_t rows, void *weight_grad) {
     if (!embedding) return ddp_fail(DDP_ERR_INVALID, "%s: embedding is NULL", __func__);
     ddp_tp *tp = embedding->tp;
     int64_t channels = embedding->desc.channels;
+    ddp_layer op = ddp__tp_embedding_op(embedding, DDP_LAYER_LOOKUP_BACK, tokens, rows);
     DDP__TP_TRY(ddp__tp_embedding_check(embedding, __func__, tokens, rows));
     DDP__TP_NEED(tp, __func__, (dy || rows == 0) && (weight_grad || embedding->count == 0), "%s is NULL", dy || rows == 0 ? "weight_grad" : "dy");
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
     if (ddp__tp_cuts_rows(tp) && rows) {
         DDP__TP_TRY(ddp__tp_all_gather(tp, dy, tp->workspace, (size_t)(rows / tp->world_size * channels), tp->desc.dtype, NULL));
         dy = tp->workspace;
     }
-    if (!tp->desc.accumulate_grads && embedding->count) memset(weight_grad, 0, (size_t)(embedding->count * channels) * tp->size);
-    if (tp->desc.dtype == DDP_F32) ddp__tp_scatter_add_f32(embedding, tokens, dy, rows, weight_grad);
-    else ddp__tp_scatter_add_f64(embedding, tokens, dy, rows, weight_grad);
-    return DDP_OK;
+    if (!tp->desc.accumulate_grads && embedding->count) tp->device->fill_zero(weight_grad, (size_t)(embedding->count * channels) * tp->size);
+    op.in = dy, op.out = weight_grad;
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_lookup_back_f32, ddp__tp_lookup_back_f64));
+    return ddp__tensor_leave(tp->group);
 }
 
 //== cross-entropy =============================================================================== >>impl-tp-loss
-
-/* What one call knows. This rank has columns [first, first + count) of the logits; the first `valid` of them belong to words. */
-typedef struct ddp__tp_loss {
-    const int32_t *targets;
-    int64_t rows, first, count, valid, ignore;
-    double z_loss, scale;
-} ddp__tp_loss;
 
 #define DDP__TP_LANES 16 /* a reduction in so many parts vectorises */
 #define DDP__TP_BLOCK 64 /* so do loops of so many; shorter ones are unrolled first */
@@ -3189,29 +3248,29 @@ static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__
    target's logit, both less the greatest; the loss, and the gradient that the exponentials make. Rows that do not count are not read. A NaN need
    not win in the first pass: it does in the sum. */
 #define DDP__TP_LOSS_FNS(type, suffix, exponential)                                                                                          \
-    static void ddp__tp_loss_max_##suffix(const ddp__tp_loss *loss, const void *logits, void *greatest) {                                    \
-        const type *x = (const type *)logits;                                                                                                \
-        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
-            int64_t j = i * loss->count, end = loss->targets[i] == loss->ignore ? j : j + loss->valid;                                       \
+    static void ddp__tp_loss_max_##suffix(const ddp_layer *op) {                                                                             \
+        const type *x = (const type *)op->in;                                                                                                \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
+            int64_t j = i * op->columns, end = op->index[i] == op->ignore ? j : j + op->count;                                               \
             type part[DDP__TP_LANES], most = -(type)INFINITY;                                                                                \
             for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = most;                                                              \
             for (; j + DDP__TP_LANES <= end; j += DDP__TP_LANES)                                                                             \
                 for (int lane = 0; lane < DDP__TP_LANES; lane++) part[lane] = x[j + lane] > part[lane] ? x[j + lane] : part[lane];           \
             for (; j < end; j++) most = x[j] > most ? x[j] : most;                                                                           \
             for (int lane = 0; lane < DDP__TP_LANES; lane++) most = part[lane] > most ? part[lane] : most;                                   \
-            ((type *)greatest)[i] = most;                                                                                                    \
+            ((type *)op->stats)[i] = most;                                                                                                   \
         }                                                                                                                                    \
     }                                                                                                                                        \
-    static void ddp__tp_loss_sum_##suffix(const ddp__tp_loss *loss, const void *logits, const void *greatest, void *sums, void *dlogits) {   \
-        const type *x = (const type *)logits;                                                                                                \
-        type *d = (type *)dlogits, *target = (type *)sums, *sum = target + loss->rows;                                                       \
-        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
-            int64_t j = i * loss->count, end = j + loss->valid, at = loss->targets[i] - loss->first;                                         \
-            type most = ((const type *)greatest)[i], e[DDP__TP_BLOCK];                                                                       \
+    static void ddp__tp_loss_sum_##suffix(const ddp_layer *op) {                                                                             \
+        const type *x = (const type *)op->in;                                                                                                \
+        type *d = (type *)op->out, *target = (type *)op->sums, *sum = target + op->rows;                                                     \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
+            int64_t j = i * op->columns, end = j + op->count, at = op->index[i] - op->first;                                                 \
+            type most = ((const type *)op->stats)[i], e[DDP__TP_BLOCK];                                                                      \
             double part[DDP__TP_BLOCK] = DDP_ZERO;                                                                                           \
             target[i] = sum[i] = 0;                                                                                                          \
-            if (loss->targets[i] == loss->ignore) continue;                                                                                  \
-            if (at >= 0 && at < loss->valid) target[i] = x[j + at] - most;                                                                   \
+            if (op->index[i] == op->ignore) continue;                                                                                        \
+            if (at >= 0 && at < op->count) target[i] = x[j + at] - most;                                                                     \
             for (; j + DDP__TP_BLOCK <= end; j += DDP__TP_BLOCK) {                                                                           \
                 for (int k = 0; k < DDP__TP_BLOCK; k++) e[k] = exponential(x[j + k] - most);                                                 \
                 for (int k = 0; k < DDP__TP_BLOCK; k++) part[k] += (double)e[k];                                                             \
@@ -3225,25 +3284,25 @@ static inline float ddp__tp_loss_exp(float x) { return x < -87.0f ? 0.0f : ddp__
             sum[i] = (type)part[0];                                                                                                          \
         }                                                                                                                                    \
     }                                                                                                                                        \
-    static double ddp__tp_loss_end_##suffix(const ddp__tp_loss *loss, const void *greatest, const void *sums, void *losses, void *dlogits) { \
-        const type *target = (const type *)sums, *sum = target + loss->rows;                                                                 \
-        type *d = (type *)dlogits;                                                                                                           \
+    static void ddp__tp_loss_end_##suffix(const ddp_layer *op) {                                                                             \
+        const type *target = (const type *)op->sums, *sum = target + op->rows;                                                               \
+        type *d = (type *)op->out, *losses = (type *)op->losses;                                                                             \
         double total = 0;                                                                                                                    \
-        for (int64_t i = 0; i < loss->rows; i++) {                                                                                           \
-            int64_t row = i * loss->count, at = loss->targets[i] - loss->first, valid = loss->targets[i] == loss->ignore ? 0 : loss->valid;  \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                                             \
+            int64_t row = i * op->columns, at = op->index[i] - op->first, valid = op->index[i] == op->ignore ? 0 : op->count;                \
             double value = 0, factor = 0;                                                                                                    \
-            if (loss->targets[i] != loss->ignore) {                                                                                          \
-                double log_sum = log((double)sum[i]), all = (double)((const type *)greatest)[i] + log_sum;                                   \
-                value = log_sum - (double)target[i] + (loss->z_loss > 0 ? loss->z_loss * all * all : 0);                                     \
-                factor = loss->scale * (1 + 2 * loss->z_loss * all) / (double)sum[i];                                                        \
+            if (op->index[i] != op->ignore) {                                                                                                \
+                double log_sum = log((double)sum[i]), all = (double)((const type *)op->stats)[i] + log_sum;                                  \
+                value = log_sum - (double)target[i] + (op->z_loss > 0 ? op->z_loss * all * all : 0);                                         \
+                factor = op->scale * (1 + 2 * op->z_loss * all) / (double)sum[i];                                                            \
             }                                                                                                                                \
             total += value;                                                                                                                  \
-            if (losses) ((type *)losses)[i] = (type)value;                                                                                   \
+            if (losses) losses[i] = (type)value;                                                                                             \
             for (int64_t j = 0; d && j < valid; j++) d[row + j] *= (type)factor;                                                             \
-            for (int64_t j = valid; d && j < loss->count; j++) d[row + j] = 0;                                                               \
-            if (d && at >= 0 && at < valid) d[row + at] -= (type)loss->scale;                                                                \
+            for (int64_t j = valid; d && j < op->columns; j++) d[row + j] = 0;                                                               \
+            if (d && at >= 0 && at < valid) d[row + at] -= (type)op->scale;                                                                  \
         }                                                                                                                                    \
-        return total;                                                                                                                        \
+        if (op->total) *op->total = total;                                                                                                   \
     }
 DDP__TP_LOSS_FNS(float, f32, ddp__tp_loss_exp) DDP__TP_LOSS_FNS(double, f64, exp)
 #undef DDP__TP_LOSS_FNS
@@ -3271,30 +3330,32 @@ static ddp_result ddp__tp_loss_check(const ddp_tp *tp, const char *call, const d
 
 DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc, const void *logits, const int32_t *targets, int64_t rows,
                                        void *losses, double *mean, void *dlogits) {
-    ddp__tp_loss loss = DDP_ZERO;
+    ddp_layer op = ddp__tp_op(DDP_LAYER_LOSS_MAX, rows, 0, logits, dlogits);
+    double total = 0;
     int64_t counting = 0;
     if (!tp || !desc) return ddp_fail(DDP_ERR_INVALID, "%s: %s is NULL", __func__, tp ? "desc" : "tp");
     DDP__TP_TRY(ddp__tp_loss_check(tp, __func__, desc, targets, rows, &counting));
-    loss.targets = targets;
-    loss.rows = rows;
-    loss.count = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &loss.first);
-    loss.valid = loss.first >= desc->vocab ? 0 : desc->vocab - loss.first < loss.count ? desc->vocab - loss.first : loss.count;
-    loss.ignore = desc->ignore_index ? desc->ignore_index : -100;
-    loss.z_loss = desc->z_loss;
-    loss.scale = desc->scale != 0 ? desc->scale : counting ? 1 / (double)counting : 0;
-    DDP__TP_NEED(tp, __func__, logits || rows == 0 || loss.count == 0, "%s", "logits is NULL");
+    op.index = targets;
+    op.columns = ddp__tensor_cut(desc->padded_vocab ? desc->padded_vocab : desc->vocab, tp->rank, tp->world_size, &op.first);
+    op.count = op.first >= desc->vocab ? 0 : desc->vocab - op.first < op.columns ? desc->vocab - op.first : op.columns;
+    op.ignore = desc->ignore_index ? desc->ignore_index : -100;
+    op.z_loss = desc->z_loss;
+    op.scale = desc->scale != 0 ? desc->scale : counting ? 1 / (double)counting : 0;
+    op.losses = losses, op.total = mean ? &total : NULL;
+    DDP__TP_NEED(tp, __func__, logits || rows == 0 || op.columns == 0, "%s", "logits is NULL");
     if (mean) *mean = 0;
     if (rows == 0) return DDP_OK;
-
-    int is_f32 = tp->desc.dtype == DDP_F32;
-    void *greatest = tp->workspace, *sums = tp->workspace + (size_t)rows * tp->size; /* (rows), and (2, rows): [targets' logits | sums] */
-    (is_f32 ? ddp__tp_loss_max_f32 : ddp__tp_loss_max_f64)(&loss, logits, greatest);
-    DDP__TP_TRY(ddp__tp_all_reduce(tp, greatest, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
-    (is_f32 ? ddp__tp_loss_sum_f32 : ddp__tp_loss_sum_f64)(&loss, logits, greatest, sums, dlogits);
-    DDP__TP_TRY(ddp__tp_all_reduce(tp, sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
-    double total = (is_f32 ? ddp__tp_loss_end_f32 : ddp__tp_loss_end_f64)(&loss, greatest, sums, losses, dlogits);
+    op.stats = tp->workspace, op.sums = tp->workspace + (size_t)rows * tp->size; /* (rows), and (2, rows): [targets' logits | sums] */
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_max_f32, ddp__tp_loss_max_f64));
+    DDP__TP_TRY(ddp__tp_all_reduce(tp, op.stats, (size_t)rows, tp->desc.dtype, DDP_OP_MAX, NULL));
+    op.kind = DDP_LAYER_LOSS_SUM;
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_sum_f32, ddp__tp_loss_sum_f64));
+    DDP__TP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
+    op.kind = DDP_LAYER_LOSS_END;
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_end_f32, ddp__tp_loss_end_f64));
     if (mean && counting) *mean = total / (double)counting;
-    return DDP_OK;
+    return ddp__tensor_leave(tp->group);
 }
 
 //== norms ======================================================================================= >>impl-tp-norm
@@ -3319,31 +3380,29 @@ struct ddp_tp_layer_norm {
 /* stats: a row's mean (0 in RMS norm) and 1 / deviation. With g = dy w, and x^ the normal x: dx = (g - mean(g) - x^ mean(g x^)) / deviation; RMS norm
    has no mean(g). */
 #define DDP__TP_NORM_FNS(type, suffix)                                                                                                        \
-    static void ddp__tp_norm_##suffix(const ddp_tp_layer_norm_desc *desc, const void *weight, const void *bias, const void *in, int64_t rows, \
-                                      void *stats, void *out) {                                                                               \
-        const type *w = (const type *)weight, *b = (const type *)bias, *x = (const type *)in;                                                 \
-        type *stat = (type *)stats, *y = (type *)out;                                                                                         \
-        int64_t n = desc->channels;                                                                                                           \
-        for (int64_t i = 0; i < rows; i++, x += n, y += n, stat += 2) {                                                                       \
+    static void ddp__tp_norm_##suffix(const ddp_layer *op) {                                                                                  \
+        const type *w = (const type *)op->weight, *b = (const type *)op->bias, *x = (const type *)op->in;                                     \
+        type *stat = (type *)op->stats, *y = (type *)op->out;                                                                                 \
+        int64_t n = op->columns;                                                                                                              \
+        for (int64_t i = 0; i < op->rows; i++, x += n, y += n, stat += 2) {                                                                   \
             double mean = 0, squares, scale;                                                                                                  \
-            if (!desc->rms) DDP__TP_SUM(mean, n, (double)x[k]);                                                                               \
+            if (!op->form) DDP__TP_SUM(mean, n, (double)x[k]);                                                                                \
             mean /= (double)n;                                                                                                                \
             DDP__TP_SUM(squares, n, ((double)x[k] - mean) * ((double)x[k] - mean));                                                           \
-            scale = 1 / sqrt(squares / (double)n + desc->eps);                                                                                \
+            scale = 1 / sqrt(squares / (double)n + op->scale);                                                                                \
             stat[0] = (type)mean;                                                                                                             \
             stat[1] = (type)scale;                                                                                                            \
             for (int64_t k = 0; k < n; k++) y[k] = (type)(((double)x[k] - mean) * scale) * w[k] + (b ? b[k] : 0);                             \
         }                                                                                                                                     \
     }                                                                                                                                         \
-    static void ddp__tp_norm_back_##suffix(const ddp_tp_layer_norm_desc *desc, const void *weight, const void *in, const void *stats,         \
-                                           const void *d_out, int64_t rows, void *d_in, void *grads) {                                        \
-        const type *w = (const type *)weight, *x = (const type *)in, *stat = (const type *)stats, *dy = (const type *)d_out;                  \
-        type *dx = (type *)d_in, *dw = (type *)grads, *db = dw && !desc->rms ? dw + desc->channels : NULL;                                    \
-        int64_t n = desc->channels;                                                                                                           \
-        for (int64_t i = 0; i < rows; i++, x += n, dy += n, stat += 2) {                                                                      \
+    static void ddp__tp_norm_back_##suffix(const ddp_layer *op) {                                                                             \
+        const type *w = (const type *)op->weight, *x = (const type *)op->in, *stat = (const type *)op->stats, *dy = (const type *)op->slope;  \
+        type *dx = (type *)op->out, *dw = (type *)op->sums, *db = dw && !op->form ? dw + op->columns : NULL;                                  \
+        int64_t n = op->columns;                                                                                                              \
+        for (int64_t i = 0; i < op->rows; i++, x += n, dy += n, stat += 2) {                                                                  \
             type mean = stat[0], scale = stat[1], mean_g = 0, mean_gx;                                                                        \
             double sum;                                                                                                                       \
-            if (!desc->rms) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                                \
+            if (!op->form) { DDP__TP_SUM(sum, n, (double)(dy[k] * w[k])); mean_g = (type)(sum / (double)n); }                                 \
             DDP__TP_SUM(sum, n, (double)(dy[k] * w[k]) * (double)((x[k] - mean) * scale));                                                    \
             mean_gx = (type)(sum / (double)n);                                                                                                \
             for (int64_t k = 0; dw && k < n; k++) dw[k] += dy[k] * ((x[k] - mean) * scale);                                                   \
@@ -3351,9 +3410,6 @@ struct ddp_tp_layer_norm {
             for (int64_t k = 0; dx && k < n; k++) dx[k] = scale * (dy[k] * w[k] - mean_g - (x[k] - mean) * scale * mean_gx);                  \
             if (dx) dx += n;                                                                                                                  \
         }                                                                                                                                     \
-    }                                                                                                                                         \
-    static void ddp__tp_add_##suffix(void *to, const void *from, int64_t count) {                                                             \
-        for (int64_t k = 0; k < count; k++) ((type *)to)[k] += ((const type *)from)[k];                                                       \
     }
 DDP__TP_NORM_FNS(float, f32) DDP__TP_NORM_FNS(double, f64)
 #undef DDP__TP_NORM_FNS
@@ -3412,8 +3468,10 @@ DDPDEF ddp_result ddp_tp_layer_norm_forward(ddp_tp_layer_norm *norm, const void 
     DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(norm->tp, __func__, y || rows == 0, "%s", "y is NULL");
     DDP__TP_NEED(norm->tp, __func__, !norm->desc.rms == !!bias, "%s", norm->desc.rms ? "bias is set, but RMS norm has none" : "bias is NULL");
-    (norm->tp->desc.dtype == DDP_F32 ? ddp__tp_norm_f32 : ddp__tp_norm_f64)(&norm->desc, weight, bias, x, rows, stats, y);
-    return DDP_OK;
+    ddp_layer op = ddp__tp_op(DDP_LAYER_NORM, rows, norm->desc.channels, x, y);
+    op.form = norm->desc.rms, op.scale = norm->desc.eps, op.weight = weight, op.bias = bias, op.stats = stats;
+    DDP__TP_TRY(ddp__tensor_enter(norm->tp->group));
+    return ddp__tp_apply(norm->tp, &op, ddp__tp_norm_f32, ddp__tp_norm_f64);
 }
 
 /* In sequence parallelism every rank has other rows: what these give is summed before it goes to the caller's gradients, which may be added to. */
@@ -3423,22 +3481,24 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
     ddp_tp *tp = norm->tp;
     int64_t n = norm->desc.channels;
     size_t bytes = (size_t)n * tp->size;
-    int is_f32 = tp->desc.dtype == DDP_F32;
+    ddp_layer op = ddp__tp_op(DDP_LAYER_NORM_BACK, rows, n, x, dx);
     DDP__TP_TRY(ddp__tp_norm_check(norm, __func__, weight, x, rows, stats));
     DDP__TP_NEED(tp, __func__, dy || rows == 0, "%s", "dy is NULL");
     DDP__TP_NEED(tp, __func__, !!bias_grad == (weight_grad && !norm->desc.rms), "%s",
                  norm->desc.rms ? "bias_grad is set, but RMS norm has none" : "weight_grad and bias_grad: both or neither");
-    if (weight_grad) memset(tp->workspace, 0, 2 * bytes);
-    (is_f32 ? ddp__tp_norm_back_f32 : ddp__tp_norm_back_f64)(&norm->desc, weight, x, stats, dy, rows, dx, weight_grad ? tp->workspace : NULL);
+    op.form = norm->desc.rms, op.weight = weight, op.stats = (void *)stats /* read only */, op.slope = dy, op.sums = weight_grad ? tp->workspace : NULL;
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    if (weight_grad) tp->device->fill_zero(tp->workspace, 2 * bytes);
+    DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_norm_back_f32, ddp__tp_norm_back_f64));
     if (!weight_grad) return DDP_OK;
     if (ddp__tp_cuts_rows(tp))
         DDP__TP_TRY(ddp__tp_all_reduce(tp, tp->workspace, (size_t)(norm->desc.rms ? n : 2 * n), tp->desc.dtype, DDP_OP_SUM, NULL));
     for (int which = 0; which < (bias_grad ? 2 : 1); which++) {
         void *grad = which ? bias_grad : weight_grad, *from = tp->workspace + (size_t)which * bytes;
-        if (!tp->desc.accumulate_grads) memcpy(grad, from, bytes);
-        else (is_f32 ? ddp__tp_add_f32 : ddp__tp_add_f64)(grad, from, n);
+        if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
+        else tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
     }
-    return DDP_OK;
+    return ddp__tensor_leave(tp->group);
 }
 
 //== random numbers ============================================================================== >>impl-tp-random
@@ -3472,19 +3532,22 @@ static void ddp__tp_philox_row(uint64_t key, uint32_t stream, uint64_t counter, 
         for (int w = 0; w < 4; w++) words[4 * k + w] = c[w][k];
 }
 
-/* Elements begin .. begin + count - 1 of the global activation. Word e % 4 of block e / 4 is element e's; below the threshold it is dropped. */
-#define DDP__TP_DROP_FN(type, suffix)                                                                                                           \
-    static void ddp__tp_drop_##suffix(const void *from, void *to, int64_t count, uint64_t key, uint64_t begin, uint32_t threshold, double up) { \
-        const type *x = (const type *)from;                                                                                                     \
-        type *y = (type *)to, factor = (type)up;                                                                                                \
-        uint32_t words[4 * DDP__TP_BLOCK];                                                                                                      \
-        for (int64_t some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) {                                           \
-            int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                                                               \
-            if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                                                                 \
-            some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                                                       \
-            ddp__tp_philox_row(key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);                                                     \
-            for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < threshold ? 0 : x[j] * factor;                                          \
-        }                                                                                                                                       \
+/* Word e % 4 of block e / 4 is element e's of the global activation; below the threshold it is dropped. */
+#define DDP__TP_DROP_FN(type, suffix)                                                                           \
+    static void ddp__tp_drop_##suffix(const ddp_layer *op) {                                                    \
+        const type *x = (const type *)op->in;                                                                   \
+        type *y = (type *)op->out, factor = (type)op->scale;                                                    \
+        uint32_t words[4 * DDP__TP_BLOCK], threshold = (uint32_t)op->threshold;                                 \
+        for (int64_t i = 0; i < op->rows; i++) {                                                                \
+            uint64_t begin = (uint64_t)(op->first + i * op->in_step);                                           \
+            for (int64_t count = op->columns, some; count > 0; count -= some, begin += (uint64_t)some, x += some, y += some) { \
+                int64_t skip = (int64_t)(begin % 4), blocks = (skip + count + 3) / 4;                           \
+                if (blocks > DDP__TP_BLOCK) blocks = DDP__TP_BLOCK;                                             \
+                some = 4 * blocks - skip < count ? 4 * blocks - skip : count;                                   \
+                ddp__tp_philox_row(op->key, DDP__TP_STREAM_DROPOUT, begin / 4, (int)blocks, words);             \
+                for (int64_t j = 0; j < some; j++) y[j] = words[skip + j] < threshold ? 0 : x[j] * factor;      \
+            }                                                                                                   \
+        }                                                                                                       \
     }
 DDP__TP_DROP_FN(float, f32) DDP__TP_DROP_FN(double, f64)
 #undef DDP__TP_DROP_FN
@@ -3502,19 +3565,14 @@ DDPDEF ddp_result ddp_tp_dropout(ddp_tp *tp, const ddp_tp_dropout_desc *desc, co
     DDP__TP_NEED(tp, __func__, !__builtin_add_overflow(desc->first_row, rows, &end) && !__builtin_mul_overflow(end, width, &end),
                  "%lld rows from %lld of %lld columns are more elements than fit in 63 bits", (long long)rows, (long long)desc->first_row,
                  (long long)width);
-    size_t row_bytes = (size_t)columns * tp->size;
-    uint32_t threshold = (uint32_t)(desc->rate * 4294967296.0);
-    if (desc->rate == 0 && x != y && rows && columns) memcpy(y, x, (size_t)rows * row_bytes);
-    if (desc->rate == 0) return DDP_OK;
-    if (columns == width) columns *= rows, rows = rows > 0; /* one long row */
-    for (int64_t i = 0; i < rows; i++) {
-        const char *from = (const char *)x + (size_t)i * row_bytes;
-        char *to = (char *)y + (size_t)i * row_bytes;
-        uint64_t begin = (uint64_t)((desc->first_row + i) * width + desc->first_column);
-        if (tp->desc.dtype == DDP_F32) ddp__tp_drop_f32(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
-        else ddp__tp_drop_f64(from, to, columns, desc->key, begin, threshold, 1 / (1 - desc->rate));
-    }
-    return DDP_OK;
+    ddp_layer op = ddp__tp_op(DDP_LAYER_DROPOUT, rows, columns, x, y);
+    op.first = desc->first_row * width + desc->first_column, op.in_step = width, op.key = desc->key, op.scale = 1 / (1 - desc->rate);
+    op.threshold = (uint32_t)(desc->rate * 4294967296.0);
+    if (columns == width) op.columns *= rows, op.rows = rows > 0; /* one long row */
+    DDP__TP_TRY(ddp__tensor_enter(tp->group));
+    if (desc->rate > 0) return ddp__tp_apply(tp, &op, ddp__tp_drop_f32, ddp__tp_drop_f64);
+    if (x != y && rows && columns) tp->device->copy(y, x, (size_t)rows * (size_t)columns * tp->size);
+    return ddp__tensor_leave(tp->group);
 }
 
 /* A standard normal value for one element (Box and Muller 1958): of u in (0, 1] and v in [0, 1), 53 bits each. */
