@@ -37,9 +37,9 @@ EXAMPLE
 
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>spi  >>impl-structs  >>impl-error  >>impl-pick  >>impl-numbers  >>impl-elements
-    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-lanes  >>impl-device
-    >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged  >>impl-group
-    >>impl-public
+    >>impl-launch  >>impl-tree  >>impl-multi  >>impl-rows  >>impl-optimizers  >>impl-quantise  >>impl-layers  >>impl-lanes
+    >>impl-device  >>impl-products  >>impl-nccl  >>impl-nccl-tree  >>impl-nccl-calls  >>impl-watchdog  >>impl-nccl-group  >>impl-staged
+    >>impl-group  >>impl-public
 
 CONCEPTS
     Group      ddp_cuda_group_create makes one of the ranks of a CPU group, its control group. Calls on it put work on a communication stream of
@@ -68,6 +68,7 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION       also compile the bodies of this header and of ddp.h, here
     DDP_STATIC               make every function static: a private copy for one source file
     DDP_NO_NCCL              build without NCCL, of which 2.18 to 2.30 are known
+    DDP_USE_CUBLASLT         products of ddp_tensor.h's layers by cuBLASLt: link with -lcublasLt; otherwise by a plain kernel, which is slow
     Compile the implementation without --use_fast_math and -ftz=true: they flush subnormal numbers, which the CPU keeps, and nvcc
     defines nothing by which this header could refuse them.
 
@@ -200,6 +201,12 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 /* The first failure of this thread's calls of ddp_device_cuda() since the last ddp_cuda_check, or DDP_OK. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
+/* Products of device memory by cuBLASLt, on this thread's stream as above; with DDP_USE_CUBLASLT. What a group of GPUs uses for ddp_tensor.h's layers where
+   ddp_tp_desc.gemm is NULL; tf32 lets the GPU round factors to 10 bits: gemm = ddp_cuda_gemm_tf32, gemm_user = the group. user is the group, which keeps a handle
+   and 32 MiB from the first call on. Equal calls have equal bits. DDP_ERR_ENGINE names cuBLASLt's status. */
+DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user);
+DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user);
+
 /* --- kernels ---
    All pointers to payloads are device memory, lists of pointers and ranges are host memory and read before the call returns.
    Nothing blocks, payloads belong to the stream until it has passed. DDP_ERR_INVALID, before anything is launched, names the
@@ -265,6 +272,9 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#if defined(DDP_USE_CUBLASLT)
+#include <cublasLt.h>
+#endif
 #if !defined(DDP_NO_NCCL)
 #include <nccl.h>
 #if !defined(DDP__NCCL_VERSION)
@@ -1596,6 +1606,227 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
     return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
 }
 
+//== layers ========================================================================================= >>impl-layers
+
+/* What struct ddp_layer says, in T, f32 or f64. A thread has an element, a team of threads a row or a column: sums are doubles, and join in halves.
+   Unlike the products above, these may be fused with sums: not the bits of the CPU, but the same ones in every run. */
+#define DDP__CUDA_LAYER "ddp_device_cuda layer"
+template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { T x; ddp__cuda_get<1>(&x, base, (size_t)i); return x; }
+template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ddp__cuda_put<1>(&x, base, (size_t)i); }
+template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
+static DDP__HD int64_t ddp__cuda_row(size_t at, int64_t columns) { /* 32 bits divide in a third of the time */
+    return (at | (size_t)columns) >> 32 ? (int64_t)at / columns : (int64_t)((uint32_t)at / (uint32_t)columns);
+}
+
+/* Word e % 4 of block e / 4 of Philox 4x32-10 (Salmon et al. 2011). */
+static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
+    uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
+        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0, c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1, c3 = (uint32_t)a;
+    }
+    return e & 2 ? (e & 1 ? c3 : c2) : e & 1 ? c1 : c0;
+}
+
+template <class T> struct ddp__cuda_layer_each {
+    enum { WIDTH = 1 };
+    ddp_layer op;
+    ddp_gemm g; /* GEMM for want of cuBLASLt: each element by itself */
+    static DDP__HD T bend(T x) { return (T)1.5957691216057307 * (x + (T)0.044715 * x * x * x); }
+    /* at: of one value per row and column; from: of x, behind whose row of gates that of ups lies */
+    DDP__HD void activate(int64_t at, int64_t from) const {
+        T x = ddp__cuda_at<T>(op.in, from), up = op.form == 2 ? ddp__cuda_at<T>(op.in, from + op.columns) : 1, s = ddp__cuda_sigmoid(op.form ? x : bend(x)), d;
+        if (op.kind == DDP_LAYER_ACTIVATE) { ddp__cuda_set<T>(op.out, at, op.form == 1 ? (x < 0 ? 0 : x) : x * s * up); return; }
+        d = ddp__cuda_at<T>(op.slope, at);
+        if (op.form == 2) ddp__cuda_set<T>(op.out, from + op.columns, d * x * s);
+        if (op.form == 1) d = x > 0 ? d : x <= 0 ? 0 : x;
+        else d *= op.form ? up * s * (1 + x * (1 - s)) : s + x * s * (1 - s) * (T)1.5957691216057307 * (1 + (T)(3 * 0.044715) * x * x);
+        ddp__cuda_set<T>(op.out, from, d);
+    }
+    DDP__HD void multiply(int64_t i, int64_t j) const {
+        T sum = g.accumulate ? ddp__cuda_at<T>(g.c, i * g.ldc + j) : 0;
+        for (int64_t k = 0; k < g.k; k++)
+            sum += ddp__cuda_at<T>(g.a, g.trans_a ? k * g.lda + i : i * g.lda + k) * ddp__cuda_at<T>(g.b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
+        ddp__cuda_set<T>(g.c, i * g.ldc + j, sum);
+    }
+    template <int N> DDP__HD void run(size_t element) const {
+        int64_t at = (int64_t)element, i = ddp__cuda_row(element, op.columns), j = at - i * op.columns, to = i * op.out_step + j;
+        if (op.kind == DDP_LAYER_GEMM) multiply(i, j);
+        else if (op.kind == DDP_LAYER_COPY) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.in, i * op.in_step + j));
+        else if (op.kind == DDP_LAYER_BIAS) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.out, to) + ddp__cuda_at<T>(op.bias, j));
+        else if (op.kind != DDP_LAYER_DROPOUT) activate(at, op.form == 2 ? at + i * op.columns : at);
+        else ddp__cuda_set<T>(op.out, at, ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.in_step + j)) < op.threshold ? 0 : ddp__cuda_at<T>(op.in, at) * (T)op.scale);
+    }
+};
+
+/* The rows of a step whose index[] is host memory: as many at a time as fit into a kernel's arguments, so that nobody waits for a copy. */
+#define DDP__CUDA_INDICES 896
+typedef struct ddp__cuda_layer_op { ddp_layer op; } ddp__cuda_layer_op;
+typedef struct ddp__cuda_layer_part { ddp_layer op; int64_t begin, count; int32_t index[DDP__CUDA_INDICES]; } ddp__cuda_layer_part;
+
+/* LOOKUP; and BACK, where the first row of a token adds all rows of it, in order: the additions of the CPU. */
+template <class T, int BACK> struct ddp__cuda_layer_lookup : ddp__cuda_layer_part {
+    DDP__HD void chunk(size_t row, size_t thread, size_t threads) const {
+        int64_t me = (int64_t)row, n = op.columns, from = index[me] - op.first, here = from >= 0 && from < op.count;
+        for (int64_t k = 0; BACK && k < me && here; k++) here = index[k] != index[me];
+        for (int64_t j = (int64_t)thread; j < n && (here || !BACK); j += (int64_t)threads) {
+            T x = here ? ddp__cuda_at<T>(BACK ? op.out : op.weight, from * n + j) : 0;
+            for (int64_t k = me; BACK && k < count; k++) if (index[k] == index[me]) x += ddp__cuda_at<T>(op.in, (begin + k) * n + j);
+            ddp__cuda_set<T>(op.out, (BACK ? from : begin + me) * n + j, x);
+        }
+    }
+};
+
+/* What steps with N sums share. */
+template <int N, int THREADS, class Op> struct ddp__cuda_layer_rows : Op {
+    enum { CELLS = 1, TEAM = THREADS };
+    typedef ddp__cuda_sums<N> value;
+    static DDP__HD value join(value a, const value &b) {
+        for (int i = 0; i < N; i++) a.at[i] += b.at[i];
+        return a;
+    }
+    DDP__HD void flush(const int64_t *) const {}
+};
+
+/* Sums over rows, a column at a time: of in; or NORM_BACK's, of d h and d. Four columns' teams read lines together. */
+template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op> {
+    DDP__HD value partial(size_t column, int lane, int64_t *) const {
+        value v = {};
+        int norm = op.kind == DDP_LAYER_NORM_BACK;
+        for (int64_t i = lane; i < op.rows; i += 8) {
+            int64_t at = i * op.columns + (int64_t)column;
+            T d = ddp__cuda_at<T>(norm ? op.slope : op.in, at);
+            v.at[1] += (double)d;
+            if (norm) d *= (ddp__cuda_at<T>(op.in, at) - ddp__cuda_at<T>(op.stats, 2 * i)) * ddp__cuda_at<T>(op.stats, 2 * i + 1);
+            v.at[0] += (double)d;
+        }
+        return v;
+    }
+    DDP__HD void finish(size_t column, const value &v, int lane, int64_t *) const {
+        int norm = op.kind == DDP_LAYER_NORM_BACK, at = lane == 0 ? 0 : lane == 1 && norm && !op.form ? 1 : -1;
+        void *out = norm ? op.sums : op.out;
+        int64_t to = (int64_t)column + at * op.columns;
+        if (at >= 0) ddp__cuda_set<T>(out, to, (T)(v.at[at] + (norm || op.accumulate ? (double)ddp__cuda_at<T>(out, to) : 0)));
+    }
+};
+
+/* How many, their mean, and the squares of what they are off it; two parts make one as Chan et al. (1979) say. */
+template <class T> struct ddp__cuda_layer_norm : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_op> {
+    DDP__HD double x(size_t row, int64_t j) const { return (double)ddp__cuda_at<T>(op.in, (int64_t)row * op.columns + j); }
+    DDP__HD value partial(size_t row, int lane, int64_t *) const {
+        value v = {};
+        for (int64_t j = lane; j < op.columns; j += 32) v.at[0] += 1, v.at[1] += op.form ? 0 : x(row, j);
+        if (v.at[0] > 0) v.at[1] /= v.at[0];
+        for (int64_t j = lane; j < op.columns; j += 32) v.at[2] += (x(row, j) - v.at[1]) * (x(row, j) - v.at[1]);
+        return v;
+    }
+    static DDP__HD value join(value a, const value &b) {
+        double n = a.at[0] + b.at[0], off = b.at[1] - a.at[1];
+        if (b.at[0] > 0) a.at[1] += off * (b.at[0] / n), a.at[2] += b.at[2] + off * off * (a.at[0] * b.at[0] / n), a.at[0] = n;
+        return a;
+    }
+    DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
+        double scale = 1 / sqrt(v.at[2] / (double)op.columns + op.scale);
+        if (lane < 2) ddp__cuda_set<T>(op.stats, 2 * (int64_t)row + lane, (T)(lane ? scale : v.at[1]));
+        for (int64_t j = lane; j < op.columns; j += 32)
+            ddp__cuda_set<T>(op.out, (int64_t)row * op.columns + j, (T)((x(row, j) - v.at[1]) * scale) * ddp__cuda_at<T>(op.weight, j) +
+                             (op.bias ? ddp__cuda_at<T>(op.bias, j) : 0));
+    }
+};
+
+template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32, ddp__cuda_layer_op> {
+    DDP__HD T g(int64_t row, int64_t j) const { return ddp__cuda_at<T>(op.slope, row * op.columns + j) * ddp__cuda_at<T>(op.weight, j); }
+    DDP__HD T h(int64_t row, int64_t j) const {
+        return (ddp__cuda_at<T>(op.in, row * op.columns + j) - ddp__cuda_at<T>(op.stats, 2 * row)) * ddp__cuda_at<T>(op.stats, 2 * row + 1);
+    }
+    DDP__HD value partial(size_t row, int lane, int64_t *) const {
+        value v = {};
+        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
+            v.at[0] += op.form ? 0 : (double)g(i, j), v.at[1] += (double)g(i, j) * (double)h(i, j);
+        return v;
+    }
+    DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
+        T mean = (T)(v.at[0] / (double)op.columns), along = (T)(v.at[1] / (double)op.columns), scale = ddp__cuda_at<T>(op.stats, 2 * (int64_t)row + 1);
+        for (int64_t j = lane, i = (int64_t)row; j < op.columns; j += 32)
+            ddp__cuda_set<T>(op.out, i * op.columns + j, scale * (g(i, j) - mean - h(i, j) * along));
+    }
+};
+
+/* LOSS_MAX: the greatest. LOSS_SUM: the target's logit, which one lane of one rank finds, and the sum. LOSS_END: one lane reads all three for the others,
+   and stats[i] becomes the loss, of which the total is made. */
+template <class T> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part> {
+    static DDP__HD value join(value a, const value &b) {
+        a.at[0] += b.at[0], a.at[1] += b.at[1], a.at[2] = b.at[2] > a.at[2] ? b.at[2] : a.at[2];
+        return a;
+    }
+    DDP__HD value partial(size_t row, int lane, int64_t *) const {
+        int64_t i = begin + (int64_t)row, at = i * op.columns, target = index[row] - op.first;
+        value v = {{0, 0, -(double)INFINITY}};
+        T most = op.kind == DDP_LAYER_LOSS_SUM ? ddp__cuda_at<T>(op.stats, i) : 0;
+        if (op.kind == DDP_LAYER_LOSS_END && lane == 0)
+            for (int k = 0; k < 3; k++) v.at[k] = (double)(k == 2 ? ddp__cuda_at<T>(op.stats, i) : ddp__cuda_at<T>(op.sums, k * op.rows + i));
+        for (int64_t j = lane; j < op.count && index[row] != op.ignore && op.kind != DDP_LAYER_LOSS_END; j += 32) {
+            T x = ddp__cuda_at<T>(op.in, at + j) - most, e = exp(x);
+            v.at[2] = (double)x > v.at[2] ? (double)x : v.at[2];
+            if (op.kind == DDP_LAYER_LOSS_MAX) continue;
+            v.at[0] += j == target ? (double)x : 0, v.at[1] += (double)e;
+            if (op.out) ddp__cuda_set<T>(op.out, at + j, e);
+        }
+        return v;
+    }
+    DDP__HD void finish(size_t row, const value &v, int lane, int64_t *) const {
+        int64_t i = begin + (int64_t)row, at = i * op.columns, target = index[row] - op.first, words = index[row] == op.ignore ? 0 : op.count;
+        double log_sum = log(v.at[1]), all = v.at[2] + log_sum, factor = op.scale * (1 + 2 * op.z_loss * all) / v.at[1];
+        T loss = index[row] == op.ignore ? 0 : (T)(log_sum - v.at[0] + (op.z_loss > 0 ? op.z_loss * all * all : 0));
+        if (op.kind == DDP_LAYER_LOSS_SUM && lane < 2) ddp__cuda_set<T>(op.sums, lane * op.rows + i, (T)v.at[lane]);
+        if (op.kind != DDP_LAYER_LOSS_SUM && lane == 0) ddp__cuda_set<T>(op.stats, i, op.kind == DDP_LAYER_LOSS_MAX ? (T)v.at[2] : loss);
+        if (op.kind != DDP_LAYER_LOSS_END) return;
+        if (lane == 0 && op.losses) ddp__cuda_set<T>(op.losses, i, loss);
+        for (int64_t j = lane; j < op.columns && op.out; j += 32) {
+            T d = j < words ? ddp__cuda_at<T>(op.out, at + j) * (T)factor : 0;
+            ddp__cuda_set<T>(op.out, at + j, j == target && j < words ? d - (T)op.scale : d);
+        }
+    }
+};
+
+template <class F> static ddp_result ddp__cuda_layer_teams(const ddp_layer *op, int64_t count, cudaStream_t stream) {
+    F f = {};
+    f.op = *op;
+    return ddp__cuda_rows(f, (size_t)count, stream, DDP__CUDA_LAYER);
+}
+
+template <class F> static ddp_result ddp__cuda_layer_parts(const ddp_layer *op, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *),
+                                                           cudaStream_t stream) {
+    ddp_result result = DDP_OK;
+    F f = {};
+    f.op = *op;
+    for (; f.begin < op->rows && result == DDP_OK; f.begin += f.count) {
+        f.count = op->rows - f.begin < DDP__CUDA_INDICES ? op->rows - f.begin : DDP__CUDA_INDICES;
+        memcpy(f.index, op->index + f.begin, (size_t)f.count * sizeof *f.index);
+        result = launch(f, (size_t)f.count, stream, DDP__CUDA_LAYER);
+    }
+    return result;
+}
+
+/* All but LOSS_END's total. */
+template <class T> static ddp_result ddp__cuda_layer_run(const ddp_layer *op, cudaStream_t s) {
+    ddp__cuda_layer_each<T> each = {*op, op->gemm ? *op->gemm : ddp_gemm()};
+    ddp_result result = DDP_OK;
+    if (op->gemm) each.op.rows = op->gemm->m, each.op.columns = op->gemm->n;
+    switch (op->kind) {
+    case DDP_LAYER_SUM: return ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, op->columns, s);
+    case DDP_LAYER_NORM: return ddp__cuda_layer_teams<ddp__cuda_layer_norm<T> >(op, op->rows, s);
+    case DDP_LAYER_NORM_BACK: /* sums first: out may be slope */
+        if (op->sums) result = ddp__cuda_layer_teams<ddp__cuda_layer_columns<T> >(op, op->columns, s);
+        return result == DDP_OK && op->out ? ddp__cuda_layer_teams<ddp__cuda_layer_norm_back<T> >(op, op->rows, s) : result;
+    case DDP_LAYER_LOOKUP: return ddp__cuda_layer_parts(op, ddp__cuda_chunks<ddp__cuda_layer_lookup<T, 0> >, s);
+    case DDP_LAYER_LOOKUP_BACK: return ddp__cuda_layer_parts(op, ddp__cuda_chunks<ddp__cuda_layer_lookup<T, 1> >, s);
+    case DDP_LAYER_LOSS_MAX: case DDP_LAYER_LOSS_SUM: case DDP_LAYER_LOSS_END: return ddp__cuda_layer_parts(op, ddp__cuda_rows<ddp__cuda_layer_loss<T> >, s);
+    default: return ddp__cuda_each(each, ddp__cuda_split_of(1, (size_t)(each.op.rows * each.op.columns), 1), s, DDP__CUDA_LAYER);
+    }
+}
+
 //== streams and events of a group ===================================================================== >>impl-lanes
 
 /* What ddp_cuda_group_create hands to the device and the backend while they open. */
@@ -1611,6 +1842,8 @@ typedef struct ddp__cuda_lanes {
     int device;
     cudaStream_t stream[2]; /* by ddp_lane */
     int owns_comm;
+    void *products;         /* from the first product by cuBLASLt on */
+    void (*close_products)(ddp_group *group, void *products);
     ddp_result failed;      /* not DDP_OK: opening did, for the reason in text. The backend, which opens next, lets all ranks know */
     char text[160];
 } ddp__cuda_lanes;
@@ -1659,6 +1892,7 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)state;
     if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_LANE_COMM]);
+    if (lanes->products) lanes->close_products(group, lanes->products);
     ddp_group_mfree(group, lanes);
 }
 
@@ -1803,6 +2037,143 @@ static void ddp__cuda_device_update(const ddp_update *u) {
     if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
     else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
     ddp__cuda_keep(result);
+}
+
+/* The total makes the host wait. */
+template <class T> static ddp_result ddp__cuda_layer_do(const ddp_layer *op) {
+    ddp_layer sum = *op;
+    T total = 0;
+    ddp_result result = ddp__cuda_layer_run<T>(op, ddp__cuda_mine.stream);
+    if (op->kind != DDP_LAYER_LOSS_END || !op->total || result != DDP_OK) return result;
+    sum.kind = DDP_LAYER_SUM, sum.in = op->stats, sum.out = op->sums, sum.columns = 1, sum.accumulate = 0;
+    result = ddp__cuda_layer_run<T>(&sum, ddp__cuda_mine.stream);
+    ddp__cuda_device_copy(&total, op->sums, sizeof total);
+    *op->total = (double)total;
+    return result;
+}
+
+//== products by cuBLASLt ========================================================================= >>impl-products
+
+#if defined(DDP_USE_CUBLASLT)
+
+#define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA asks for on its largest devices */
+enum { DDP__CUDA_LT_WAYS = 64 };
+
+/* What a group keeps: the way to do each of its last products, by their sizes, steps and how. */
+typedef struct ddp__cuda_products {
+    cublasLtHandle_t handle;
+    void *workspace;
+    int next;
+    struct { int64_t key[7]; cublasLtMatmulAlgo_t algo; } ways[DDP__CUDA_LT_WAYS];
+} ddp__cuda_products;
+typedef struct ddp__cuda_lt_call { cublasLtMatmulDescOpaque_t product; cublasLtMatrixLayoutOpaque_t a, b, c; } ddp__cuda_lt_call;
+
+static ddp_result ddp__cuda_lt_fail(ddp_group *group, const ddp_gemm *g, cublasStatus_t status, const char *call) {
+    return ddp_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DDP_ERR_NO_MEMORY : DDP_ERR_ENGINE, "rank %d/%d group=%s ddp_cuda_gemm %s m=%lld n=%lld k=%lld: "
+                    "%s: %s (%s)", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_dtype_name(g->dtype), (long long)g->m, (long long)g->n,
+                    (long long)g->k, call, cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+}
+
+static void ddp__cuda_products_close(ddp_group *group, void *state) {
+    ddp__cuda_products *p = (ddp__cuda_products *)state;
+    ddp__cuda_device_free(group, p->workspace);
+    if (p->handle) cublasLtDestroy(p->handle);
+    ddp_group_mfree(group, p);
+}
+
+/* Makes what is missing of it. */
+static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
+    ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
+    ddp__cuda_products *p = (ddp__cuda_products *)(lanes->products ? lanes->products : ddp_group_malloc(group, sizeof *p));
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (!p) return DDP_ERR_NO_MEMORY;
+    if (!lanes->products) lanes->products = memset(p, 0, sizeof *p), lanes->close_products = ddp__cuda_products_close;
+    *out = p;
+    if (!p->workspace && ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace) != DDP_OK) return DDP_ERR_NO_MEMORY;
+    if (!p->handle && (status = cublasLtCreate(&p->handle)) != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
+    return status == CUBLAS_STATUS_SUCCESS ? DDP_OK : ddp__cuda_lt_fail(group, g, status, "cublasLtCreate");
+}
+
+/* Row-major c = op(a) op(b) is, read by columns, c' = op(b)' op(a)': cuBLASLt's A is b and its B is a, each transposed if it was. */
+static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cuda_lt_call *d) {
+    cudaDataType_t type = g->dtype == DDP_F32 ? CUDA_R_32F : CUDA_R_64F;
+    cublasComputeType_t compute = g->dtype == DDP_F64 ? CUBLAS_COMPUTE_64F : tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasOperation_t a = g->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, b = g->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
+    cublasStatus_t s = cublasLtMatmulDescInit(&d->product, compute, type);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof a);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulDescSetAttribute(&d->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof b);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->a, type, g->trans_b ? k : n, g->trans_b ? n : k, g->ldb);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatrixLayoutInit(&d->b, type, g->trans_a ? m : k, g->trans_a ? k : m, g->lda);
+    return s == CUBLAS_STATUS_SUCCESS ? cublasLtMatrixLayoutInit(&d->c, type, n, m, g->ldc) : s;
+}
+
+/* The way cuBLASLt would go first. Parts of k add up in the workspace, in order, and not in place by who comes first: the same bits in every run. */
+static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, const uint32_t *align, cublasLtMatmulAlgo_t *algo) {
+    cublasLtMatmulPreferenceOpaque_t want;
+    cublasLtMatmulHeuristicResult_t found;
+    const uint64_t bytes = DDP__CUDA_LT_BYTES;
+    const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    int count = 0;
+    cublasStatus_t s = cublasLtMatmulPreferenceInit(&want);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme, sizeof scheme);
+    for (int i = 0; i < 4 && s == CUBLAS_STATUS_SUCCESS; i++) /* of A, B, C and D */
+        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES + i), align + i, sizeof *align);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1, &found, &count);
+    if (s != CUBLAS_STATUS_SUCCESS || count == 0) return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
+    *algo = found.algo;
+    return found.state;
+}
+
+static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p, const ddp_gemm *g, int tf32, cudaStream_t stream) {
+    const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
+    const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
+    const void *data[4] = {g->b, g->a, g->c, g->c}, *one = g->dtype == DDP_F32 ? (const void *)f32 : f64, *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
+    int64_t key[7] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32};
+    ddp__cuda_lt_call d;
+    uint32_t align[4];
+    int way = 0;
+    cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
+    for (int i = 0; i < 4; i++) {
+        for (align[i] = 256; (uintptr_t)data[i] % align[i]; align[i] /= 2) {}
+        key[6] = key[6] * 512 + align[i];
+    }
+    while (way < DDP__CUDA_LT_WAYS && memcmp(p->ways[way].key, key, sizeof key) != 0) way++;
+    if (s == CUBLAS_STATUS_SUCCESS && way == DDP__CUDA_LT_WAYS) {
+        way = p->next, p->next = (way + 1) % DDP__CUDA_LT_WAYS;
+        s = ddp__cuda_lt_ask(p, &d, align, &p->ways[way].algo);
+        memcpy(p->ways[way].key, key, s == CUBLAS_STATUS_SUCCESS ? sizeof key : 0);
+    }
+    if (s != CUBLAS_STATUS_SUCCESS) return ddp__cuda_lt_fail(group, g, s, "cublasLtMatmulAlgoGetHeuristic");
+    s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c, &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES,
+                       stream);
+    return s == CUBLAS_STATUS_SUCCESS ? DDP_OK : ddp__cuda_lt_fail(group, g, s, "cublasLtMatmul");
+}
+
+static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
+    ddp_layer zeros = DDP_ZERO;
+    ddp__cuda_products *products;
+    ddp_result result;
+    if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s", g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
+    if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s: sizes are not negative, dtypes f32 and f64", (long long)g->m,
+                        (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
+    result = ddp__cuda_products_open(group, g, &products);
+    if (result != DDP_OK) return result;
+    if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
+    zeros.kind = DDP_LAYER_GEMM, zeros.gemm = g;
+    return g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&zeros) : ddp__cuda_layer_do<double>(&zeros);
+}
+#endif
+
+static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) {
+    (void)group;
+#if defined(DDP_USE_CUBLASLT)
+    if (op->kind == DDP_LAYER_GEMM) return ddp__cuda_gemm(op->gemm, group, 0);
+#endif
+    return op->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(op) : ddp__cuda_layer_do<double>(op);
 }
 
 //== the NCCL backend ==================================================================================== >>impl-nccl
@@ -3564,7 +3935,7 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer};
     return &cuda;
 }
 
@@ -3573,6 +3944,11 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream) {
     ddp__cuda_mine.stream = stream;
     return before;
 }
+
+#if defined(DDP_USE_CUBLASLT)
+DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user) { return ddp__cuda_gemm(gemm, (ddp_group *)user, 0); }
+DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user) { return ddp__cuda_gemm(gemm, (ddp_group *)user, 1); }
+#endif
 
 DDPDEF ddp_result ddp_cuda_check(void) {
     ddp_result first = ddp__cuda_mine.first;
