@@ -1,6 +1,7 @@
 /*  cuda_tests.cu - all tests that run on the fake machine, as one program: a compiler takes most of its time for what they share.
 
-    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp, tensor and pipeline are those of tests/gpu, nccl is unit/test_cuda_nccl.cu, fake_gpu test_fake_gpu.cu.
+    cuda_tests NAME [its arguments]      conformance, groups, training, fsdp, tensor, layers and pipeline are those of tests/gpu, nccl is unit/test_cuda_nccl.cu,
+                                         fake_gpu test_fake_gpu.cu.
     Each file lies in a namespace of its own and stays a program of its own, too. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
@@ -29,6 +30,9 @@ namespace tensors {
 namespace pipelines {
 #include "../gpu/test_pipeline.cu"
 }
+namespace layers {
+#include "../gpu/test_layers.cu"
+}
 namespace nccl {
 #include "../unit/test_cuda_nccl.cu"
 }
@@ -49,8 +53,9 @@ int main(int argc, char **argv) {
     if (strcmp(name, "fsdp") == 0) return fsdp::test_main(argc, argv);
     if (strcmp(name, "tensor") == 0) return tensors::test_main(argc, argv);
     if (strcmp(name, "pipeline") == 0) return pipelines::test_main(argc, argv);
+    if (strcmp(name, "layers") == 0) return layers::test_main(argc, argv);
     if (strcmp(name, "nccl") == 0) return nccl::test_main(argc, argv);
     if (strcmp(name, "fake_gpu") == 0) return fake_gpu::test_main();
-    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, pipeline, nccl and fake_gpu\n", name);
+    printf("cuda_tests: no test is called '%s'; there are conformance, groups, training, fsdp, tensor, layers, pipeline, nccl and fake_gpu\n", name);
     return 2;
 }

@@ -24,6 +24,10 @@ static int device_patience_ms = 2000;
 #define DDP__NCCL_PATIENCE_MS device_patience_ms
 static int device_nccl_shares; /* 1 = NCCL is as new as 2.30 is */
 #define DDP__NCCL_SHARES device_nccl_shares
+#if __has_include(<cublasLt.h>)
+#include "fake_cublaslt.h"
+#define DDP_USE_CUBLASLT
+#endif
 #endif
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"

@@ -1,0 +1,443 @@
+/*  test_layers.cu - tensor-parallel layers over device memory: forward and backward come to what the same layers come to on the CPU, the same bits each time.
+
+    test_layers processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu, where there is a fake cuBLASLt too. */
+#include "../support/device.h"
+#include "../../ddp_tensor.h"
+
+enum { KEPT = 16, WIDTH = 37 };
+static const int64_t ROWS = 24; /* 1, 2, 3 and 4 ranks cut them evenly */
+#define LAYER_TRY(call) do { ddp_result tried = (call); if (tried != DDP_OK) return tried; } while (0)
+
+/* A buffer on the CPU and its like on the device. */
+typedef struct twin { unsigned char *near; void *far; size_t count; } twin;
+
+typedef struct place {
+    device_rank *d;
+    ddp_tp *near, *far;
+    ddp_tp_desc desc;
+    int rank, ranks;
+    size_t size;
+    uint64_t seed, digest; /* of all bits that came back */
+    twin kept[KEPT];
+    int kept_count;
+} place;
+
+static double number(uint64_t seed) { return (double)(ranks_mix(seed) >> 40) / 8388608.0 - 1; }
+
+/* Numbers of this rank, until drop. */
+static ddp_result take(place *p, twin *t, int64_t count) {
+    RANKS_CHECK(p->d->cpu, p->kept_count < KEPT, "KEPT is too small");
+    t->count = (size_t)count;
+    t->near = (unsigned char *)malloc(t->count * p->size + 1);
+    RANKS_OK(p->d->cpu, ddp_device_cuda()->alloc(NULL, t->count * p->size, &t->far));
+    for (size_t i = 0; i < t->count; i++) {
+        double x = number(p->seed * 1000003 + (uint64_t)p->rank * 4099 + i);
+        if (p->size == 4) ((float *)t->near)[i] = (float)x;
+        else ((double *)t->near)[i] = x;
+    }
+    p->seed++;
+    p->kept[p->kept_count++] = *t;
+    return device_up(p->d, t->far, t->near, t->count * p->size);
+}
+
+static void drop(place *p) {
+    while (p->kept_count) {
+        twin *t = &p->kept[--p->kept_count];
+        free(t->near);
+        ddp_device_cuda()->free(NULL, t->far);
+    }
+}
+
+static double value(const place *p, const void *data, size_t i) { return p->size == 4 ? (double)((const float *)data)[i] : ((const double *)data)[i]; }
+
+/* exactly: bit for bit. */
+static ddp_result same(place *p, const twin *t, const char *what, int exactly) {
+    unsigned char *back = (unsigned char *)malloc(t->count * p->size + 1);
+    double most = 0.01, near = p->size == 4 ? 1e-5 : 1e-12;
+    ddp_result result = device_down(p->d, back, t->far, t->count * p->size);
+    for (size_t i = 0; i < t->count; i++) most = fabs(value(p, t->near, i)) > most ? fabs(value(p, t->near, i)) : most;
+    for (size_t i = 0; i < t->count * p->size; i++) p->digest = (p->digest ^ back[i]) * UINT64_C(1099511628211);
+    for (size_t i = 0; i < t->count && result == DDP_OK; i++) {
+        double have = value(p, back, i), want = value(p, t->near, i);
+        if (exactly ? memcmp(back + i * p->size, t->near + i * p->size, p->size) == 0 : fabs(have - want) <= near * most) continue;
+        free(back);
+        RANKS_CHECK(p->d->cpu, 0, "%s: element %zu of %zu is %.17g, on the CPU %.17g", what, i, t->count, have, want);
+    }
+    free(back);
+    return result;
+}
+#define NEAR(t) LAYER_TRY(same(p, &(t), #t, 0))
+#define SAME(t) LAYER_TRY(same(p, &(t), #t, 1))
+
+#define OK(call) RANKS_OK(p->d->cpu, call)
+
+static int64_t own_rows(const place *p) { return p->desc.sequence_parallel ? ROWS / p->ranks : ROWS; }
+
+static ddp_result linear(place *p, const ddp_tp_linear_desc *desc) {
+    ddp_tp_linear *near, *far;
+    int column = desc->split == DDP_TP_COLUMN;
+    OK(ddp_tp_linear_create(&near, p->near, desc));
+    OK(ddp_tp_linear_create(&far, p->far, desc));
+    int64_t in = ddp_tp_linear_in_features(near), out = ddp_tp_linear_out_features(near);
+    int64_t x_count = (column ? own_rows(p) : ROWS) * (desc->scatter_input ? desc->in_features : in);
+    int64_t y_count = (column ? ROWS : own_rows(p)) * (desc->gather_output ? desc->out_features : out);
+    twin w, b = {NULL, NULL, 0}, x, y, dy, dx, dw, db = {NULL, NULL, 0};
+    LAYER_TRY(take(p, &w, in * out)); LAYER_TRY(take(p, &x, x_count)); LAYER_TRY(take(p, &y, y_count)); LAYER_TRY(take(p, &dy, y_count));
+    LAYER_TRY(take(p, &dx, x_count)); LAYER_TRY(take(p, &dw, in * out));
+    if (!desc->no_bias) { LAYER_TRY(take(p, &b, out)); LAYER_TRY(take(p, &db, out)); }
+    OK(ddp_tp_linear_forward(near, w.near, b.near, x.near, ROWS, y.near));
+    OK(ddp_tp_linear_forward(far, w.far, b.far, x.far, ROWS, y.far));
+    OK(ddp_tp_linear_backward(near, w.near, x.near, dy.near, ROWS, dx.near, dw.near, db.near));
+    OK(ddp_tp_linear_backward(far, w.far, x.far, dy.far, ROWS, dx.far, dw.far, db.far));
+    NEAR(y);
+    NEAR(dx);
+    NEAR(dw);
+    NEAR(db);
+    ddp_tp_linear_destroy(near);
+    ddp_tp_linear_destroy(far);
+    drop(p);
+    return DDP_OK;
+}
+
+static ddp_result linears(place *p) {
+    ddp_tp_linear_desc plain = DDP_ZERO, whole = DDP_ZERO, qkv = DDP_ZERO;
+    plain.in_features = 13, plain.out_features = 17;
+    for (int split = 0; split < 2; split++) {
+        plain.split = split ? DDP_TP_ROW : DDP_TP_COLUMN;
+        plain.no_bias = 0;
+        LAYER_TRY(linear(p, &plain));
+        plain.no_bias = 1;
+        LAYER_TRY(linear(p, &plain));
+    }
+    qkv.in_features = 24, qkv.heads = 24, qkv.kv_heads = 12, qkv.head_size = 2;
+    LAYER_TRY(linear(p, &qkv));
+    if (p->desc.sequence_parallel) return DDP_OK;
+    whole.in_features = 5, whole.out_features = 4, whole.gather_output = 1; /* of 3 ranks the last has none */
+    LAYER_TRY(linear(p, &whole));
+    qkv.out_features = 96, qkv.gather_output = 1;
+    LAYER_TRY(linear(p, &qkv));
+    whole.split = DDP_TP_ROW, whole.in_features = 4, whole.gather_output = 0, whole.scatter_input = 1;
+    return linear(p, &whole);
+}
+
+static ddp_result mlp(place *p, ddp_tp_activation activation, int asynchronous) {
+    ddp_tp_mlp_desc desc = DDP_ZERO;
+    ddp_tp_mlp *near, *far;
+    twin w[4], g[4], x, y, dy, dx, saved;
+    desc.channels = 9, desc.hidden = 14, desc.activation = activation;
+    OK(ddp_tp_mlp_create(&near, p->near, &desc));
+    OK(ddp_tp_mlp_create(&far, p->far, &desc));
+    for (int i = 0; i < 4; i++) {
+        ddp_tp_linear *of = ddp_tp_mlp_linear(near, i / 2);
+        int64_t count = ddp_tp_linear_out_features(of) * (i % 2 ? 1 : ddp_tp_linear_in_features(of));
+        LAYER_TRY(take(p, &w[i], count));
+        LAYER_TRY(take(p, &g[i], count));
+    }
+    LAYER_TRY(take(p, &x, own_rows(p) * desc.channels)); LAYER_TRY(take(p, &y, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &dy, own_rows(p) * desc.channels)); LAYER_TRY(take(p, &dx, own_rows(p) * desc.channels));
+    LAYER_TRY(take(p, &saved, (int64_t)ddp_tp_mlp_saved_count(near, ROWS)));
+    const void *near_w[4] = {w[0].near, w[1].near, w[2].near, w[3].near}, *far_w[4] = {w[0].far, w[1].far, w[2].far, w[3].far};
+    void *near_g[4] = {g[0].near, g[1].near, g[2].near, g[3].near}, *far_g[4] = {g[0].far, g[1].far, g[2].far, g[3].far};
+    OK(ddp_tp_mlp_forward(near, near_w, x.near, ROWS, saved.near, y.near));
+    OK(ddp_tp_mlp_backward(near, near_w, x.near, saved.near, dy.near, ROWS, dx.near, near_g));
+    for (int time = 0; time < 1 + asynchronous; time++) { /* again: nothing is made, and the host waits for nothing */
+#if defined(DDP_TEST_ON_CPU)
+        OK(ddp_barrier(p->d->cpu));
+        if (p->rank == 0) fake_record_from_here();
+        OK(ddp_barrier(p->d->cpu));
+#endif
+        OK(ddp_tp_mlp_forward(far, far_w, x.far, ROWS, saved.far, y.far));
+        OK(ddp_tp_mlp_backward(far, far_w, x.far, saved.far, dy.far, ROWS, dx.far, far_g));
+    }
+#if defined(DDP_TEST_ON_CPU)
+    if (asynchronous) {
+        int device = 0;
+        DDP__CUDA_RUNTIME->get_device(&device);
+        std::string calls = fake_record(device);
+        for (const char *what : {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize", "cudaEventSynchronize", "GetHeuristic", "cublasLtCreate"})
+            RANKS_CHECK(p->d->cpu, calls.find(what) == std::string::npos, "a second step calls %s:\n%s", what, calls.c_str());
+        RANKS_CHECK(p->d->cpu, calls.find("kernel(") != std::string::npos, "no kernels in the record");
+    }
+#endif
+    NEAR(y);
+    NEAR(dx);
+    NEAR(saved);
+    for (int i = 0; i < 4; i++) NEAR(g[i]);
+    ddp_tp_mlp_destroy(near);
+    ddp_tp_mlp_destroy(far);
+    drop(p);
+    return DDP_OK;
+}
+
+static ddp_result embedding(place *p) {
+    ddp_tp_embedding_desc desc = DDP_ZERO;
+    ddp_tp_embedding *near, *far;
+    ddp_tensor_box box;
+    int32_t tokens[24];
+    twin w, y, dy, dw;
+    desc.vocab = 10, desc.padded_vocab = 16, desc.channels = 7;
+    for (int i = 0; i < ROWS; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (uint64_t)(i % 3 ? 10 : 3)); /* some often */
+    OK(ddp_tp_embedding_create(&near, p->near, &desc));
+    OK(ddp_tp_embedding_create(&far, p->far, &desc));
+    OK(ddp_tp_embedding_box(near, &box));
+    LAYER_TRY(take(p, &w, box.shape[0] * 7)); LAYER_TRY(take(p, &dw, box.shape[0] * 7));
+    LAYER_TRY(take(p, &y, own_rows(p) * 7)); LAYER_TRY(take(p, &dy, own_rows(p) * 7));
+    OK(ddp_tp_embedding_forward(near, w.near, tokens, ROWS, y.near));
+    OK(ddp_tp_embedding_forward(far, w.far, tokens, ROWS, y.far));
+    OK(ddp_tp_embedding_backward(near, tokens, dy.near, ROWS, dw.near));
+    OK(ddp_tp_embedding_backward(far, tokens, dy.far, ROWS, dw.far));
+    SAME(y);
+    SAME(dw);
+    ddp_tp_embedding_destroy(near);
+    ddp_tp_embedding_destroy(far);
+    drop(p);
+    return DDP_OK;
+}
+
+/* in_place: the gradient where the logits were. */
+static ddp_result cross_entropy(place *p, int64_t vocab, int64_t padded, int in_place) {
+    ddp_tp_loss_desc desc = DDP_ZERO;
+    int64_t columns = padded ? padded : vocab, piece = (columns + p->ranks - 1) / p->ranks, first = piece * p->rank < columns ? piece * p->rank : columns;
+    int64_t count = columns - first < piece ? columns - first : piece;
+    int32_t targets[24];
+    double near_mean = -1, far_mean = -1;
+    twin logits, losses, d;
+    desc.vocab = vocab, desc.padded_vocab = padded, desc.z_loss = in_place ? 1e-2 : 0;
+    for (int i = 0; i < ROWS; i++) targets[i] = i % 5 == 2 ? -100 : (int32_t)(ranks_mix((uint64_t)(i + 77)) % (uint64_t)vocab);
+    LAYER_TRY(take(p, &logits, ROWS * count)); LAYER_TRY(take(p, &losses, ROWS)); LAYER_TRY(take(p, &d, ROWS * count));
+    OK(ddp_tp_cross_entropy(p->near, &desc, logits.near, targets, ROWS, losses.near, &near_mean, in_place ? logits.near : d.near));
+    OK(ddp_tp_cross_entropy(p->far, &desc, logits.far, targets, ROWS, losses.far, &far_mean, in_place ? logits.far : d.far));
+    RANKS_CHECK(p->d->cpu, fabs(near_mean - far_mean) <= (p->size == 4 ? 1e-5 : 1e-12) * fabs(near_mean), "mean %.17g, on the CPU %.17g", far_mean, near_mean);
+    NEAR(losses);
+    NEAR(logits);
+    NEAR(d);
+    OK(ddp_tp_cross_entropy(p->far, &desc, d.far, targets, ROWS, NULL, NULL, NULL));
+    drop(p);
+    return DDP_OK;
+}
+
+static ddp_result norm(place *p, int rms, int64_t n) {
+    ddp_tp_layer_norm_desc desc = DDP_ZERO;
+    ddp_tp_layer_norm *near, *far;
+    twin w, b = {NULL, NULL, 0}, x, y, stats, dy, dw, db = {NULL, NULL, 0};
+    int64_t rows = own_rows(p);
+    desc.channels = n, desc.rms = rms, desc.eps = 1e-3;
+    OK(ddp_tp_layer_norm_create(&near, p->near, &desc));
+    OK(ddp_tp_layer_norm_create(&far, p->far, &desc));
+    LAYER_TRY(take(p, &w, n)); LAYER_TRY(take(p, &dw, n)); LAYER_TRY(take(p, &x, rows * n)); LAYER_TRY(take(p, &y, rows * n));
+    LAYER_TRY(take(p, &stats, 2 * rows)); LAYER_TRY(take(p, &dy, rows * n));
+    if (!rms) { LAYER_TRY(take(p, &b, n)); LAYER_TRY(take(p, &db, n)); }
+    OK(ddp_tp_layer_norm_forward(near, w.near, b.near, x.near, rows, stats.near, y.near));
+    OK(ddp_tp_layer_norm_forward(far, w.far, b.far, x.far, rows, stats.far, y.far));
+    NEAR(stats);
+    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, dy.near, dw.near, db.near)); /* dx is dy */
+    OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, dy.far, dw.far, db.far));
+    NEAR(y);
+    NEAR(dy);
+    NEAR(dw);
+    NEAR(db);
+    OK(ddp_tp_layer_norm_backward(near, w.near, x.near, stats.near, dy.near, rows, NULL, dw.near, db.near));
+    OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, NULL, dw.far, db.far));
+    NEAR(dw);
+    OK(ddp_tp_layer_norm_backward(far, w.far, x.far, stats.far, dy.far, rows, y.far, NULL, NULL));
+    ddp_tp_layer_norm_destroy(near);
+    ddp_tp_layer_norm_destroy(far);
+    drop(p);
+    return DDP_OK;
+}
+
+static ddp_result dropout(place *p) {
+    ddp_tp_dropout_desc desc = DDP_ZERO;
+    twin x, y;
+    LAYER_TRY(take(p, &x, ROWS * WIDTH)); LAYER_TRY(take(p, &y, ROWS * WIDTH));
+    desc.rate = 0.3, desc.key = UINT64_C(0x123456789abcdef), desc.first_row = 5 + p->rank;
+    OK(ddp_tp_dropout(p->near, &desc, x.near, ROWS, WIDTH, y.near));
+    OK(ddp_tp_dropout(p->far, &desc, x.far, ROWS, WIDTH, y.far));
+    SAME(y);
+    desc.columns = 2 * WIDTH, desc.first_column = 11;
+    OK(ddp_tp_dropout(p->near, &desc, x.near, ROWS, WIDTH, x.near));
+    OK(ddp_tp_dropout(p->far, &desc, x.far, ROWS, WIDTH, x.far));
+    SAME(x);
+    desc.rate = 0;
+    OK(ddp_tp_dropout(p->near, &desc, x.near, ROWS, WIDTH, y.near));
+    OK(ddp_tp_dropout(p->far, &desc, x.far, ROWS, WIDTH, y.far));
+    SAME(y);
+    drop(p);
+    return DDP_OK;
+}
+
+/* As where cuBLASLt is not built in. */
+static ddp_result plain_gemm(const ddp_gemm *g, void *user) {
+    ddp_layer op = DDP_ZERO;
+    op.kind = DDP_LAYER_GEMM, op.gemm = g;
+    return (void)user, g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&op) : ddp__cuda_layer_do<double>(&op);
+}
+
+static ddp_result in_a_context(device_rank *d, const ddp_tp_desc *desc, uint64_t *digest) {
+    place it = {d, NULL, NULL, *desc, ddp_rank(d->cpu), ddp_world_size(d->cpu), ddp_dtype_size(desc->dtype), 1, UINT64_C(14695981039346656037), {}, 0}, *p = &it;
+    const char *engine = getenv("DDP_TEST_ENGINE");
+    ddp_tp_desc near = *desc;
+    near.gemm = NULL;
+    OK(ddp_tp_create(&p->near, d->cpu, &near));
+    OK(ddp_tp_create(&p->far, d->group, desc));
+    LAYER_TRY(linears(p));
+    LAYER_TRY(mlp(p, DDP_TP_GELU, desc->chunk_count == 0 && engine && strcmp(engine, "nccl") == 0));
+    LAYER_TRY(mlp(p, DDP_TP_RELU, 0));
+    LAYER_TRY(mlp(p, DDP_TP_SILU_GATED, 0));
+    LAYER_TRY(embedding(p));
+    LAYER_TRY(cross_entropy(p, 10, 16, 0));
+    LAYER_TRY(cross_entropy(p, 131, 0, 1));
+    for (int rms = 0; rms < 2; rms++) {
+        LAYER_TRY(norm(p, rms, 1));
+        LAYER_TRY(norm(p, rms, 50));
+    }
+    LAYER_TRY(dropout(p));
+    ddp_tp_destroy(p->near);
+    ddp_tp_destroy(p->far);
+    *digest = p->digest;
+    return DDP_OK;
+}
+
+/* More rows than one launch takes tokens of. */
+static ddp_result many_tokens(device_rank *d) {
+    enum { MANY = 2000 };
+    int32_t tokens[MANY];
+    ddp_tp_desc desc = DDP_ZERO;
+    ddp_tp_loss_desc loss = DDP_ZERO;
+    ddp_tp_embedding_desc e = DDP_ZERO;
+    ddp_tp_embedding *near, *far;
+    double near_mean, far_mean;
+    twin w, y, dw, losses;
+    desc.dtype = DDP_F64, desc.max_rows = MANY;
+    place it = {d, NULL, NULL, desc, ddp_rank(d->cpu), ddp_world_size(d->cpu), 8, 1, 0, {}, 0}, *p = &it;
+    for (int i = 0; i < MANY; i++) tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % 300);
+    e.vocab = loss.vocab = 300, e.channels = 3;
+    OK(ddp_tp_create(&p->near, d->cpu, &desc));
+    OK(ddp_tp_create(&p->far, d->group, &desc));
+    OK(ddp_tp_embedding_create(&near, p->near, &e));
+    OK(ddp_tp_embedding_create(&far, p->far, &e));
+    LAYER_TRY(take(p, &w, 900)); LAYER_TRY(take(p, &dw, 900)); LAYER_TRY(take(p, &y, MANY * 3)); LAYER_TRY(take(p, &losses, MANY));
+    OK(ddp_tp_embedding_forward(near, w.near, tokens, MANY, y.near));
+    OK(ddp_tp_embedding_forward(far, w.far, tokens, MANY, y.far));
+    OK(ddp_tp_embedding_backward(near, tokens, y.near, MANY, dw.near));
+    OK(ddp_tp_embedding_backward(far, tokens, y.far, MANY, dw.far));
+    SAME(y);
+    SAME(dw);
+    loss.vocab = 3 * p->ranks;
+    for (int i = 0; i < MANY; i++) tokens[i] = (int32_t)(i % 7 ? i % loss.vocab : -100);
+    OK(ddp_tp_cross_entropy(p->near, &loss, y.near, tokens, MANY, losses.near, &near_mean, NULL));
+    OK(ddp_tp_cross_entropy(p->far, &loss, y.far, tokens, MANY, losses.far, &far_mean, NULL));
+    RANKS_CHECK(d->cpu, fabs(near_mean - far_mean) < 1e-12, "mean %.17g, on the CPU %.17g", far_mean, near_mean);
+    NEAR(losses);
+    drop(p);
+    ddp_tp_embedding_destroy(near);
+    ddp_tp_embedding_destroy(far);
+    ddp_tp_destroy(p->near);
+    ddp_tp_destroy(p->far);
+    return DDP_OK;
+}
+
+/* One by one: all transposes, with gaps between rows, at odd places. */
+static ddp_result product(place *p, ddp_gemm_fn gemm, ddp_gemm g, int64_t offset) {
+    ddp_gemm far = g;
+    twin a, b, c;
+    LAYER_TRY(take(p, &a, 700)); LAYER_TRY(take(p, &b, 700)); LAYER_TRY(take(p, &c, 700));
+    g.a = a.near + (size_t)offset * p->size, g.b = b.near + 2 * (size_t)offset * p->size, g.c = c.near + 3 * (size_t)offset * p->size;
+    far.a = (char *)a.far + (size_t)offset * p->size, far.b = (char *)b.far + 2 * (size_t)offset * p->size, far.c = (char *)c.far + 3 * (size_t)offset * p->size;
+    OK(ddp_gemm_builtin(&g, NULL));
+    OK(gemm(&far, p->d->group));
+    NEAR(c);
+    drop(p);
+    return DDP_OK;
+}
+
+static ddp_result products(device_rank *d, ddp_gemm_fn gemm) {
+    for (int wide = 0; wide < 2; wide++)
+        for (int way = 0; way < 16; way++) {
+            place it = {d, NULL, NULL, {}, ddp_rank(d->cpu), 1, wide ? 8u : 4u, (uint64_t)way, 0, {}, 0};
+            ddp_gemm g = DDP_ZERO;
+            g.dtype = wide ? DDP_F64 : DDP_F32, g.trans_a = way & 1, g.trans_b = way >> 1 & 1, g.accumulate = way >> 2 & 1;
+            g.m = 5, g.n = 7, g.k = 11, g.lda = 13, g.ldb = 14, g.ldc = 9;
+            LAYER_TRY(product(&it, gemm, g, way >> 3));
+            g.k = 0;
+            LAYER_TRY(product(&it, gemm, g, 0));
+            g.m = 1, g.n = 1, g.k = 1, g.lda = g.ldb = g.ldc = 1;
+            LAYER_TRY(product(&it, gemm, g, way >> 3));
+        }
+    return DDP_OK;
+}
+
+#if defined(DDP_USE_CUBLASLT)
+static ddp_result refused(device_rank *d, const ddp_gemm *g, void *user, ddp_result want, const char *text) {
+    ddp_result have = ddp_cuda_gemm(g, user);
+    RANKS_CHECK(d->cpu, have == want && strstr(ddp_last_error(), text), "%s: %s", ddp_result_name(have), ddp_last_error());
+    return DDP_OK;
+}
+
+static ddp_result bad_products(device_rank *d) {
+    ddp_gemm g = DDP_ZERO;
+    g.dtype = DDP_F32, g.m = g.n = g.k = g.lda = g.ldb = g.ldc = 1;
+    LAYER_TRY(refused(d, NULL, d->group, DDP_ERR_INVALID, "gemm is NULL"));
+    LAYER_TRY(refused(d, &g, NULL, DDP_ERR_INVALID, "set gemm_user"));
+    LAYER_TRY(refused(d, &g, d->cpu, DDP_ERR_INVALID, "set gemm_user"));
+    g.dtype = DDP_BF16;
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_INVALID, "dtype=bf16"));
+    g.dtype = DDP_F32, g.m = -1;
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_INVALID, "m=-1"));
+#if defined(DDP_TEST_ON_CPU)
+    void *memory;
+    int asked;
+    RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 4096, &memory));
+    g.m = 1, g.a = g.b = g.c = memory, g.lda = 0;
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "CUBLAS_STATUS_INVALID_VALUE"));
+    g.lda = 1;
+    fake_fail("cublasLtMatmul", -1, 1, 0, 0);
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "ddp_cuda_gemm f32 m=1 n=1 k=1: cublasLtMatmul: the function failed to launch (CUBLAS_STATUS_EXECUTION_FAILED)"));
+    asked = fake_lt_asked;
+    RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group)); /* in a way that is known */
+    RANKS_CHECK(d->cpu, fake_lt_asked == asked, "cuBLASLt is asked again");
+    for (int n = 1; n < 200; n++) { /* more ways than are kept */
+        g.n = g.ldb = g.ldc = n % 100 + 1;
+        RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
+    }
+    RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&g, d->group));
+    ddp_device_cuda()->free(NULL, memory);
+#endif
+    return DDP_OK;
+}
+#endif
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    static const struct { ddp_dtype dtype; int sequence_parallel, chunks, accumulate, plain; } cases[] = {
+        {DDP_F64, 0, 0, 0, 0}, {DDP_F64, 1, 3, 1, 1}, {DDP_F32, 1, 0, 0, 0}, {DDP_F32, 0, 3, 1, 0}, {DDP_F32, 1, 0, 0, 0}};
+    uint64_t digest[5];
+    device_rank d;
+    LAYER_TRY(device_rank_open(&d, world, 1 << 17));
+    for (int i = 0; i < 5; i++) {
+        ddp_tp_desc desc = DDP_ZERO;
+        desc.dtype = cases[i].dtype, desc.max_rows = ROWS, desc.sequence_parallel = cases[i].sequence_parallel, desc.chunk_count = cases[i].chunks;
+        desc.accumulate_grads = cases[i].accumulate, desc.gemm = cases[i].plain ? plain_gemm : NULL;
+        RANKS_RUN(world, in_a_context(&d, &desc, &digest[i]));
+    }
+    RANKS_CHECK(world, digest[2] == digest[4], "other bits in a second run");
+    RANKS_RUN(world, many_tokens(&d));
+    RANKS_RUN(world, products(&d, plain_gemm));
+#if defined(DDP_USE_CUBLASLT)
+    RANKS_RUN(world, products(&d, ddp_cuda_gemm));
+    if (ddp_world_size(world) == 1) RANKS_RUN(world, bad_products(&d));
+#endif
+    LAYER_TRY(device_rank_close(&d));
+#if defined(DDP_TEST_ON_CPU) && defined(DDP_USE_CUBLASLT)
+    RANKS_CHECK(world, fake_lt_handles == 0, "%d handles of cuBLASLt are left", fake_lt_handles);
+#endif
+    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
+    fflush(stdout);
+    return DDP_OK;
+}
+
+int main(int argc, char **argv) {
+    static const int defaults[] = {1, 2, 3, 4, 0};
+    ranks_mode mode;
+    int failures = ranks_each(argc, argv, defaults, 120, &mode, rank_main);
+    return failures < 0 ? 2 : failures != 0;
+}
