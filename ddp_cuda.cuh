@@ -2822,6 +2822,21 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_wo
     return ddp_all_gather(n->watch, word, words, sizeof *word, DDP_U8, work);
 }
 
+/* The watchdogs could not talk, as their last error says: that is the cause, with the call that this rank waits for. */
+static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_word *words) {
+    const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
+    char text[DDP__CUDA_TEXT], what[160], behind[300] = "";
+    ddp__nccl_mark first;
+    memset(&first, 0, sizeof first);
+    pthread_mutex_lock(&n->lock);
+    if (n->op_count) first = n->ops[n->op_first].mark;
+    pthread_mutex_unlock(&n->lock);
+    if (first.seq) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    snprintf(text, sizeof text, "%.150s; %s is under way on rank %d%s%.150s", cause ? cause + 2 : ddp_last_error(), ddp__nccl_describe(what, &first), n->rank,
+             behind[0] ? "; " : "", behind);
+    ddp__nccl_poison(n->group, n, result, text);
+}
+
 /* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so
    and nobody speaks after that. */
 static void *ddp__nccl_watch(void *argument) {
@@ -2850,8 +2865,7 @@ static void *ddp__nccl_watch(void *argument) {
             }
         }
         if (talking && result != DDP_OK) {
-            const char *cause = strstr(ddp_last_error(), ": "); /* behind what this call was */
-            ddp__nccl_poison(n->group, n, result, cause ? cause + 2 : ddp_last_error());
+            ddp__nccl_unheard(n, result, heard);
             talking = under_way = 0;
         }
         if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);

@@ -105,6 +105,7 @@ static struct fake_machine {
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     int device_count, generation, timelines, strict, captures;
     int patient; /* 1 = deadlocks are not looked for: something else will end them */
+    int mute;    /* 1 + the device on which ncclCommGetAsyncError does not return */
     size_t from; /* fake_record begins at this line */
     uint64_t seed, random;
     cudaStream_t running; /* whose work runs now */
@@ -888,7 +889,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
     fake.lines.clear();
     fake.failures.clear();
     fake.generation++;
-    fake.timelines = fake.strict = fake.captures = fake.patient = 0;
+    fake.timelines = fake.strict = fake.captures = fake.patient = fake.mute = 0;
     fake.from = 0;
     fake.seed = seed;
     fake.random = seed * UINT64_C(0x9e3779b97f4a7c15) + UINT64_C(0x2545f4914f6cdd1d);

@@ -479,6 +479,7 @@ ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *out, nc
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
+    while (__atomic_load_n(&fake.mute, __ATOMIC_ACQUIRE) == c->device + 1) usleep(1000);
     FAKE_CALL(2, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
     if (call.fault || !fake_comm_check(c, call, 1)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
     if (c->ready) fake_chance();
