@@ -1062,18 +1062,35 @@ static const char *ddp__call_title(const ddp_call *call) {
     return name ? name : ddp_call_name(call->kind);
 }
 
-/* "ddp_all_reduce f32 count=10 sum": what ranks compare of a collective, in words. */
-static void ddp__describe(char *out, size_t size, const ddp_call *call) {
+/* What ranks compare of a collective: this, and its count. */
+static uint64_t ddp__signature(const ddp_call *call) {
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
+           (uint64_t)(uint32_t)(call->root + 1) << 32;
+}
+
+/* In words: "ddp_all_reduce f32 count=10 sum". */
+static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
-    const char *title = ddp__call_title(call), *op = !ddp__has_op(call->kind) ? "" : (unsigned)call->op < 5 ? ops[call->op] : " unknown op";
-    unsigned long long count = (unsigned long long)call->count;
+    unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
+    ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
+    int tag = call.tag = (int)(what[0] >> 24 & 255), named = (int)(what[0] >> 32) - 1;
+    const char *title = kind > DDP_CALL_BARRIER ? "an unknown call" : ddp__call_title(&call);
+    unsigned long long count = (unsigned long long)what[1];
     char root[32] = "";
-    if (call->root >= 0) snprintf(root, sizeof root, " root=%d", call->root);
-    if (call->tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
-    else if (call->tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
-    else if (call->kind == DDP_CALL_BARRIER && call->count && !call->tag) snprintf(out, size, "%s number %llu", title, count);
-    else if (call->tag == DDP__FOR_SPLIT || call->kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
-    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call->dtype), count, op, root);
+    if (named >= 0) snprintf(root, sizeof root, " root=%d", named);
+    if (tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
+    else if (tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
+    else if (kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s number %llu", title, count);
+    else if (tag == DDP__FOR_SPLIT || call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
+    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : op < 5 ? ops[op] : " unknown op", root);
+}
+
+/* what: of two ranks, the lower one first. */
+static ddp_result ddp__mismatch(int low, const uint64_t low_what[2], int high, const uint64_t high_what[2]) {
+    char text[2][160];
+    ddp__describe(text[0], sizeof text[0], low_what);
+    ddp__describe(text[1], sizeof text[1], high_what);
+    return ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
 }
 
 /* Sets the error line of a call of this rank: who, which call, then the cause. */
@@ -1627,41 +1644,25 @@ DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other) 
     if (sum->cell[DDP__EXACT_BOUND] >= DDP__EXACT_BOUND_MAX) ddp__exact_normalise(sum);
 }
 
-/* Bits position..position+63 of a normalised, non-negative sum. */
-static uint64_t ddp__exact_window(const ddp_exact_sum *sum, int position) {
-    uint64_t window = (uint64_t)sum->cell[position / 32] >> position % 32;
-    for (int k = position / 32 + 1, shift = 32 - position % 32; k < DDP__EXACT_DIGITS && shift < 64; k++, shift += 32)
-        window |= (uint64_t)sum->cell[k] << shift;
-    return window;
-}
-
 /* An empty sum, and one that cancels, is +0. */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *exact) {
     ddp_exact_sum sum = *exact;
-    uint64_t sign = 0;
-    int top = DDP__EXACT_DIGITS - 1;
+    int top = DDP__EXACT_DIGITS - 1, negative;
     if (sum.cell[DDP__EXACT_NAN] || (sum.cell[DDP__EXACT_PLUS] && sum.cell[DDP__EXACT_MINUS])) return (double)NAN;
     if (sum.cell[DDP__EXACT_PLUS] || sum.cell[DDP__EXACT_MINUS]) return sum.cell[DDP__EXACT_PLUS] ? HUGE_VAL : -HUGE_VAL;
     ddp__exact_normalise(&sum);
-    if (sum.cell[DDP__EXACT_DIGITS - 1] < 0) {
-        sign = UINT64_C(1) << 63;
-        for (int k = 0; k < DDP__EXACT_DIGITS; k++) sum.cell[k] = -sum.cell[k];
-        ddp__exact_normalise(&sum);
-    }
-    while (top > 0 && !sum.cell[top]) top--;
-    for (top *= 32; ddp__exact_window(&sum, top) > 1;) top++; /* now the number of the highest bit */
-    /* 53 bits from lowest up; a subnormal has fewer, and then nothing below them. Half of the last one is added before the rest is cut
-       off, less the smallest bit there is where that leaves an even number as it is: to nearest, ties to even. */
-    int lowest = top > 52 ? top - 52 : 0;
-    if (lowest) {
-        sum.cell[0] -= !(ddp__exact_window(&sum, lowest) & 1);
-        sum.cell[(lowest - 1) >> 5] += INT64_C(1) << ((lowest - 1) & 31);
-        ddp__exact_normalise(&sum);
-    }
-    /* The hidden bit carries into the exponent, and so does a mantissa that rounded up to 2^53. */
-    uint64_t bits = ((uint64_t)lowest << 52) + ddp__exact_window(&sum, lowest);
-    if (bits >= UINT64_C(0x7ff0) << 48) bits = UINT64_C(0x7ff0) << 48;
-    return ddp__f64_from_bits(bits | sign);
+    negative = sum.cell[top] < 0;
+    for (int k = 0; k < DDP__EXACT_DIGITS && negative; k++) sum.cell[k] = -sum.cell[k];
+    if (negative) ddp__exact_normalise(&sum);
+    while (top > 1 && !sum.cell[top]) top--;
+    /* The 64 bits from the highest one down, of three digits, the last of them set also if anything below is: a double has 53, so that it is rounded once, to
+       nearest even. Nothing is cut off a subnormal: it has all its bits in the two lowest digits. */
+    uint64_t bits = (uint64_t)sum.cell[top] << 32 | (uint64_t)sum.cell[top - 1], below = top > 1 ? (uint64_t)sum.cell[top - 2] : 0;
+    int shift = bits ? __builtin_clzll(bits) : 0;
+    bits = bits << shift | below << shift >> 32;
+    below = below << shift & 0xffffffff;
+    for (int k = 0; k < top - 2; k++) below |= (uint64_t)sum.cell[k];
+    return ldexp((double)(bits | (below != 0)), 32 * (top - 1) - 1074 - shift) * (negative ? -1.0 : 1.0);
 }
 
 /* Adds the squares of 64 elements to 32 partial sums: element e and e+32 first, then to lane e. The square of an f32 is exact in f64: fused with
@@ -2088,16 +2089,6 @@ static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
     return 1;
 }
 
-/* A call from what was announced of it, for messages. */
-static void ddp__describe_post(char *out, size_t size, const uint64_t what[2]) {
-    ddp_call call = ddp__call_of((ddp_call_kind)(what[0] & 255), NULL, NULL, (size_t)what[1], (ddp_dtype)(what[0] >> 8 & 255));
-    call.op = (ddp_op)(what[0] >> 16 & 255);
-    call.tag = (int)(what[0] >> 24 & 255);
-    call.root = (int)(uint32_t)(what[0] >> 32) - 1;
-    if (call.kind > DDP_CALL_BARRIER) snprintf(out, size, "an unknown call");
-    else ddp__describe(out, size, &call);
-}
-
 /* Ranks that call two groups in different orders wait for each other: who is missing in one sleeps in the other, and says in which. Signature + 1 (0: in
    none), count and number of the call, and the group's name. Just for messages: a torn one does no harm. */
 static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) {
@@ -2112,7 +2103,7 @@ static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t si
     char call[72], name[32];
     for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
     if (!word[0]--) return;
-    ddp__describe_post(call, sizeof call, word);
+    ddp__describe(call, sizeof call, word);
     memcpy(name, word + 3, sizeof name);
     snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
 }
@@ -2170,7 +2161,7 @@ static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const ui
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
         const ddp__post *post = ddp__post_of(l, r, group->seq + 1);
         if (r == l->rank || ddp__load(&post->seq) != group->seq + 1 || ddp__word_of(words, stride, r) >= target) continue;
-        ddp__describe_post(call, sizeof call, post->what);
+        ddp__describe(call, sizeof call, post->what);
         DDP__POISON(l, DDP_ERR_MISMATCH, "rank %d is in %s, before which rank %d waits for it; make the same calls on every rank", l->number[r], call,
                     l->number[l->rank]);
     }
@@ -2329,27 +2320,6 @@ static void ddp__reach_await(const ddp__local *l) {
         while (r != l->rank && __atomic_load_n(&l->line[r].reaching, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-static uint64_t ddp__signature(const ddp_call *call) {
-    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(ddp__has_op(call->kind) ? call->op : 0) << 16 | (uint64_t)call->tag << 24 |
-           (uint64_t)(uint32_t)(call->root + 1) << 32;
-}
-
-/* a and b: what two ranks, a the lower one, have announced, of each its signature and count. */
-static void ddp__mismatch_text(char out[DDP__TEXT_MAX], int low, const uint64_t a[2], int high, const uint64_t b[2]) {
-    char text[2][160];
-    ddp__describe_post(text[0], sizeof text[0], a);
-    ddp__describe_post(text[1], sizeof text[1], b);
-    snprintf(out, DDP__TEXT_MAX, "ranks made different calls: rank %d %s, rank %d %s", low, text[0], high, text[1]);
-}
-
-static ddp_result ddp__mismatch(ddp__local *l, int peer, uint64_t seq) {
-    char text[DDP__TEXT_MAX];
-    int low = peer < l->rank ? peer : l->rank, high = peer < l->rank ? l->rank : peer;
-    ddp__mismatch_text(text, low, ddp__post_of(l, low, seq)->what, high, ddp__post_of(l, high, seq)->what);
-    ddp__local_poison(l, DDP_ERR_MISMATCH, text);
-    return DDP_ERR_POISONED;
-}
-
 /* Announces the call and waits until everybody has announced the same. */
 static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *call, uint64_t send, uint64_t recv) {
     ddp__post *mine = ddp__post_of(l, l->rank, call->seq);
@@ -2363,7 +2333,10 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
     DDP__FOR_PEERS(l, peer) {
         const ddp__post *post = ddp__post_of(l, peer, call->seq);
         DDP__TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
-        if (post->what[0] != signature || post->what[1] != call->count) return ddp__mismatch(l, peer, call->seq);
+        if (post->what[0] == signature && post->what[1] == call->count) continue;
+        ddp_result result = peer < l->rank ? ddp__mismatch(peer, post->what, l->rank, mine->what) : ddp__mismatch(l->rank, mine->what, peer, post->what);
+        ddp__local_poison(l, result, ddp_last_error());
+        return DDP_ERR_POISONED;
     }
     return DDP_OK;
 }
@@ -4601,15 +4574,11 @@ static size_t ddp__tcp_sends(const ddp_group *group, const ddp__move *m, int ran
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     ddp__peer *peer = t->venue.peer;
     ddp__frame frame = peer->data;
-    char text[DDP__TEXT_MAX];
     size_t total = 0, at = sizeof frame;
     int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
     for (int r = 0; r < w; r++) {
         const ddp__frame *theirs = &peer[r].data;
-        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) {
-            ddp__mismatch_text(text, 0, frame.call, r, theirs->call);
-            return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
-        }
+        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) return ddp__mismatch(0, frame.call, r, theirs->call);
         if (theirs->result) frame.result = theirs->result;
         if (r < parts) total += theirs->size;
         t->source[r] = peer[r].bytes;
@@ -5404,7 +5373,6 @@ static ddp__route *ddp__mpi_route(ddp__mpi *s, const ddp_call *call) {
 static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *call) {
     uint64_t *mine = s->word, *hash = s->word + 3, *most = s->word + 6;
     const size_t size = 3 * sizeof *mine;
-    char text[DDP__TEXT_MAX];
     int proposes = s->rank == 0 && s->block > 1 && call->kind == DDP_CALL_ALL_REDUCE, other = 1;
     mine[0] = ddp__signature(call);
     mine[1] = call->count;
@@ -5421,8 +5389,7 @@ static ddp_result ddp__mpi_enter(ddp_group *group, ddp__mpi *s, const ddp_call *
     DDP__MPI_RUN(group, s, MPI_Iallgather, mine, 3, MPI_UINT64_T, all, 3, MPI_UINT64_T);
     while (other < s->world_size - 1 && memcmp(all, all + 3 * other, size) == 0) other++;
     if (memcmp(all, all + 3 * other, 2 * sizeof *all) == 0) return ddp_fail(DDP_ERR_MISMATCH, "counts disagree: recv_counts of rank 0 and of rank %d", other);
-    ddp__mismatch_text(text, 0, all, other, all + 3 * other);
-    return ddp_fail(DDP_ERR_MISMATCH, "%s", text);
+    return ddp__mismatch(0, all, other, all + 3 * other);
 }
 
 /* The counts of an all_to_all_v: each two ranks must mean the same. */
