@@ -1070,7 +1070,7 @@ static uint64_t ddp__signature(const ddp_call *call) {
 
 /* In words: "ddp_all_reduce f32 count=10 sum". */
 static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
-    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
+    static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
     unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
     ddp_call call = ddp__call_of(kind > DDP_CALL_BARRIER ? DDP_CALL_BARRIER : (ddp_call_kind)kind, NULL, NULL, 0, (ddp_dtype)(what[0] >> 8 & 255));
     int tag = call.tag = (int)(what[0] >> 24 & 255), named = (int)(what[0] >> 32) - 1;
@@ -1082,7 +1082,7 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
     else if (tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
     else if (kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s number %llu", title, count);
     else if (tag == DDP__FOR_SPLIT || call.kind == DDP_CALL_BARRIER) snprintf(out, size, "%s", title);
-    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : op < 5 ? ops[op] : " unknown op", root);
+    else snprintf(out, size, "%s %s count=%llu%s%s", title, ddp_dtype_name(call.dtype), count, !ddp__has_op(call.kind) ? "" : ops[op < 5 ? op : 5], root);
 }
 
 /* what: of two ranks, the lower one first. */
@@ -1990,9 +1990,9 @@ typedef struct ddp__local {
     ddp__request *requests, *free_requests; /* unfinished sends and receives, in the order issued; spare ones */
     uint64_t send_order[DDP_MAX_LOCAL_RANKS];
     uint64_t probe_word;             /* of this rank and no other process */
-    int vm_read;                     /* process_vm_readv: 1 = every peer's process was read, -1 = refused, 0 = not known yet */
+    int can_read[DDP_MAX_LOCAL_RANKS]; /* process_vm_readv: 1 = this peer's process has been read, -1 = refused, 0 = not known yet */
+    int refused;                     /* 1 = it was, 2 = and log_fn was told */
     int amd;                         /* as in ddp__job */
-    uint64_t has_read;               /* peers whose processes receives have read; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
     void (*beside_fn)(void *);       /* goes on while this rank waits, or NULL */
     void *beside;
@@ -2279,20 +2279,20 @@ static int ddp__vm_read(int pid, void *dst, uint64_t address, size_t size_bytes)
 
 static int ddp__pid_of(const ddp__local *l, int rank) { return l->heap->job->rank[l->member[rank]].pid; }
 
-/* 1 when this rank reads the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
-static int ddp__can_read(const ddp__local *l, int r) {
+/* 1 when this rank can read the process of rank r, 0 when that has not come yet, -1 when the system refuses or shows another process. */
+static int ddp__can_read(ddp__local *l, int r) {
     uint64_t word = 0, probe = ddp__load(&l->line[r].probe);
-    if (probe == 0) return 0;
-    return ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1 : -1;
+    int can = ddp__load(&l->can_read[r]);
+    if (can || !probe) return can;
+    can = ddp__vm_read(ddp__pid_of(l, r), &word, probe, sizeof word) && word == l->line[r].probe_word ? 1 : -1;
+    if (can < 0 && !ddp__load(&l->refused)) ddp__store(&l->refused, 1);
+    ddp__store(&l->can_read[r], can);
+    return can;
 }
 
-/* Whether this rank can read the processes of all its peers. A peer that has not come yet leaves the question open. */
 static int ddp__can_read_peers(ddp__local *l) {
-    int known = ddp__load(&l->vm_read), can = 1, unknown = 0;
-    if (known || l->heap->threads) return known > 0;
-    for (int i = 1; i < l->world_size && can > 0; i++) can = ddp__can_read(l, (l->rank + i) % l->world_size);
-    if (can) __atomic_compare_exchange_n(&l->vm_read, &unknown, can, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED); /* sends and receives may know better by now */
-    return can > 0;
+    DDP__FOR_PEERS(l, p) if (l->heap->threads || ddp__can_read(l, p) <= 0) return 0;
+    return 1;
 }
 
 /* Whether peers that can read this process can read a buffer of it: memory of devices, pinned or secret, is refused to them, by the page. */
@@ -2879,15 +2879,10 @@ static void ddp__recv_match(ddp__local *l, ddp__request *r, uint64_t end) {
 
 /* Copies out of the sender's buffer; 0 when that is refused, or the group has failed: a sender that gave up may have changed its buffer. */
 static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
-    int peer = r->call.root, can = ddp__load(&l->vm_read);
-    uint64_t address = r->message->address, bit = UINT64_C(1) << peer;
+    int peer = r->call.root;
+    uint64_t address = r->message->address;
     if (address & DDP__PRIVATE) {
-        if (can == 0) can = l->has_read & bit ? 1 : ddp__can_read(l, peer);
-        if (can > 0) l->has_read |= bit;
-        if (can <= 0 || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size)) {
-            if (can < 0 || ddp__can_read(l, peer) < 0) ddp__store(&l->vm_read, -1); /* not this buffer alone */
-            return 0;
-        }
+        if (ddp__can_read(l, peer) <= 0 || !ddp__vm_read(ddp__pid_of(l, peer), r->call.recv, address ^ DDP__PRIVATE, r->size)) return 0;
     } else {
         if (!ddp__reach_begin(l)) return 0;
         memcpy(r->call.recv, ddp__resolve(l, address), r->size);
@@ -2952,11 +2947,10 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip) {
     if ((may_skip ? pthread_mutex_trylock : pthread_mutex_lock)(&l->p2p_lock) != 0) return;
-    int allowed = ddp__load(&l->vm_read) >= 0;
     ddp__requests_step(l, own);
-    int refused = allowed && ddp__load(&l->vm_read) < 0;
     pthread_mutex_unlock(&l->p2p_lock);
-    if (refused) ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
+    if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
+        ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
 /* With the lock held, poisons the group when a peer of any unfinished request is gone. */
@@ -5216,16 +5210,22 @@ static ddp_result ddp__mpi_type(size_t head, MPI_Aint at, size_t size_bytes, MPI
     return DDP_OK;
 }
 
-/* Starts to send, or to receive, size_bytes. peer: counted in steps. */
-static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
-    int large = size_bytes > DDP__MPI_PIECE_BYTES, count = large ? 1 : (int)size_bytes;
-    MPI_Request *request = &s->requests[s->request_count];
+/* Starts to send, or to receive, head bytes of memory and size_bytes at some distance from it. */
+static ddp_result ddp__mpi_post(ddp__mpi *s, int sends, const void *memory, size_t head, MPI_Aint at, size_t size_bytes, int peer, int tag,
+                                MPI_Request *request) {
+    int made = head || size_bytes > DDP__MPI_PIECE_BYTES, count = made ? 1 : (int)size_bytes;
     MPI_Datatype type = MPI_BYTE;
+    if (made) DDP__TRY(ddp__mpi_type(head, at, size_bytes, &type));
+    void *into = (void *)(uintptr_t)memory;
+    int error = sends ? MPI_Isend(memory, count, type, peer, tag, s->comm, request) : MPI_Irecv(into, count, type, peer, tag, s->comm, request);
+    if (made) MPI_Type_free(&type); /* lives until it is no longer used */
+    return ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
+}
+
+/* A piece of a call. peer: counted in steps. */
+static ddp_result ddp__mpi_start(ddp__mpi *s, int sends, const void *memory, size_t size_bytes, int peer) {
     if (!size_bytes) return DDP_OK;
-    if (large) DDP__TRY(ddp__mpi_type(0, 0, size_bytes, &type));
-    if (sends) DDP__MPI(MPI_Isend, memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
-    else DDP__MPI(MPI_Irecv, (void *)(uintptr_t)memory, count, type, peer * s->step, DDP__MPI_DATA, s->comm, request);
-    if (large) MPI_Type_free(&type); /* lives until it is no longer used */
+    DDP__TRY(ddp__mpi_post(s, sends, memory, 0, 0, size_bytes, peer * s->step, DDP__MPI_DATA, &s->requests[s->request_count]));
     s->request_count++;
     s->messages = 1;
     return DDP_OK;
@@ -5439,18 +5439,13 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     ddp__mpi *s = (ddp__mpi *)state;
     ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
     const void *data = call->send ? call->send : call->recv;
-    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag), sends = call->kind == DDP_CALL_SEND; /* MPI says when the tag is too large */
-    MPI_Datatype type;
+    int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
     if (!m) return DDP_ERR_NO_MEMORY;
     m->call = *call;
     m->dtype = (uint64_t)call->dtype;
     m->count = call->count;
-    ddp_result result = ddp__mpi_type(2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m), call->count * ddp_dtype_size(call->dtype), &type);
-    if (result == DDP_OK) {
-        int error = sends ? MPI_Isend(m, 1, type, call->root, tag, s->comm, &m->request) : MPI_Irecv(m, 1, type, call->root, tag, s->comm, &m->request);
-        result = ddp__mpi_result(error, sends ? "MPI_Isend" : "MPI_Irecv");
-        MPI_Type_free(&type);
-    }
+    ddp_result result = ddp__mpi_post(s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
+                                      call->count * ddp_dtype_size(call->dtype), call->root, tag, &m->request);
     if (result != DDP_OK) ddp_group_mfree(group, m);
     return result;
 }

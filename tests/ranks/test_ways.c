@@ -86,7 +86,7 @@ static ddp_result ways(ddp_group *world, void *user) {
     TRY(ddp_barrier(world)); /* everybody has come, and can be read */
     CHECK(ddp__can_read_peers(local_of(world)));
     for (way = 0; way < DDP__WAYS; way++) TRY(every_call(world, way, way == DDP__WAY_READ));
-    if (ddp_rank(world) == 1) local_of(world)->vm_read = -1;
+    if (ddp_rank(world) == 1) local_of(world)->can_read[0] = -1;
     return every_call(world, DDP__WAY_READ, 0);
 }
 
@@ -128,7 +128,7 @@ static ddp_result another_process(ddp_group *world, void *user) {
     force(world, way);
     TRY(ddp_all_gather(world, in, out, BLOCK, DDP_F32, NULL));
     for (size_t i = 0; i < 2 * BLOCK; i++) CHECK(out[i] == value((int)(i / BLOCK), i % BLOCK));
-    CHECK(me == 1 || local_of(world)->vm_read == -1);
+    CHECK(me == 1 || local_of(world)->can_read[1] == -1);
     free(in);
     free(out);
     return DDP_OK;
@@ -168,7 +168,7 @@ static ddp_result secret(ddp_group *world, void *user) {
         if (me == 1) TRY(ddp_send(world, in, all, DDP_F32, 0, 7, NULL));
         if (me == 0) TRY(ddp_recv(world, out, all, DDP_F32, 1, 7, NULL));
         for (size_t i = 0; me == 0 && i < all; i++) CHECK(out[i] == value(1, i));
-        CHECK(local_of(world)->vm_read == 1); /* other buffers still are read in one copy */
+        CHECK(local_of(world)->can_read[!me] == 1); /* other buffers still are read in one copy */
         munmap(in, all * sizeof *in);
     }
     free(out);
