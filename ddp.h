@@ -1031,20 +1031,20 @@ DDPDEF const char *ddp_result_name(ddp_result result) {
     return "unknown ddp_result";
 }
 
-/* What a buffer of a call holds: blocks of count elements, or as many elements as its array of counts says. */
-enum { DDP__NONE, DDP__ONE = 1, DDP__EACH = 2 /* a block for each rank */, DDP__ON_ROOT = 4 /* elsewhere none */, DDP__COUNTS = 8 };
+/* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
+enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */,
+       DDP__ADDS = 16, DDP__NO_SEND = 32, DDP__NO_RECV = 64, DDP__COUNTED = 128 /* by arrays of counts */ };
 
-static const struct ddp__form { const char *name, *root; /* what that argument is called */ unsigned char send, recv; } ddp__forms[] = {
-    {"ddp_all_reduce", NULL, DDP__ONE, DDP__ONE}, {"ddp_reduce", "root", DDP__ONE, DDP__ONE | DDP__ON_ROOT},
-    {"ddp_broadcast", "root", DDP__NONE, DDP__ONE}, {"ddp_all_gather", NULL, DDP__ONE, DDP__EACH},
-    {"ddp_reduce_scatter", NULL, DDP__EACH, DDP__ONE}, {"ddp_all_to_all", NULL, DDP__EACH, DDP__EACH},
-    {"ddp_gather", "root", DDP__ONE, DDP__EACH | DDP__ON_ROOT}, {"ddp_scatter", "root", DDP__EACH | DDP__ON_ROOT, DDP__ONE},
-    {"ddp_all_gather_v", NULL, DDP__ONE, DDP__COUNTS}, {"ddp_all_to_all_v", NULL, DDP__COUNTS, DDP__COUNTS},
-    {"ddp_barrier", NULL, DDP__NONE, DDP__NONE}, {"ddp_send", "peer", DDP__ONE, DDP__NONE}, {"ddp_recv", "peer", DDP__NONE, DDP__ONE}};
+static const struct ddp__form { const char *name, *root; /* what that argument is called */ int shape; } ddp__forms[] = {
+    {"ddp_all_reduce", NULL, DDP__ADDS}, {"ddp_reduce", "root", DDP__ADDS | DDP__TO_ROOT}, {"ddp_broadcast", "root", DDP__FROM_ROOT | DDP__NO_SEND},
+    {"ddp_all_gather", NULL, DDP__JOINS}, {"ddp_reduce_scatter", NULL, DDP__ADDS | DDP__SPLITS}, {"ddp_all_to_all", NULL, DDP__SPLITS | DDP__JOINS},
+    {"ddp_gather", "root", DDP__TO_ROOT | DDP__JOINS}, {"ddp_scatter", "root", DDP__FROM_ROOT | DDP__SPLITS},
+    {"ddp_all_gather_v", NULL, DDP__JOINS | DDP__COUNTED}, {"ddp_all_to_all_v", NULL, DDP__SPLITS | DDP__JOINS | DDP__COUNTED},
+    {"ddp_barrier", NULL, DDP__NO_SEND | DDP__NO_RECV}, {"ddp_send", "peer", DDP__NO_RECV}, {"ddp_recv", "peer", DDP__NO_SEND}};
 
 DDPDEF const char *ddp_call_name(ddp_call_kind kind) { return ddp__forms[kind].name; }
 
-static int ddp__has_op(ddp_call_kind kind) { return kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER; }
+static int ddp__has_op(ddp_call_kind kind) { return ddp__forms[kind].shape & DDP__ADDS; }
 static int ddp__is_p2p(ddp_call_kind kind) { return kind == DDP_CALL_SEND || kind == DDP_CALL_RECV; }
 
 /* A call without a root; what else it has is set by who makes it. */
@@ -2383,12 +2383,6 @@ static ddp__part ddp__part_of(size_t size, size_t share, int rank) {
 
 /* --- what a call moves --- */
 
-/* A call is a table of pieces from rank to rank. Those that reduce add what they take. */
-enum { DDP__FROM_ROOT = 1, DDP__TO_ROOT = 2, DDP__SPLITS = 4 /* send holds a piece for each rank */, DDP__JOINS = 8 /* recv, one of each */, DDP__ADDS = 16 };
-static const unsigned char ddp__shapes[] = {/* DDP_CALL_ALL_REDUCE, REDUCE, BROADCAST, ... */
-    DDP__ADDS, DDP__ADDS | DDP__TO_ROOT, DDP__FROM_ROOT, DDP__JOINS, DDP__ADDS | DDP__SPLITS, DDP__SPLITS | DDP__JOINS,
-    DDP__TO_ROOT | DDP__JOINS, DDP__FROM_ROOT | DDP__SPLITS, DDP__JOINS, DDP__SPLITS | DDP__JOINS, 0};
-
 /* One call as this rank sees it. Bytes. */
 typedef struct ddp__move {
     const ddp_call *call;
@@ -2404,7 +2398,7 @@ typedef struct ddp__move {
 } ddp__move;
 
 DDP__FORCED_INLINE ddp__move ddp__move_of(const ddp_call *call) {
-    int shape = ddp__shapes[call->kind];
+    int shape = ddp__forms[call->kind].shape;
     const void *send = call->kind == DDP_CALL_BROADCAST ? call->recv : call->send;
     size_t element = ddp_dtype_size(call->dtype), block = call->count * element;
     ddp__move m = {call, shape, !(shape & DDP__SPLITS), 0, (const unsigned char *)send, (unsigned char *)call->recv, element, block, block, 0, block, 0, 0};
@@ -3233,12 +3227,10 @@ static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t
     return result;
 }
 
-static const ddp_backend *ddp__backend_local(void) {
-    static const ddp_backend local = {"local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-                                      ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
-                                      ddp__local_peer, ddp__local_raise, ddp__local_await, ddp__local_p2p_wake};
-    return &local;
-}
+static const ddp_backend ddp__backend_local = {
+    "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
+    ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
+    ddp__local_peer, ddp__local_raise, ddp__local_await, ddp__local_p2p_wake};
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
@@ -3306,11 +3298,9 @@ static void ddp__self_close(ddp_group *group, void *state) {
     ddp_group_mfree(group, state);
 }
 
-static const ddp_backend *ddp__backend_self(void) {
-    static const ddp_backend self = {"self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, ddp__self_alloc,
-                                     ddp__self_free, ddp__self_status, ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
-    return &self;
-}
+static const ddp_backend ddp__backend_self = {
+    "self", ddp__self_open, ddp__self_run, NULL, NULL, NULL, ddp__self_split, ddp__self_alloc, ddp__self_free, ddp__self_status,
+    ddp__self_abort, ddp__self_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== carrying out calls ================================================================================== >>impl-queue
 
@@ -4460,7 +4450,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
     ddp__venue_close(&v, group);
     if (!heap) return DDP__RANK_FAIL(group, sent ? DDP_ERR_NO_MEMORY : DDP_ERR_SYSTEM, "ddp_group_create: %s",
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
-    group->backend = ddp__backend_local();
+    group->backend = &ddp__backend_local;
     group->seq = 0;
     ddp_result result = ddp__local_join(group, heap, 1);
     ddp__heap_release(heap);
@@ -4670,7 +4660,7 @@ static ddp_result ddp__alloc_by(ddp_group *group, const ddp_backend *by, ddp_gro
 
 /* Memory that other machines cannot see is this rank's own. */
 static ddp_result ddp__tcp_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
-    return ddp__alloc_by(group, ddp__backend_self(), group, state, size_bytes, out);
+    return ddp__alloc_by(group, &ddp__backend_self, group, state, size_bytes, out);
 }
 
 static void ddp__tcp_close(ddp_group *group, void *state) {
@@ -4739,7 +4729,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
     venue.ports = 1;
     if (member_count == 1) {
-        child->backend = ddp__backend_self();
+        child->backend = &ddp__backend_self;
         return ddp__self_open(child, child_state);
     }
     result = local ? ddp__local_meet(child, venue.token) : ddp__tcp_open(child, &venue, listener);
@@ -4747,11 +4737,9 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     return result;
 }
 
-static const ddp_backend *ddp__backend_tcp(void) {
-    static const ddp_backend tcp = {"tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status,
-                                    ddp__tcp_poison, ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
-    return &tcp;
-}
+static const ddp_backend ddp__backend_tcp = {
+    "tcp", NULL, ddp__tcp_run, NULL, NULL, NULL, ddp__tcp_split, ddp__tcp_alloc, ddp__self_free, ddp__tcp_status, ddp__tcp_poison,
+    ddp__tcp_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 //== groups ============================================================================================ >>impl-group
 
@@ -4819,7 +4807,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, const ddp__identity *id, ddp__venue *v) {
     ddp_group *group;
     ddp_result result;
-    DDP__TRY(ddp__group_new(&group, desc, backend ? backend : ddp__backend_tcp(), id->rank, id->world_size, NULL));
+    DDP__TRY(ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL));
     if (!backend) result = ddp__tcp_open(group, v, -1);
     else if (backend->open) result = backend->open(group, &group->state);
     else if (id->heap) result = ddp__local_join(group, id->heap, id->owns_rank);
@@ -4863,8 +4851,8 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     DDP__JOIN_NEED(!url || desc->world_size > 0 || id->found, "init_method \"%.60s\" needs rank and world_size, in desc or by a launcher's variables",
                    desc->init_method);
     if (!mpi && !alone && desc->backend) return ddp__world_new(out, desc, desc->backend, id, NULL);
-    if (!mpi && id->heap) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
-    if (!mpi && id->world_size == 1) return ddp__world_new(out, desc, ddp__backend_self(), id, NULL);
+    if (!mpi && id->heap) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
+    if (!mpi && id->world_size == 1) return ddp__world_new(out, desc, &ddp__backend_self, id, NULL);
 #if defined(DDP_USE_MPI)
     mpi |= !url && (strncmp(id->token, "ompi:", 5) == 0 || strncmp(id->token, "pmi:", 4) == 0);
     if (mpi) return ddp__mpi_world("ddp_group_create", out, desc, MPI_COMM_WORLD, id);
@@ -4873,7 +4861,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     /* nothing says how many ranks are here, and MASTER_ADDR names a machine: this one or another */
     int elsewhere = *host && *ddp__env_text("MASTER_PORT") && !ddp__is_loopback(host) && !*ddp__env_text("LOCAL_WORLD_SIZE") &&
                     (desc->world_size > 0 || strncmp(id->token, "torch", 5) == 0);
-    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__world_new(out, desc, ddp__backend_local(), id, NULL);
+    if (!url && id->local_world_size == id->world_size && !elsewhere) return ddp__world_new(out, desc, &ddp__backend_local, id, NULL);
     snprintf(v.token, sizeof v.token, "%s", id->token);
     v.ports = 1;
     DDP__TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
@@ -5475,15 +5463,11 @@ static ddp_result ddp__mpi_alloc(ddp_group *group, void *state, size_t size_byte
     return ddp__alloc_by(group, local->backend, local, local->state, size_bytes, out);
 }
 
-/* In its turn: calls of this machine's group belong to whoever carries out the whole group's. A task. */
-static ddp_result ddp__mpi_free_here(ddp_group *group, void *memory) {
-    ddp_group *local = ((ddp__mpi *)group->state)->local;
-    return local->backend->free(local, local->state, memory);
-}
-
+/* In its turn: calls of this machine's group belong to whoever carries out the whole group's. */
 static ddp_result ddp__mpi_free(ddp_group *group, void *state, void *memory) {
-    (void)state;
-    return ddp_group_enqueue(group, ddp__mpi_free_here, memory, NULL);
+    ddp_group *local = ((ddp__mpi *)state)->local;
+    ddp_result turn = ddp__agree(group, DDP__FOR_FREE, 0), result = local->backend->free(local, local->state, memory);
+    return turn == DDP_OK ? result : turn;
 }
 
 /* Late notices may be under way: the communicator and the state stay until MPI ends. */
@@ -5540,7 +5524,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     desc.order = DDP_ORDER_TREE;
     desc.device = ddp_device_cpu();
     if (s->machine_count > 1 && desc.timeout_ms < 1 << 30) desc.timeout_ms += 3000; /* who waits for MPI knows better who is missing */
-    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, ddp__backend_local(), &here, NULL),
+    DDP__TRY(ddp__mpi_agree(group, s, s->local ? DDP_OK : ddp__world_new(&s->local, &desc, &ddp__backend_local, &here, NULL),
                             "the ranks of another machine could not share memory; see their error"));
     memcpy(((ddp__local *)s->local->state)->number, number, (size_t)here.world_size * sizeof *number);
     ddp_group_set_local(group, here.rank, here.world_size);
@@ -5608,11 +5592,9 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     return result;
 }
 
-static const ddp_backend *ddp__backend_mpi(void) {
-    static const ddp_backend mpi = {"mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split,
-                                    ddp__mpi_alloc, ddp__mpi_free, ddp__mpi_heard, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
-    return &mpi;
-}
+static const ddp_backend ddp__backend_mpi = {
+    "mpi", NULL, ddp__mpi_run, ddp__mpi_p2p_start, ddp__mpi_p2p_poll, NULL, ddp__mpi_split, ddp__mpi_alloc, ddp__mpi_free,
+    ddp__mpi_heard, ddp__mpi_call_off, ddp__mpi_close, 0, DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
 
 /* At exit, where the first group had to initialise MPI: there may be groups until then. */
 static void ddp__mpi_end(void) {
@@ -5642,7 +5624,7 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
         DDP__CHECK(who, NULL, id->rank == rank && id->world_size == size, "this is rank %d of %d, says the launcher or the desc, but to MPI it is rank %d "
                    "of %d; start with the mpirun of the MPI that the program was built with", id->rank, id->world_size, rank, size);
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
-    DDP__TRY(ddp__group_new(&group, desc, ddp__backend_mpi(), rank, size, NULL));
+    DDP__TRY(ddp__group_new(&group, desc, &ddp__backend_mpi, rank, size, NULL));
     group->on_mpi = 1;
     ddp_result result = ddp__mpi_open_on(group, comm, ddp__machine(), NULL, &group->state);
     if (result == DDP_OK) *out = group;
@@ -5811,7 +5793,7 @@ static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
-    ddp_result result = ddp__world_new(&world, &desc->group, ddp__backend_local(), &here, NULL);
+    ddp_result result = ddp__world_new(&world, &desc->group, &ddp__backend_local, &here, NULL);
     if (result == DDP_OK && desc->group.backend) result = ddp_group_create_on(&plugged, world, &desc->group);
     if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;
@@ -7265,15 +7247,12 @@ DDPDEF ddp_result ddp_sampler_save(const ddp_sampler *sampler, ddp_sampler_state
     state->dataset_size = s->desc.dataset_size;
     state->shuffle = (int32_t)s->desc.shuffle;
     state->no_shuffle = s->desc.no_shuffle != 0;
-    state->position = used == s->left ? s->desc.dataset_size : (int64_t)ddp__sampler_place(s, used);
-    state->block_offset = (int64_t)in_block;
-    state->num_replicas = s->desc.num_replicas;
-    state->global_batch = s->desc.global_batch;
-    if (used >= in_gap) return DDP_OK;
-    state->position = (int64_t)s->origin; /* untouched since a load inside a batch: the same state again */
-    state->block_offset = (int64_t)s->gap_used;
-    state->num_replicas = (int64_t)s->gap_count;
-    state->global_batch = (int64_t)(s->gap_count * s->gap_block);
+    int untouched = used < in_gap; /* since a load inside a batch: the same state again */
+    uint64_t position = untouched ? s->origin : used == s->left ? (uint64_t)s->desc.dataset_size : ddp__sampler_place(s, used);
+    state->position = (int64_t)position;
+    state->block_offset = (int64_t)(untouched ? s->gap_used : in_block);
+    state->num_replicas = untouched ? (int64_t)s->gap_count : s->desc.num_replicas;
+    state->global_batch = untouched ? (int64_t)(s->gap_count * s->gap_block) : s->desc.global_batch;
     return DDP_OK;
 }
 
@@ -7314,13 +7293,10 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 /* Where a buffer ends, and where in it this rank's block begins, which in-place calls share; in elements. */
 typedef struct ddp__extent { size_t end, own, sum; /* sum: of its counts */ } ddp__extent;
 
-static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int holds) {
-    ddp__extent extent = {holds & DDP__ONE ? call->count : 0, 0, 0};
-    if (holds & DDP__EACH) {
-        extent.end = call->count * (size_t)group->world_size;
-        extent.own = call->count * (size_t)group->rank;
-    }
-    if (holds & DDP__ON_ROOT && call->root != group->rank) extent.end = extent.own = 0;
+static inline ddp__extent ddp__extent_of(const ddp_group *group, const ddp_call *call, int no_buffer, int on_root, int each) {
+    int shape = ddp__forms[call->kind].shape, none = shape & no_buffer || (shape & on_root && call->root != group->rank);
+    size_t count = none ? 0 : call->count;
+    ddp__extent extent = {count * (size_t)(shape & each ? group->world_size : 1), shape & each ? count * (size_t)group->rank : 0, 0};
     return extent;
 }
 
@@ -7359,11 +7335,11 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
     size_t most = SIZE_MAX / 2 / element;
     DDP__CALL_NEED(call->count <= most / blocks, "count=%llu times %zu blocks of %s does not fit in memory", (unsigned long long)call->count,
                    blocks, ddp_dtype_name(call->dtype));
-    ddp__extent send = ddp__extent_of(group, call, form->send);
-    ddp__extent recv = ddp__extent_of(group, call, form->recv);
-    if (form->recv & DDP__COUNTS) {
+    ddp__extent send = ddp__extent_of(group, call, DDP__NO_SEND, DDP__FROM_ROOT, DDP__SPLITS);
+    ddp__extent recv = ddp__extent_of(group, call, DDP__NO_RECV, DDP__TO_ROOT, DDP__JOINS);
+    if (form->shape & DDP__COUNTED) {
         size_t *packed = (size_t *)__builtin_alloca(2 * blocks * sizeof *packed);
-        DDP__CALL_NEED(call->send_counts || !(form->send & DDP__COUNTS), "send_counts is NULL");
+        DDP__CALL_NEED(call->send_counts || !(form->shape & DDP__SPLITS), "send_counts is NULL");
         DDP__CALL_NEED(call->recv_counts, "recv_counts is NULL");
         DDP__CALL_NEED((!call->send_counts || ddp__extent_of_counts(group, most, call->send_counts, &call->send_offsets, packed, &send)) &&
                        ddp__extent_of_counts(group, most, call->recv_counts, &call->recv_offsets, packed + blocks, &recv), "the counts do not fit in memory");
