@@ -162,7 +162,7 @@ static ddp_result text_load(text_buffer *t, const char **paths, int path_count) 
 }
 
 /* Nats per byte that a model reaches which knows how often each byte comes, and nothing else. */
-static double text_unigram_entropy(const text_buffer *t) {
+static inline double text_unigram_entropy(const text_buffer *t) {
     int64_t count[256] = {0};
     double sum = 0;
     for (int64_t i = 0; i < t->count; i++) count[t->bytes[i]]++;
