@@ -1,7 +1,7 @@
 /*  ddp.h - parallel training primitives for C, C++ and CUDA programs, in one header.
 
-    Ranks, collectives, a gradient reducer, micro-batch accumulation and data samplers for one machine; other machines and GPUs come in
-    through backends and devices with the same calls.
+    Ranks, collectives, a gradient reducer, micro-batch accumulation, data samplers and a data loader for one machine; other machines and GPUs
+    come in through backends and devices with the same calls.
 
 USAGE
     #define DDP_IMPLEMENTATION             in exactly one source file of the program, before including this header
@@ -30,10 +30,10 @@ EXAMPLE
     }
 
 CONTENTS      (search for the tags)
-    >>config  >>types  >>descs  >>api  >>sampler  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce  >>impl-half
-    >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
+    >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
+    >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
     >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch
-    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-public
+    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
 
 CONCEPTS
     Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
@@ -572,6 +572,77 @@ DDPDEF ddp_result ddp_sampler_load(ddp_sampler *sampler, const ddp_sampler_state
 
 DDPDEF void ddp_sampler_free(ddp_sampler *sampler); /* and empties it; NULL is ignored */
 
+//== loader ================================================================================================ >>loader
+
+#define DDP_LOADER_FIELDS 8
+
+/* Writes sample `index`: its field f to fields[f]. Runs on worker threads, on several at once for different samples; may come again for the same one.
+   A failure sets its line by ddp_fail. */
+typedef ddp_result (*ddp_fetch_fn)(void *user, int64_t index, void *const *fields);
+typedef struct ddp_loader ddp_loader;
+
+typedef struct ddp_loader_desc {
+    ddp_sampler_desc sampler;     /* required: which samples, in what order; the loader has a sampler of its own */
+    int64_t batch_size;           /* required: samples of this rank per batch; with a global_batch, 0 = global_batch / num_replicas */
+    const ddp_tensor *fields;     /* required: dtype and shape of each field of ONE sample, up to DDP_MAX_NDIM - 1 dimensions; data is not read */
+    int field_count;              /* required; 1 to DDP_LOADER_FIELDS */
+    ddp_fetch_fn fetch;           /* required */
+    void *fetch_user;
+    int worker_count;             /* threads, 64 at most; 0 = 1; -1 = none: ddp_loader_next fetches */
+    int prefetch;                 /* batches made ready ahead; 0 = 2 per worker */
+    int hold;                     /* batches that stay valid behind the newest; 0 = 1: for copies to a device that are still under way */
+    ddp_group *group;             /* NULL = batches lie in memory of alloc_fn; otherwise in host memory from which its device copies best (pinned) */
+    int timeout_ms;               /* 0 = 600000; the longest that one fetch may take */
+    void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither; any thread may call them */
+    void (*free_fn)(void *memory, void *user);
+    void *user;
+} ddp_loader_desc;
+
+typedef struct ddp_batch {
+    int64_t count;                /* samples; fewer in the last batch of an epoch; 0 = the epoch is over */
+    ddp_tensor fields[DDP_LOADER_FIELDS]; /* shape {count, then a sample's} */
+    const int64_t *indices;       /* which samples */
+    const uint8_t *is_padding;    /* 1 = a repetition that only makes the ranks even */
+} ddp_batch;
+
+typedef struct ddp_loader_stats {
+    uint64_t batches, samples;    /* given out */
+    double wait_seconds;          /* inside ddp_loader_next, for batches that were not ready */
+    double fetch_seconds;         /* inside fetch, of all workers together */
+} ddp_loader_stats;
+
+/* Loader: worker threads fetch what the sampler says into a ring of batches, ahead of the consumer, who gets them in the sampler's order however many
+   workers there are. These share the batches' pieces. Threads share their memory too; nothing is allocated after create.
+       batch   4  5 | 6 | 7  8  9  10     hold 2, prefetch 4: 4 and 5 may still be copied, 6 is the newest, 7 is ready, 8 is being fetched;
+               held  new   prefetch       ddp_loader_next gives 7, and lets a worker write 11 where 4 was
+   One thread at a time consumes. Not collective: each rank has a loader, made inside it, with the same desc but for sampler.rank. */
+
+/* A loader at the start of epoch 0; it fetches from the first call on that says where: next, set_epoch, seek or load. Copies the desc and its fields.
+   The group outlives it. DDP_ERR_INVALID names the field; DDP_ERR_NO_MEMORY; DDP_ERR_SYSTEM: a thread could not be started. */
+DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc);
+
+/* Goes to the start of an epoch, at any time, without waiting. Call it before each one, as with a sampler, but not after ddp_loader_load. */
+DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
+DDPDEF int64_t ddp_loader_length(const ddp_loader *loader); /* batches that ddp_loader_next still gives in this epoch */
+
+/* Waits for the next batch, which is valid until `hold` + 1 more have been given. At the end of the epoch count is 0. Errors: what a fetch returned, at
+   its batch's place, as "sample 123: its line", for the first of the batch that failed; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call
+   fetches the batch again, or waits again: nothing is lost. */
+DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
+
+/* Makes batch the next one, 0 to as many as there are, counted from the start of the epoch or the loaded place. Does not wait. */
+DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch);
+
+/* Where the consumer stands, whatever was fetched ahead; as ddp_sampler_save and _load. Ranks that save after the same number of whole batches, or after
+   their count 0, write the same state, which continues on any W. */
+DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state);
+DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state);
+DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats); /* since create */
+
+/* Ends the workers and frees everything. A fetch that blocks for timeout_ms (a second, if ddp_loader_next has waited so long already) keeps its thread
+   and what it writes to; the last such thread frees them when it returns. NULL is ignored. */
+DDPDEF void ddp_loader_destroy(ddp_loader *loader);
+
 //== plugging in ============================================================================================ >>spi
 
 /* What a backend is asked to do. Offsets and counts are elements; every argument has been checked. */
@@ -717,6 +788,9 @@ struct ddp_device {
     ddp_result (*event_test)(ddp_group *group, void *event, int *done);
     void (*update)(const ddp_update *update); /* NULL where memory is the host's: ddp_fsdp.h computes there itself */
     ddp_result (*layer)(ddp_group *group, const ddp_layer *layer); /* likewise, ddp_tensor.h; on the lane entered. NULL: no layers there */
+    /* Host memory that copy is quickest with; NULL = any is alike. free_host: on any thread, with the group gone or not. */
+    ddp_result (*alloc_host)(ddp_group *group, size_t size_bytes, void **out);
+    void (*free_host)(void *memory);
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
@@ -1736,7 +1810,7 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL, NULL, NULL};
+                                   NULL, NULL, NULL, NULL, NULL, NULL};
     return &cpu;
 }
 
@@ -3454,14 +3528,20 @@ static void *ddp__thread_main(void *argument) {
     return NULL;
 }
 
+/* 0, or an errno. Signals are the user's threads' business. */
+static int ddp__start_thread(pthread_t *thread, void *(*main_fn)(void *), void *argument) {
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    int error = pthread_create(thread, NULL, main_fn, argument);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return error;
+}
+
 static ddp_result ddp__thread_start(ddp_group *group) {
     if (group->no_thread) group->queued = 1;
     if (group->thread_started || group->no_thread) return DDP_OK;
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the user's threads' business */
-    int error = pthread_create(&group->thread, NULL, ddp__thread_main, group);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    int error = ddp__start_thread(&group->thread, ddp__thread_main, group);
     group->thread_started = error == 0;
     group->queued |= group->thread_started;
     return !error ? DDP_OK : DDP__GROUP_FAIL(group, DDP_ERR_SYSTEM, "the communication thread could not be started: %s", strerror(error));
@@ -7284,6 +7364,418 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
     if (!sampler) return;
     if (sampler->memory) sampler->desc.free_fn(sampler->memory, sampler->desc.user);
     memset(sampler, 0, sizeof *sampler);
+}
+
+//== loader ========================================================================================== >>impl-loader
+
+/* Batches are numbered over all epochs; one lies in slot number % slot_count.
+       [given - 1 - hold, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
+   A worker fetches a piece of the oldest batch that has unclaimed samples, or else draws the next batch from the sampler. To go elsewhere raises
+   restart: workers leave their pieces, and once none is busy, what was fetched ahead is forgotten. */
+
+enum { DDP__LOADER_PIECE = 64 /* samples per turn at the lock, at most */, DDP__LOADER_WORKERS = 64, DDP__LOADER_DEPTH = 1 << 16 };
+
+typedef struct ddp__loader_slot {
+    unsigned char *data;         /* its fields, at field_at */
+    int64_t *indices;
+    uint8_t *is_padding;
+    int64_t count, claimed, done; /* samples: of the batch, that workers have taken, that they are done with */
+    int64_t failed_at;           /* the first that failed; count = none */
+    int told;                    /* the consumer has had the failure */
+    ddp__outcome outcome;
+} ddp__loader_slot;
+
+typedef struct ddp__loader_worker {
+    ddp_loader *loader;
+    pthread_t thread;
+    int has_left;
+    int64_t batch;               /* whose piece it has; -1 = none */
+    int64_t index;               /* the sample in its hands; this and steps are read meanwhile */
+    uint64_t steps;              /* grows as it gets on */
+    char apart[DDP__LINE];
+} ddp__loader_worker;
+
+struct ddp_loader {
+    ddp_loader_desc desc;        /* with every default resolved */
+    ddp_tensor field[DDP_LOADER_FIELDS]; /* of a batch, without data */
+    size_t sample_bytes[DDP_LOADER_FIELDS], field_at[DDP_LOADER_FIELDS];
+    void *buffers;
+    void (*free_host)(void *memory); /* NULL: buffers are free_fn's */
+    ddp_sampler place;           /* where the consumer stands; it never gives a sample */
+    ddp_sampler sampler;         /* what is drawn from, by the thread that has set drawing */
+    int64_t slot_count, piece;
+    ddp__loader_slot *slot;
+    ddp__loader_worker worker[DDP__LOADER_WORKERS];
+    int threads;
+    pthread_mutex_t lock;        /* of all that follows */
+    pthread_cond_t work, ready;
+    int64_t given, drawn, open;  /* open: no older batch has unclaimed samples */
+    int drawing, busy, idle, restart, stopping, left, orphaned, gave_up;
+    uint32_t leave;              /* restart or stopping, for those inside a piece */
+    ddp_loader_stats stats;
+};
+
+static ddp__loader_slot *ddp__loader_slot_of(const ddp_loader *l, int64_t batch) { return &l->slot[batch % l->slot_count]; }
+static int ddp__loader_is_ready(const ddp_loader *l) { /* the next batch is over, well or not */
+    return !l->restart && l->given < l->drawn && ddp__loader_slot_of(l, l->given)->done == ddp__loader_slot_of(l, l->given)->count;
+}
+
+static void ddp__loader_settle(ddp_loader *l) { /* after something has ended */
+    if (l->restart && l->busy == 0) {
+        l->sampler = l->place;
+        l->drawn = l->open = l->given;
+        l->restart = 0;
+        ddp__store(&l->leave, (uint32_t)l->stopping);
+        pthread_cond_broadcast(&l->work);
+    }
+    if (ddp__loader_is_ready(l)) pthread_cond_signal(&l->ready);
+}
+
+static void ddp__loader_open(ddp_loader *l, int64_t batch) { /* its samples are to be fetched */
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, batch);
+    slot->claimed = slot->done = slot->told = 0;
+    slot->failed_at = slot->count;
+    if (l->open > batch) l->open = batch;
+    if (l->idle) slot->count > l->piece ? pthread_cond_broadcast(&l->work) : pthread_cond_signal(&l->work);
+}
+
+static void ddp__loader_draw(ddp_loader *l) {
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->drawn);
+    l->drawing = 1;
+    DDP__UNLOCKED(&l->lock) {
+        int64_t left = l->sampler.length - l->sampler.cursor;
+        slot->count = left < l->desc.batch_size ? left : l->desc.batch_size;
+        for (int64_t i = 0; i < slot->count; i++) {
+            int is_padding;
+            slot->indices[i] = ddp_sampler_next(&l->sampler, &is_padding);
+            slot->is_padding[i] = (uint8_t)is_padding;
+        }
+    }
+    l->drawing = 0;
+    ddp__loader_open(l, l->drawn++);
+}
+
+/* Fetches samples *at to end - 1, without the lock; *at is then the one that failed. */
+static ddp_result ddp__loader_fetch(ddp_loader *l, ddp__loader_worker *w, const ddp__loader_slot *slot, int64_t *at, int64_t end) {
+    ddp_result result = DDP_OK;
+    void *to[DDP_LOADER_FIELDS];
+    for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)*at * l->sample_bytes[f];
+    for (; *at < end && !ddp__load_relaxed(&l->leave); ++*at) {
+        __atomic_store_n(&w->index, slot->indices[*at], __ATOMIC_RELAXED);
+        __atomic_store_n(&w->steps, w->steps + 1, __ATOMIC_RELAXED);
+        result = l->desc.fetch(l->desc.fetch_user, slot->indices[*at], to);
+        if (result != DDP_OK) break;
+        for (int f = 0; f < l->desc.field_count; f++) to[f] = (unsigned char *)to[f] + l->sample_bytes[f];
+    }
+    return result;
+}
+
+static void ddp__loader_piece(ddp_loader *l, ddp__loader_worker *w) {
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->open);
+    int64_t begin = slot->claimed, end = slot->count - begin < l->piece ? slot->count : begin + l->piece, at = begin;
+    const char *line = ddp_last_error();
+    ddp_result result = DDP_OK;
+    double seconds = 0;
+    slot->claimed = end;
+    w->batch = l->open;
+    DDP__UNLOCKED(&l->lock) {
+        seconds -= ddp_now();
+        result = ddp__loader_fetch(l, w, slot, &at, end);
+        seconds += ddp_now();
+    }
+    w->batch = -1;
+    l->stats.fetch_seconds += seconds;
+    slot->done += end - begin;
+    if (result == DDP_OK) return;
+    slot->done += slot->count - slot->claimed; /* the rest is for another time */
+    slot->claimed = slot->count;
+    if (at >= slot->failed_at) return; /* pieces are claimed in order: the first of the batch that fails is always found */
+    slot->failed_at = at;
+    slot->outcome.result = result;
+    snprintf(slot->outcome.text, sizeof slot->outcome.text, "sample %lld: %.450s", (long long)slot->indices[at], line[0] ? line : ddp_result_name(result));
+}
+
+/* A worker's turn, with the lock, which it gives up meanwhile; 0 when there is nothing to do. */
+static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
+    if (l->restart) return 0;
+    while (l->open < l->drawn && ddp__loader_slot_of(l, l->open)->claimed == ddp__loader_slot_of(l, l->open)->count) l->open++;
+    int draws = l->open == l->drawn;
+    if (draws && (l->drawing || l->drawn >= l->given + l->desc.prefetch || l->sampler.cursor >= l->sampler.length)) return 0;
+    l->busy++;
+    if (draws) ddp__loader_draw(l);
+    else ddp__loader_piece(l, w);
+    l->busy--;
+    ddp__loader_settle(l);
+    return 1;
+}
+
+static void ddp__loader_free(ddp_loader *l) {
+    void (*free_fn)(void *, void *) = l->desc.free_fn;
+    void *user = l->desc.user;
+    ddp_sampler_free(&l->sampler);
+    if (l->free_host) l->free_host(l->buffers);
+    else ddp__aligned_free(free_fn, user, l->buffers);
+    pthread_cond_destroy(&l->work);
+    pthread_cond_destroy(&l->ready);
+    pthread_mutex_destroy(&l->lock);
+    ddp__aligned_free(free_fn, user, l);
+}
+
+static void *ddp__loader_main(void *argument) {
+    ddp__loader_worker *w = (ddp__loader_worker *)argument;
+    ddp_loader *l = w->loader;
+    int is_last = 0;
+    DDP__LOCKED(&l->lock) {
+        while (!l->stopping) {
+            ddp__error_text[0] = 0; /* or a fetch that sets no line would show this one */
+            if (ddp__loader_turn(l, w)) continue;
+            l->idle++;
+            pthread_cond_wait(&l->work, &l->lock);
+            l->idle--;
+        }
+        w->has_left = 1;
+        is_last = ++l->left == l->threads && l->orphaned;
+        pthread_cond_signal(&l->ready);
+    }
+    if (is_last) ddp__loader_free(l);
+    return NULL;
+}
+
+static int ddp__loader_sleep(ddp_loader *l, double until) { /* 0 when it is too late; spurious */
+    struct timespec t;
+    t.tv_sec = (time_t)until;
+    t.tv_nsec = (long)((until - (double)t.tv_sec) * 1e9);
+    return pthread_cond_timedwait(&l->ready, &l->lock, &t) != ETIMEDOUT;
+}
+
+/* How far workers are; *stuck is who has a piece of the oldest batch, NULL = nobody has any. */
+static uint64_t ddp__loader_progress(const ddp_loader *l, const ddp__loader_worker **stuck) {
+    uint64_t steps = 0;
+    *stuck = NULL;
+    for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++) {
+        steps += ddp__load_relaxed(&w->steps);
+        if (w->batch >= 0 && (!*stuck || w->batch < (*stuck)->batch)) *stuck = w;
+    }
+    return steps;
+}
+
+static ddp_result ddp__loader_await(ddp_loader *l) {
+    const ddp__loader_worker *stuck;
+    uint64_t before = ddp__loader_progress(l, &stuck), steps;
+    double start = ddp_now(), patience = 1e-3 * l->desc.timeout_ms, until = start + patience;
+    while (!l->threads && !ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
+    for (l->gave_up = 0; !ddp__loader_is_ready(l) && !l->gave_up;) {
+        if (ddp__loader_sleep(l, until) || ddp__loader_is_ready(l)) continue;
+        steps = ddp__loader_progress(l, &stuck);
+        l->gave_up = stuck && steps == before && !l->drawing;
+        before = steps;
+        until = ddp_now() + patience;
+    }
+    if (l->threads) l->stats.wait_seconds += ddp_now() - start;
+    if (!l->gave_up) return DDP_OK;
+    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: its fetch takes longer than timeout_ms=%d",
+                    (long long)ddp__load_relaxed(&stuck->index), l->desc.timeout_ms);
+}
+
+static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
+    ddp__loader_slot *slot = ddp__loader_slot_of(l, l->given);
+    memcpy(out->fields, l->field, sizeof l->field);
+    if (l->place.cursor >= l->place.length) { l->place.ended = 1; return DDP_OK; }
+    ddp__loader_settle(l);
+    if (ddp__loader_is_ready(l) && slot->told) ddp__loader_open(l, l->given);
+    if (!ddp__loader_is_ready(l)) DDP__TRY(ddp__loader_await(l));
+    slot->told = slot->failed_at < slot->count;
+    if (slot->told) return ddp__outcome_tell(&slot->outcome);
+    out->count = slot->count;
+    out->indices = slot->indices;
+    out->is_padding = slot->is_padding;
+    for (int f = 0; f < l->desc.field_count; f++) {
+        out->fields[f].shape[0] = slot->count;
+        out->fields[f].data = slot->data + l->field_at[f];
+    }
+    l->given++;
+    l->place.cursor += slot->count;
+    l->stats.batches++;
+    l->stats.samples += (uint64_t)slot->count;
+    if (l->idle) pthread_cond_signal(&l->work);
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out) {
+    ddp_result result = DDP_OK;
+    DDP__NEED(loader && out, "loader or out is NULL");
+    memset(out, 0, sizeof *out);
+    DDP__LOCKED(&loader->lock) result = ddp__loader_next(loader, out);
+    return result;
+}
+
+static ddp_result ddp__loader_go(ddp_loader *l, const ddp_sampler *place) {
+    DDP__LOCKED(&l->lock) {
+        l->place = *place;
+        l->restart = 1;
+        ddp__store(&l->leave, 1u);
+        ddp__loader_settle(l);
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch) {
+    DDP__NEED(loader, "loader is NULL");
+    ddp_sampler place = loader->place;
+    ddp_sampler_set_epoch(&place, epoch);
+    return ddp__loader_go(loader, &place);
+}
+
+static int64_t ddp__loader_batches(const ddp_loader *l, int64_t samples) { return samples / l->desc.batch_size + (samples % l->desc.batch_size != 0); }
+
+DDPDEF int64_t ddp_loader_length(const ddp_loader *loader) {
+    return loader ? ddp__loader_batches(loader, loader->place.length - loader->place.cursor) : 0;
+}
+
+DDPDEF ddp_result ddp_loader_seek(ddp_loader *loader, int64_t batch) {
+    DDP__NEED(loader, "loader is NULL");
+    ddp_sampler place = loader->place;
+    int64_t samples = ddp_sampler_length(&place), batches = ddp__loader_batches(loader, samples);
+    DDP__NEED(batch >= 0 && batch <= batches, "batch=%lld, allowed are 0 to %lld", (long long)batch, (long long)batches);
+    DDP__TRY(ddp_sampler_seek(&place, batch < batches ? batch * loader->desc.batch_size : samples));
+    return ddp__loader_go(loader, &place);
+}
+
+DDPDEF ddp_result ddp_loader_save(const ddp_loader *loader, ddp_sampler_state *state) {
+    DDP__NEED(loader, "loader is NULL");
+    return ddp_sampler_save(&loader->place, state);
+}
+
+DDPDEF ddp_result ddp_loader_load(ddp_loader *loader, const ddp_sampler_state *state) {
+    DDP__NEED(loader, "loader is NULL");
+    ddp_sampler place = loader->place;
+    DDP__TRY(ddp_sampler_load(&place, state));
+    return ddp__loader_go(loader, &place);
+}
+
+DDPDEF ddp_result ddp_loader_get_stats(const ddp_loader *loader, ddp_loader_stats *stats) {
+    DDP__NEED(loader && stats, "loader or stats is NULL");
+    DDP__LOCKED((pthread_mutex_t *)&loader->lock) *stats = loader->stats;
+    return DDP_OK;
+}
+
+DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
+    ddp_loader *l = loader;
+    if (!l) return;
+    int all_left = 0;
+    DDP__LOCKED(&l->lock) {
+        double until = ddp_now() + 1e-3 * (l->gave_up && l->desc.timeout_ms > 1000 ? 1000 : l->desc.timeout_ms);
+        l->stopping = 1;
+        ddp__store(&l->leave, 1u);
+        pthread_cond_broadcast(&l->work);
+        while (l->left < l->threads && ddp__loader_sleep(l, until)) {}
+        for (int i = 0; i < l->threads; i++) l->worker[i].has_left ? pthread_join(l->worker[i].thread, NULL) : pthread_detach(l->worker[i].thread);
+        all_left = l->left == l->threads;
+        l->orphaned = !all_left; /* from here on it is the last worker's */
+    }
+    if (all_left) ddp__loader_free(l);
+}
+
+#define DDP__LOADER_NEED(condition, ...) DDP__CHECK("ddp_loader_create", NULL, condition, __VA_ARGS__)
+
+static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
+    const struct { const char *name; int value, low, high; } ranges[] = {
+        {"field_count", d->field_count, 1, DDP_LOADER_FIELDS}, {"worker_count", d->worker_count, -1, DDP__LOADER_WORKERS},
+        {"prefetch", d->prefetch, 0, DDP__LOADER_DEPTH}, {"hold", d->hold, 0, DDP__LOADER_DEPTH}, {"timeout_ms", d->timeout_ms, 0, INT32_MAX}};
+    if (d->batch_size == 0) d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
+    DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; an empty data set has nothing to load", (long long)d->sampler.dataset_size);
+    DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch", (long long)d->batch_size);
+    DDP__LOADER_NEED(d->fetch, "fetch is NULL; set it to the function that writes a sample");
+    DDP__LOADER_NEED(d->fields, "fields is NULL; say what a sample holds");
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        DDP__LOADER_NEED(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high, "%s=%d, allowed are %d to %d", ranges[i].name,
+                         ranges[i].value, ranges[i].low, ranges[i].high);
+    DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
+    d->worker_count = d->worker_count == -1 ? 0 : d->worker_count ? d->worker_count : 1;
+    if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
+    if (!d->hold) d->hold = 1;
+    if (!d->timeout_ms) d->timeout_ms = 600000;
+    if (!d->alloc_fn) {
+        d->alloc_fn = d->group ? d->group->desc.alloc_fn : ddp__malloc_default;
+        d->free_fn = d->group ? d->group->desc.free_fn : ddp__free_default;
+        d->user = d->group ? d->group->desc.user : NULL;
+    }
+    if (!d->sampler.alloc_fn && !d->sampler.free_fn) { d->sampler.alloc_fn = d->alloc_fn; d->sampler.free_fn = d->free_fn; d->sampler.user = d->user; }
+    return DDP_OK;
+}
+
+/* Lays out a slot: the fields, then the lists; and gives each slot its memory. */
+static ddp_result ddp__loader_memory(ddp_loader *l) {
+    const ddp_loader_desc *d = &l->desc;
+    const ddp_device *device = d->group ? ddp_group_device(d->group) : ddp_device_cpu();
+    int64_t most = INT64_MAX / 4 / l->slot_count / DDP_LOADER_FIELDS; /* bytes of a field that cannot overflow */
+    size_t batch = (size_t)d->batch_size, slots = (size_t)l->slot_count, size_bytes = 0;
+    for (int f = 0; f < d->field_count; f++) {
+        const ddp_tensor *t = &d->fields[f];
+        int64_t bytes = (int64_t)ddp_dtype_size(t->dtype), elements = ddp_tensor_count(t);
+        DDP__LOADER_NEED(bytes, "fields[%d].dtype=%d is no ddp_dtype of elements", f, (int)t->dtype);
+        DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f, t->ndim, DDP_MAX_NDIM - 1);
+        DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or overflows", f);
+        DDP__LOADER_NEED(d->batch_size <= most / 16 && elements <= most / bytes / d->batch_size - DDP__ALIGN, "batch_size=%lld: %lld batches with fields[%d] "
+                         "do not fit in memory; lower batch_size, prefetch or hold", (long long)d->batch_size, (long long)l->slot_count, f);
+        l->field_at[f] = size_bytes;
+        l->sample_bytes[f] = (size_t)(elements * bytes);
+        size_bytes += ddp__round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
+        l->field[f].dtype = t->dtype;
+        l->field[f].ndim = t->ndim + 1;
+        memcpy(l->field[f].shape + 1, t->shape, (size_t)t->ndim * sizeof *t->shape);
+    }
+    size_t list_at = size_bytes;
+    size_bytes += ddp__round_up(batch * 9, DDP__ALIGN);
+    if (device->alloc_host) DDP__TRY(device->alloc_host(d->group, slots * size_bytes, &l->buffers));
+    else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or hold", slots, size_bytes);
+    l->free_host = device->alloc_host ? device->free_host : NULL;
+    for (size_t i = 0; i < slots; i++) {
+        l->slot[i].data = (unsigned char *)l->buffers + i * size_bytes;
+        l->slot[i].indices = (int64_t *)(void *)(l->slot[i].data + list_at);
+        l->slot[i].is_padding = l->slot[i].data + list_at + batch * 8;
+    }
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *desc) {
+    pthread_condattr_t clock;
+    if (out) *out = NULL;
+    DDP__NEED(out && desc, "out or desc is NULL");
+    ddp_loader_desc d = *desc;
+    DDP__TRY(ddp__loader_resolve(&d));
+    size_t slots = (size_t)d.prefetch + (size_t)d.hold + 1, size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
+    ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
+    if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);
+    memset(l, 0, size_bytes);
+    l->desc = d;
+    l->slot = (ddp__loader_slot *)(void *)(l + 1);
+    l->slot_count = (int64_t)slots;
+    l->piece = d.worker_count > 1 ? (d.batch_size - 1) / d.worker_count + 1 : d.batch_size;
+    if (l->piece > DDP__LOADER_PIECE) l->piece = DDP__LOADER_PIECE;
+    l->restart = 1; /* nobody fetches before it is known where */
+    pthread_mutex_init(&l->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&l->ready, &clock);
+    pthread_cond_init(&l->work, NULL);
+    pthread_condattr_destroy(&clock);
+    ddp_result result = ddp_sampler_init(&l->sampler, &d.sampler);
+    if (result == DDP_OK) result = ddp__loader_memory(l);
+    l->desc.fields = NULL; /* the caller's */
+    l->place = l->sampler;
+    while (result == DDP_OK && l->threads < d.worker_count) {
+        ddp__loader_worker *w = &l->worker[l->threads];
+        w->loader = l;
+        w->batch = -1;
+        int error = ddp__start_thread(&w->thread, ddp__loader_main, w);
+        if (error) result = ddp_fail(DDP_ERR_SYSTEM, "ddp_loader_create: worker %d could not be started: %s", l->threads, strerror(error));
+        else l->threads++;
+    }
+    if (result == DDP_OK) *out = l;
+    else ddp_loader_destroy(l);
+    return result;
 }
 
 //== public collectives =================================================================================== >>impl-public

@@ -1969,6 +1969,21 @@ static void ddp__cuda_device_free(ddp_group *group, void *memory) {
     if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
 }
 
+static ddp_result ddp__cuda_device_alloc_host(ddp_group *group, size_t size_bytes, void **out) {
+    char call[64];
+    *out = NULL;
+    if (group && ddp__cuda_lanes_of(group)) DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device);
+    snprintf(call, sizeof call, "cudaHostAlloc of %llu bytes", (unsigned long long)size_bytes);
+    cudaError_t error = DDP__CUDA_RUNTIME->host_alloc(out, size_bytes ? size_bytes : 1);
+    if (error == cudaSuccess) return DDP_OK;
+    *out = NULL;
+    return ddp__cuda_fail(error, "ddp_device_cuda alloc_host", call);
+}
+
+static void ddp__cuda_device_free_host(void *memory) {
+    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_host", "cudaFreeHost");
+}
+
 /* Waits where the CPU could otherwise read or reuse its side too early. */
 static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
@@ -3949,7 +3964,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
-                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer};
+                                    ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer,
+                                    ddp__cuda_device_alloc_host, ddp__cuda_device_free_host};
     return &cuda;
 }
 
