@@ -33,7 +33,7 @@ typedef struct settings { int ranks, batch, width, steps, threads; const char *s
 /* What was measured on so many ranks: milliseconds, megabytes through rank 0 in a step, megabytes on rank 0. */
 enum { TIME, BYTES, MEMORY, MEASURES };
 typedef struct row { int ranks; double value[HOWS][MEASURES]; } row;
-typedef struct job { const settings *set; row *row; /* in memory that the ranks share with the caller */ } job;
+typedef struct job { const settings *set; row *into; /* in memory that the ranks share with the caller */ } job;
 
 //== one rank =============================================================================================== >>rank
 
@@ -221,7 +221,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     if (ranks > DDP_MAX_LOCAL_RANKS) return ddp_fail(DDP_ERR_INVALID, "this is for up to %d ranks", DDP_MAX_LOCAL_RANKS);
     for (int how = 0; how < HOWS && result == DDP_OK; how++) result = measure(world, j->set, how, &final, r.value[how]);
     free(final);
-    if (result == DDP_OK && ddp_rank(world) == 0) *j->row = r;
+    if (result == DDP_OK && ddp_rank(world) == 0) *j->into = r;
     return result;
 }
 

@@ -56,6 +56,34 @@ static inline double mlp_loss(int classes, const float *logits, int label, int *
     return (double)(logf(sum) + greatest - wanted);
 }
 
+/* Layers on top of each other, with values and activations of its own; the caller says where gradients lie. */
+#define MLP_LAYERS 8 /* at most */
+typedef struct mlp {
+    int layer_count, rows;
+    mlp_layer layer[MLP_LAYERS];
+    float *out[MLP_LAYERS + 1], *d_out[MLP_LAYERS + 1]; /* (rows, width): out[0] goes in, out[layer_count] are the logits */
+    float *memory, *pack;
+} mlp;
+
+/* widths: layer_count + 1 of them. 0, or -1 when it does not fit in memory. */
+static inline int mlp_create(mlp *m, int layer_count, const int *widths, int rows, uint64_t seed) {
+    size_t floats = MLP_PACK_FLOATS;
+    float *at;
+    memset(m, 0, sizeof *m);
+    m->layer_count = layer_count, m->rows = rows;
+    for (int i = 0; i <= layer_count; i++) floats += (size_t)widths[i] * (2 * (size_t)rows + (i ? (size_t)widths[i - 1] + 1 : 0));
+    m->memory = m->pack = (float *)calloc(floats, sizeof(float));
+    if (!m->memory) return -1;
+    at = m->pack + MLP_PACK_FLOATS;
+    for (int i = 0; i <= layer_count; i++, at += 2 * rows * widths[i - 1]) m->out[i] = at, m->d_out[i] = at + rows * widths[i];
+    for (int i = 0; i < layer_count; i++, at += (widths[i - 1] + 1) * widths[i]) {
+        mlp_layer layer = {widths[i], widths[i + 1], i + 1 < layer_count, at, at + widths[i] * widths[i + 1], NULL, NULL};
+        m->layer[i] = layer;
+        mlp_init(&layer, seed, i);
+    }
+    return 0;
+}
+
 #endif /* DDP_EXAMPLE_MLP_H */
 
 /* MIT License: see LICENSE. */
