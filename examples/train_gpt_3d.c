@@ -68,7 +68,7 @@ typedef struct trainer {
     run run;
     int pp, dp, tp;
     ddp_mesh *mesh;
-    ddp_group *column, *replicas, *ends; /* along pp, the pipeline's own; along dp; of column, the first and the last rank */
+    ddp_group *column, *replicas;    /* along pp, the pipeline's own; along dp */
     gpt_tensor model;                /* the layers, on the group along tp */
     float **values, **grads;         /* model.param_count each; those of this stage while it is gathered */
     float *fused;                    /* queries, keys and values one below the other, which lie apart in ddp_fsdp; and their gradients */
@@ -172,7 +172,6 @@ static ddp_result build_model(trainer *t) {
     t->column = ddp_mesh_group(t->mesh, "pp");
     t->replicas = ddp_mesh_group(t->mesh, "dp");
     t->stage = ddp_rank(t->column);
-    TRY(ddp_group_split(t->column, t->stage == 0 || is_last(t), t->stage, &t->ends));
     TRY(gpt_tensor_create(&t->model, r, ddp_mesh_group(t->mesh, "tp"), t->values, t->grads));
     for (int i = 0; i < t->model.param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)calloc(largest, sizeof(float));
@@ -298,6 +297,14 @@ static ddp_result gather_stage(int stage, void *user) {
 
 static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_reduce(((trainer *)user)->fsdp, 0); }
 static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_release(((trainer *)user)->fsdp, 0); }
+/* Averages of this rank's rows, which nothing clips yet. Collective over dp. */
+static ddp_result average_stage(int stage, void *user) { return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL); }
+
+/* Gradients of this rank's rows of slice i. */
+static ddp_result gradient_of(const trainer *t, int i, ddp_tensor *grad) { return ddp_fsdp_get_shard(t->fsdp, 0, i, NULL, grad, NULL); }
+static ddp_result tied_gradient(int stage, int param, ddp_tensor *grad, void *user) { /* "wte", the first slice */
+    return (void)stage, (void)param, gradient_of((trainer *)user, 0, grad);
+}
 
 //== stages ================================================================================================ >>stages
 
@@ -359,6 +366,7 @@ static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
 
 /* Along pp: the runner. Collective. */
 static ddp_result build_pipeline(trainer *t) {
+    const ddp_pipeline_tie tie = {0, 0, t->pp - 1, 0}; /* "wte" is the first parameter of both */
     ddp_pipeline_desc desc = DDP_ZERO;
     ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)t->pp, sizeof *stages), *own;
     ddp_result result;
@@ -374,7 +382,11 @@ static ddp_result build_pipeline(trainer *t) {
     own->unshard = gather_stage;
     own->reshard = release_stage;
     own->reduce_grad = reduce_stage;
+    own->wait_grad = average_stage;
+    own->final_grad = tied_gradient;
     own->divide = 1;
+    desc.ties = &tie;
+    desc.tie_count = t->pp > 1;
     desc.schedule = t->schedule;
     desc.stages = stages;
     desc.boundary.dtype = DDP_F32;
@@ -388,21 +400,13 @@ static ddp_result build_pipeline(trainer *t) {
 
 //== training ============================================================================================ >>training
 
-/* Gradients of this rank's rows of slice i. */
-static ddp_result gradient_of(const trainer *t, int i, ddp_tensor *grad) { return ddp_fsdp_get_shard(t->fsdp, 0, i, NULL, grad, NULL); }
-
-/* Both uses of the tied matrix have one gradient, the sum; then the norm of all gradients, and they are clipped to 1. An exact sum of rows, so that neither
-   stages nor shards change it. Collective. */
+/* The norm of all gradients, the tied matrix' one counted once, and they are clipped to 1. An exact sum of rows, so that neither stages nor shards change it.
+   Collective. */
 static ddp_result clip(trainer *t, float *norm) {
     const ddp_device *device = ddp_group_device(t->run.world);
     ddp_tensor grad;
     ddp_exact_sum sum;
     ddp_exact_sum_clear(&sum);
-    TRY(ddp_fsdp_clip_grad_norm(t->fsdp, FLT_MAX, norm)); /* of this stage, and clips nothing: gradients are averages from here on */
-    if (t->pp > 1 && (t->stage == 0 || is_last(t))) {
-        TRY(gradient_of(t, 0, &grad)); /* "wte" */
-        if (grad.data) TRY(ddp_all_reduce(t->ends, grad.data, grad.data, (size_t)ddp_tensor_count(&grad), DDP_F32, DDP_OP_SUM, NULL));
-    }
     for (int i = 0; i < t->slice_count; i++) {
         if (!t->slices[i].counted) continue;
         TRY(gradient_of(t, i, &grad));
@@ -543,7 +547,6 @@ static void trainer_free(void *user) {
     ddp_pipeline_destroy(t->pipeline);
     ddp_fsdp_destroy(t->fsdp);
     gpt_tensor_destroy(&t->model);
-    ddp_group_destroy(t->ends);
     ddp_mesh_destroy(t->mesh);
     run_free(&t->run);
     ddp_schedule_destroy(t->schedule);
