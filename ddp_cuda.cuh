@@ -75,8 +75,8 @@ CONFIG MACROS (define before including)
 NOT DONE HERE
     Ranks that share a device go through host memory, for development: slow. Do not give ddp_device_cuda() to a group of the local backend, which
     reads memory with the CPU. Messages of all_to_all_v whose counts disagree are found by the timeout alone on NCCL.
-    Nothing in this header has run on a GPU, or with NCCL itself. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
-    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h, fake_nccl.h) that runs streams in many
+    Nothing in this header has run on a GPU, or with NCCL or cuBLASLt. It compiles and links for sm_80, sm_90 and PTX. Tested on the CPU: device
+    selection, element code and dispatch; and groups on a fake machine (tests/support/fake_gpu.h and its like) that runs streams in many
     orders, finds races, and makes every call fail once. tests/gpu/run.sh is the check that waits for a device. No speed has been measured.
 */
 #ifndef DDP_CUDA_CUH
@@ -201,9 +201,9 @@ DDPDEF cudaStream_t ddp_cuda_use_stream(cudaStream_t stream);
 /* The first failure of this thread's calls of ddp_device_cuda() since the last ddp_cuda_check, or DDP_OK. */
 DDPDEF ddp_result ddp_cuda_check(void);
 
-/* Products of device memory by cuBLASLt, on this thread's stream as above; with DDP_USE_CUBLASLT. What a group of GPUs uses for ddp_tensor.h's layers where
-   ddp_tp_desc.gemm is NULL; tf32 lets the GPU round factors to 10 bits: gemm = ddp_cuda_gemm_tf32, gemm_user = the group. user is the group, which keeps a handle
-   and 32 MiB from the first call on. Equal calls have equal bits. DDP_ERR_ENGINE names cuBLASLt's status. */
+/* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. ddp_tensor.h's layers use the first on a group of
+   GPUs where ddp_tp_desc.gemm is NULL; for the other, which may round factors to TF32, set it, and gemm_user to the group. user is that group, which
+   keeps a handle and 32 MiB from the first call on. The same call gives the same bits. DDP_ERR_ENGINE names cuBLASLt's status. */
 DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user);
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user);
 
@@ -1051,8 +1051,7 @@ template <ddp_dtype D, ddp_op OP> static ddp_result ddp__cuda_tree_run(const ddp
     uint32_t mask = (1u << WIDTH) - 1;
     for (int k = 0; k < call->src_count; k++) { f.src[k] = call->src[k]; mask = ddp__cuda_heads(mask, call->src[k], SIZE, WIDTH); }
     for (int k = 0; k < call->dst_count; k++) { f.dst[k] = call->dst[k]; mask = ddp__cuda_heads(mask, call->dst[k], SIZE, WIDTH); }
-    f.src_count = call->src_count;
-    f.dst_count = call->dst_count;
+    f.src_count = call->src_count, f.dst_count = call->dst_count;
     f.divisor = ddp__cuda_divisor_of(call->divisor);
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, call->count, WIDTH), call->stream, call->function);
 }
@@ -1147,16 +1146,12 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
     typedef typename ddp__cuda_type<S>::math src_math;
     typedef decltype(dst_math() + src_math()) M;
     ddp__cuda_multi<D, S, M> f = {};
-    f.flat = call->flat;
-    f.pack = call->pack;
-    f.factor = call->factor;
+    f.flat = call->flat, f.pack = call->pack, f.factor = call->factor;
     for (int done = 0; done < call->range_count; done += f.range_count) {
         ddp_result result;
         f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done : DDP__CUDA_RANGES;
         for (int i = 0; i < f.range_count; i++) {
-            f.data[i] = call->ranges[done + i].data;
-            f.offset[i] = call->ranges[done + i].offset;
-            f.count[i] = call->ranges[done + i].count;
+            f.data[i] = call->ranges[done + i].data, f.offset[i] = call->ranges[done + i].offset, f.count[i] = call->ranges[done + i].count;
             f.first[i + 1] = f.first[i] + f.count[i] / DDP__CUDA_CHUNK + (f.count[i] % DDP__CUDA_CHUNK != 0);
         }
         result = ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function);
@@ -1286,8 +1281,7 @@ template <ddp_dtype D, int UNSCALE> struct ddp__cuda_squares {
 template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void *data, size_t rows, size_t row_count, float factor, void *total,
                                                                             cudaStream_t stream, const char *function) {
     ddp__cuda_squares<D, UNSCALE> f = {};
-    f.data = data;
-    f.row_count = row_count;
+    f.data = data, f.row_count = row_count;
     f.pieces = row_count / DDP__CUDA_PIECE + (row_count % DDP__CUDA_PIECE != 0);
     f.factor = (typename ddp__cuda_type<D>::math)factor;
     f.total = (int64_t *)total;
@@ -1413,32 +1407,16 @@ static ddp_result ddp__cuda_step_check(const ddp_cuda_step_desc *desc, ddp_cuda_
 
 template <ddp_dtype G> static void ddp__cuda_step_fill(ddp__cuda_step<G> *f, const ddp_cuda_step_desc *d) {
     double step = (double)d->step;
-    f->master = d->master;
-    f->first = d->first;
-    f->second = d->second;
-    f->grad = d->grad;
-    f->skip = d->skip;
-    f->copy.data = d->copy;
-    f->copy.dtype = d->copy_dtype;
-    f->copy.stochastic = d->stochastic;
+    f->master = d->master, f->first = d->first, f->second = d->second, f->grad = d->grad, f->skip = d->skip;
+    f->copy.data = d->copy, f->copy.dtype = d->copy_dtype, f->copy.stochastic = d->stochastic, f->copy.first_index = d->first_index;
     f->copy.key = ddp__cuda_mix(ddp__cuda_mix(d->seed + UINT64_C(0x9e3779b97f4a7c15)) + (uint64_t)d->step);
-    f->copy.first_index = d->first_index;
-    f->factor = d->grad_factor;
-    f->lr = d->lr;
-    f->decay = d->weight_decay;
-    f->beta1 = d->beta1;
-    f->beta2 = d->beta2;
-    f->rest1 = 1.0f - d->beta1;
-    f->rest2 = 1.0f - d->beta2;
+    f->factor = d->grad_factor, f->lr = d->lr, f->decay = d->weight_decay, f->eps = d->eps;
+    f->beta1 = d->beta1, f->beta2 = d->beta2, f->rest1 = 1.0f - d->beta1, f->rest2 = 1.0f - d->beta2;
     f->rate = (float)((double)d->lr / (1.0 - pow((double)d->beta1, step)));
     f->root = (float)(1.0 / sqrt(1.0 - pow((double)d->beta2, step)));
-    f->eps = d->eps;
     f->keep = 1.0f - (float)((double)d->lr * d->weight_decay); /* not fused by a host compiler */
-    f->momentum = d->momentum;
-    f->undamped = 1.0f - d->dampening;
-    f->nesterov = d->nesterov;
-    f->has_momentum = d->momentum != 0;
-    f->is_first = d->step == 1;
+    f->momentum = d->momentum, f->undamped = 1.0f - d->dampening, f->nesterov = d->nesterov;
+    f->has_momentum = d->momentum != 0, f->is_first = d->step == 1;
 }
 
 template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_cuda_step_desc *d, int arrays, cudaStream_t stream, const char *function) {
@@ -1588,21 +1566,15 @@ template <ddp_dtype D> struct ddp__cuda_dequantise {
 
 template <ddp_dtype S> static ddp_result ddp__cuda_quantise_run(int8_t *q, float *scales, const void *src, size_t count, cudaStream_t stream) {
     ddp__cuda_quantise<S> f = {};
-    f.src = src;
-    f.q = q;
-    f.scales = scales;
-    f.count = count;
-    f.src_aligned = (uintptr_t)src % 16 == 0;
-    f.q_aligned = (uintptr_t)q % 8 == 0;
+    f.src = src, f.q = q, f.scales = scales, f.count = count;
+    f.src_aligned = (uintptr_t)src % 16 == 0, f.q_aligned = (uintptr_t)q % 8 == 0;
     return ddp__cuda_rows(f, count / DDP_CUDA_QUANT_BLOCK + (count % DDP_CUDA_QUANT_BLOCK != 0), stream, "ddp_cuda_quantise8");
 }
 
 template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
     ddp__cuda_dequantise<D> f = {};
     uint32_t mask = ddp__cuda_heads(1, dst, (int)sizeof(typename ddp__cuda_type<D>::store), 4);
-    f.dst = dst;
-    f.q = q;
-    f.scales = scales;
+    f.dst = dst, f.q = q, f.scales = scales;
     return ddp__cuda_each(f, ddp__cuda_split_of(ddp__cuda_heads(mask, q, 1, 4), count, 4), stream, "ddp_cuda_dequantise8");
 }
 
@@ -1623,8 +1595,7 @@ static DDP__HD uint32_t ddp__cuda_philox(uint64_t key, uint64_t e) {
     uint32_t c0 = (uint32_t)(e / 4), c1 = (uint32_t)(e / 4 >> 32), c2 = 0, c3 = 0, k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
         uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0, c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1, c3 = (uint32_t)a;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0, c1 = (uint32_t)b, c2 = (uint32_t)(a >> 32) ^ c3 ^ k1, c3 = (uint32_t)a;
     }
     return e & 2 ? (e & 1 ? c3 : c2) : e & 1 ? c1 : c0;
 }
@@ -1656,7 +1627,8 @@ template <class T> struct ddp__cuda_layer_each {
         else if (op.kind == DDP_LAYER_COPY) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.in, i * op.in_step + j));
         else if (op.kind == DDP_LAYER_BIAS) ddp__cuda_set<T>(op.out, to, ddp__cuda_at<T>(op.out, to) + ddp__cuda_at<T>(op.bias, j));
         else if (op.kind != DDP_LAYER_DROPOUT) activate(at, op.form == 2 ? at + i * op.columns : at);
-        else ddp__cuda_set<T>(op.out, at, ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.in_step + j)) < op.threshold ? 0 : ddp__cuda_at<T>(op.in, at) * (T)op.scale);
+        else ddp__cuda_set<T>(op.out, at, ddp__cuda_philox(op.key, (uint64_t)(op.first + i * op.in_step + j)) < op.threshold ? 0 :
+                                          ddp__cuda_at<T>(op.in, at) * (T)op.scale);
     }
 };
 
@@ -1682,14 +1654,11 @@ template <class T, int BACK> struct ddp__cuda_layer_lookup : ddp__cuda_layer_par
 template <int N, int THREADS, class Op> struct ddp__cuda_layer_rows : Op {
     enum { CELLS = 1, TEAM = THREADS };
     typedef ddp__cuda_sums<N> value;
-    static DDP__HD value join(value a, const value &b) {
-        for (int i = 0; i < N; i++) a.at[i] += b.at[i];
-        return a;
-    }
+    static DDP__HD value join(value a, const value &b) { for (int i = 0; i < N; i++) a.at[i] += b.at[i]; return a; }
     DDP__HD void flush(const int64_t *) const {}
 };
 
-/* Sums over rows, a column at a time: of in; or NORM_BACK's, of d h and d. Four columns' teams read lines together. */
+/* Sums over rows, a column at a time: SUM's; or NORM_BACK's, of d h and d. Four columns' teams read lines together. */
 template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, ddp__cuda_layer_op> {
     DDP__HD value partial(size_t column, int lane, int64_t *) const {
         value v = {};
@@ -1704,10 +1673,10 @@ template <class T> struct ddp__cuda_layer_columns : ddp__cuda_layer_rows<2, 8, d
         return v;
     }
     DDP__HD void finish(size_t column, const value &v, int lane, int64_t *) const {
-        int norm = op.kind == DDP_LAYER_NORM_BACK, at = lane == 0 ? 0 : lane == 1 && norm && !op.form ? 1 : -1;
-        void *out = norm ? op.sums : op.out;
-        int64_t to = (int64_t)column + at * op.columns;
-        if (at >= 0) ddp__cuda_set<T>(out, to, (T)(v.at[at] + (norm || op.accumulate ? (double)ddp__cuda_at<T>(out, to) : 0)));
+        void *out = op.kind == DDP_LAYER_SUM ? op.out : op.sums;
+        int64_t to = (int64_t)column + lane * op.columns;
+        if (lane > (op.kind == DDP_LAYER_NORM_BACK && !op.form)) return; /* lane 1 has the second sum */
+        ddp__cuda_set<T>(out, to, (T)(v.at[lane] + (op.kind == DDP_LAYER_NORM_BACK || op.accumulate ? (double)ddp__cuda_at<T>(out, to) : 0)));
     }
 };
 
@@ -1756,9 +1725,8 @@ template <class T> struct ddp__cuda_layer_norm_back : ddp__cuda_layer_rows<2, 32
 /* LOSS_MAX: the greatest. LOSS_SUM: the target's logit, which one lane of one rank finds, and the sum. LOSS_END: one lane reads all three for the others,
    and stats[i] becomes the loss, of which the total is made. */
 template <class T> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp__cuda_layer_part> {
-    static DDP__HD value join(value a, const value &b) {
-        a.at[0] += b.at[0], a.at[1] += b.at[1], a.at[2] = b.at[2] > a.at[2] ? b.at[2] : a.at[2];
-        return a;
+    static DDP__HD value join(const value &a, const value &b) {
+        return {{a.at[0] + b.at[0], a.at[1] + b.at[1], b.at[2] > a.at[2] ? b.at[2] : a.at[2]}};
     }
     DDP__HD value partial(size_t row, int lane, int64_t *) const {
         int64_t i = begin + (int64_t)row, at = i * op.columns, target = index[row] - op.first;
@@ -1792,8 +1760,7 @@ template <class T> struct ddp__cuda_layer_loss : ddp__cuda_layer_rows<3, 32, ddp
 
 template <class F> static ddp_result ddp__cuda_layer_teams(const ddp_layer *op, int64_t count, cudaStream_t stream) {
     F f = {};
-    f.op = *op;
-    return ddp__cuda_rows(f, (size_t)count, stream, DDP__CUDA_LAYER);
+    return f.op = *op, ddp__cuda_rows(f, (size_t)count, stream, DDP__CUDA_LAYER);
 }
 
 template <class F> static ddp_result ddp__cuda_layer_parts(const ddp_layer *op, ddp_result (*launch)(const F &, size_t, cudaStream_t, const char *),
@@ -2007,11 +1974,8 @@ static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
 
 static ddp_result ddp__cuda_convert_one(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count, float factor,
                                         const char *function) {
-    ddp_cuda_range range;
+    ddp_cuda_range range = {dst, count, 0};
     ddp__cuda_multi_call call = {dst, &range, 1, 0, factor, ddp__cuda_mine.stream, function};
-    range.data = dst;
-    range.count = count;
-    range.offset = 0;
     call.flat = (void *)src; /* read only: unflatten */
     return ddp__cuda_multi_any(&call, dst_dtype, src_dtype);
 }
@@ -2070,16 +2034,15 @@ template <class T> static ddp_result ddp__cuda_layer_do(const ddp_layer *op) {
 //== products by cuBLASLt ========================================================================= >>impl-products
 
 #if defined(DDP_USE_CUBLASLT)
-
 #define DDP__CUDA_LT_BYTES ((size_t)32 << 20) /* of workspace, as NVIDIA asks for on its largest devices */
-enum { DDP__CUDA_LT_WAYS = 64 };
+#define DDP__CUDA_LT_WAYS 64
 
-/* What a group keeps: the way to do each of its last products, by their sizes, steps and how. */
+/* What a group keeps: the way to do each of its last products, by sizes, steps, kinds and alignment. */
 typedef struct ddp__cuda_products {
     cublasLtHandle_t handle;
     void *workspace;
     int next;
-    struct { int64_t key[7]; cublasLtMatmulAlgo_t algo; } ways[DDP__CUDA_LT_WAYS];
+    struct { int64_t key[8]; cublasLtMatmulAlgo_t algo; } ways[DDP__CUDA_LT_WAYS];
 } ddp__cuda_products;
 typedef struct ddp__cuda_lt_call { cublasLtMatmulDescOpaque_t product; cublasLtMatrixLayoutOpaque_t a, b, c; } ddp__cuda_lt_call;
 
@@ -2101,12 +2064,15 @@ static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, d
     ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
     ddp__cuda_products *p = (ddp__cuda_products *)(lanes->products ? lanes->products : ddp_group_malloc(group, sizeof *p));
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    ddp_result result = DDP_OK;
     if (!p) return DDP_ERR_NO_MEMORY;
     if (!lanes->products) lanes->products = memset(p, 0, sizeof *p), lanes->close_products = ddp__cuda_products_close;
     *out = p;
-    if (!p->workspace && ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace) != DDP_OK) return DDP_ERR_NO_MEMORY;
-    if (!p->handle && (status = cublasLtCreate(&p->handle)) != CUBLAS_STATUS_SUCCESS) p->handle = NULL;
-    return status == CUBLAS_STATUS_SUCCESS ? DDP_OK : ddp__cuda_lt_fail(group, g, status, "cublasLtCreate");
+    if (!p->workspace) result = ddp__cuda_device_alloc(group, DDP__CUDA_LT_BYTES, &p->workspace);
+    if (result == DDP_OK && !p->handle) status = cublasLtCreate(&p->handle);
+    if (status == CUBLAS_STATUS_SUCCESS) return result;
+    p->handle = NULL;
+    return ddp__cuda_lt_fail(group, g, status, "cublasLtCreate");
 }
 
 /* Row-major c = op(a) op(b) is, read by columns, c' = op(b)' op(a)': cuBLASLt's A is b and its B is a, each transposed if it was. */
@@ -2124,17 +2090,17 @@ static cublasStatus_t ddp__cuda_lt_describe(const ddp_gemm *g, int tf32, ddp__cu
 }
 
 /* The way cuBLASLt would go first. Parts of k add up in the workspace, in order, and not in place by who comes first: the same bits in every run. */
-static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, const uint32_t *align, cublasLtMatmulAlgo_t *algo) {
+static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt_call *d, uint32_t align, cublasLtMatmulAlgo_t *algo) {
     cublasLtMatmulPreferenceOpaque_t want;
     cublasLtMatmulHeuristicResult_t found;
-    const uint64_t bytes = DDP__CUDA_LT_BYTES;
-    const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    uint64_t bytes = DDP__CUDA_LT_BYTES;
+    uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     int count = 0;
     cublasStatus_t s = cublasLtMatmulPreferenceInit(&want);
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceSetAttribute(&want, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme, sizeof scheme);
-    for (int i = 0; i < 4 && s == CUBLAS_STATUS_SUCCESS; i++) /* of A, B, C and D */
-        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES + i), align + i, sizeof *align);
+    for (int i = CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES; i <= CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES && s == CUBLAS_STATUS_SUCCESS; i++)
+        s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align, sizeof align);
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1, &found, &count);
     if (s != CUBLAS_STATUS_SUCCESS || count == 0) return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
     *algo = found.algo;
@@ -2144,21 +2110,17 @@ static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt
 static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p, const ddp_gemm *g, int tf32, cudaStream_t stream) {
     const float f32[2] = {1, g->accumulate ? 1.0f : 0.0f};
     const double f64[2] = {1, g->accumulate ? 1.0 : 0.0};
-    const void *data[4] = {g->b, g->a, g->c, g->c}, *one = g->dtype == DDP_F32 ? (const void *)f32 : f64, *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
-    int64_t key[7] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32};
+    const void *one = g->dtype == DDP_F32 ? (const void *)f32 : f64, *more = g->dtype == DDP_F32 ? (const void *)(f32 + 1) : f64 + 1;
+    int64_t key[8] = {g->m, g->n, g->k, g->lda, g->ldb, g->ldc, (int)g->dtype << 4 | !!g->trans_a << 3 | !!g->trans_b << 2 | !!g->accumulate << 1 | tf32, 256};
     ddp__cuda_lt_call d;
-    uint32_t align[4];
     int way = 0;
     cublasStatus_t s = ddp__cuda_lt_describe(g, tf32, &d);
-    for (int i = 0; i < 4; i++) {
-        for (align[i] = 256; (uintptr_t)data[i] % align[i]; align[i] /= 2) {}
-        key[6] = key[6] * 512 + align[i];
-    }
+    while (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % (uintptr_t)key[7]) key[7] /= 2; /* what all three are aligned to */
     while (way < DDP__CUDA_LT_WAYS && memcmp(p->ways[way].key, key, sizeof key) != 0) way++;
     if (s == CUBLAS_STATUS_SUCCESS && way == DDP__CUDA_LT_WAYS) {
         way = p->next, p->next = (way + 1) % DDP__CUDA_LT_WAYS;
-        s = ddp__cuda_lt_ask(p, &d, align, &p->ways[way].algo);
-        memcpy(p->ways[way].key, key, s == CUBLAS_STATUS_SUCCESS ? sizeof key : 0);
+        s = ddp__cuda_lt_ask(p, &d, (uint32_t)key[7], &p->ways[way].algo);
+        if (s == CUBLAS_STATUS_SUCCESS) memcpy(p->ways[way].key, key, sizeof key);
     }
     if (s != CUBLAS_STATUS_SUCCESS) return ddp__cuda_lt_fail(group, g, s, "cublasLtMatmulAlgoGetHeuristic");
     s = cublasLtMatmul(p->handle, &d.product, one, g->b, &d.a, g->a, &d.b, more, g->c, &d.c, g->c, &d.c, &p->ways[way].algo, p->workspace, DDP__CUDA_LT_BYTES,
@@ -2173,7 +2135,7 @@ static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) 
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s", g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
-        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s: sizes are not negative, dtypes f32 and f64", (long long)g->m,
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64", (long long)g->m,
                         (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
     result = ddp__cuda_products_open(group, g, &products);
     if (result != DDP_OK) return result;
@@ -2645,9 +2607,7 @@ static ddp_result ddp__nccl_batch(ddp_group *group, void *state, int begin) {
     int capturing = 0;
     ddp_result result;
     memset(&call, 0, sizeof call);
-    call.kind = DDP_CALL_SEND;
-    call.dtype = DDP_U8;
-    call.root = -1;
+    call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
     (void)group;
     if (begin) {
         result = ddp__nccl_begin(n);
@@ -2957,10 +2917,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     *result = DDP_ERR_NO_MEMORY;
     if (!n) return NULL;
     memset((void *)n, 0, sizeof *n + words);
-    n->group = group;
-    n->lanes = ddp__cuda_lanes_of(group);
-    n->rank = ddp_rank(group);
-    n->world_size = ddp_world_size(group);
+    n->group = group, n->lanes = ddp__cuda_lanes_of(group), n->rank = ddp_rank(group), n->world_size = ddp_world_size(group);
     pthread_mutex_init(&n->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -3112,9 +3069,7 @@ static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *chi
     if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
     if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
-    n->comm = made;
-    n->owns_comm = 1;
-    n->control = control;
+    n->comm = made, n->owns_comm = 1, n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
     if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
@@ -3719,9 +3674,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
         ddp_group_mfree(group, region);
         result = ddp_fail(result, "rank %d/%d ddp_group_alloc: %s", s->rank, s->world_size, line);
     } else {
-        region->memory = task->memory;
-        region->number = ++s->region_count;
-        region->next = s->regions;
+        region->memory = task->memory, region->number = ++s->region_count, region->next = s->regions;
         s->regions = region;
     }
     ddp__cuda_staged_leave(before, s->device);
@@ -3822,13 +3775,8 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, s ? color : -1, group ? ddp_rank(group) : 0, &split[i]);
     if (color < 0) return result;
     if (!s) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a group staged through the host");
-    s->control = split[0];
-    s->messages = split[1];
-    s->owner = group;
-    s->device = device;
-    s->rank = ddp_rank(group);
-    s->world_size = ddp_world_size(group);
-    s->coming_end = &s->coming;
+    s->control = split[0], s->messages = split[1], s->owner = group, s->device = device;
+    s->rank = ddp_rank(group), s->world_size = ddp_world_size(group), s->coming_end = &s->coming;
     pthread_mutex_init(&s->lock, NULL);
     before = ddp__cuda_staged_enter(device);
     if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
@@ -3892,9 +3840,7 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     const char *notice;
     ddp_result result;
     int device = -1, choice = (int)desc->engine << 8 | (int)desc->order << 4 | (desc->comm != NULL);
-    pick.devices = desc->devices;
-    pick.device_count = desc->device_count;
-    pick.uuid = desc->uuid;
+    pick.devices = desc->devices, pick.device_count = desc->device_count, pick.uuid = desc->uuid;
     pick.allow_shared = desc->allow_shared || desc->engine == DDP_CUDA_ENGINE_STAGED;
 #if !defined(DDP_NO_NCCL)
     if (desc->comm && ncclCommCuDevice(desc->comm, &device) != ncclSuccess) device = -1;
@@ -3907,16 +3853,8 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     if (result == DDP_OK) result = ddp__cuda_engine(desc, seat.shared, &group.backend, &notice);
     if (result != DDP_OK) return result;
     memset(&seed, 0, sizeof seed);
-    seed.control = control;
-    seed.device = seat.device;
-    seed.stream = desc->stream;
-    seed.comm_stream = desc->comm_stream;
-    seed.comm = desc->comm;
-    group.device = ddp_device_cuda();
-    group.order = desc->order;
-    group.name = desc->name;
-    group.timeout_ms = desc->timeout_ms;
-    group.backend_user = &seed;
+    seed.control = control, seed.device = seat.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
+    group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
     result = ddp_group_create_on(out, control, &group);
     if (result == DDP_OK && notice) ddp_group_log(*out, notice);
     return result;

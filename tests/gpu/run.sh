@@ -21,11 +21,18 @@ if ! printf '#include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v
     echo "NCCL is not installed: building with DDP_NO_NCCL"
     nccl=-DDDP_NO_NCCL
 fi
+cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers
+if ! printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >"$build/cublaslt.cu" ||
+    ! "$nvcc" -Wno-deprecated-gpu-targets "$build/cublaslt.cu" -lcublasLt -o "$build/cublaslt" >"$build/cublaslt.log" 2>&1; then
+    echo "cuBLASLt is not installed: layers by the plain kernel alone"
+    cublaslt=
+fi
 # program target... [-D...]. No fused multiply-add on the host: it computes references.
 compile() {
     program=$1
     source=tests/gpu/${program%_small}.cu
     shift
+    if [ "$program" = test_layers ]; then set -- "$@" $cublaslt; fi
     "$nvcc" -std=c++17 $level -lineinfo "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off "$source" -o "$build/$program" $nccl \
         >"$build/$program.log" 2>&1 || { cat "$build/$program.log"; echo "$source does not compile"; : >"$build/failed"; }
 }
@@ -33,14 +40,14 @@ rm -f "$build/failed"
 level=-O2
 if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_80, sm_90 and PTX
     level=-O0
-    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline}
+    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline test_layers}
     for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0; done
     [ ! -f "$build/failed" ] || exit 1
     echo "built $programs in $build"
     exit 0
 fi
 started=$(date +%s)
-for program in test_groups test_training test_fsdp test_tensor test_pipeline; do compile $program -arch=native & done
+for program in test_groups test_training test_fsdp test_tensor test_pipeline test_layers; do compile $program -arch=native & done
 compile test_kernels_small -arch=native -DDDP_TEST_SMALL & # for the sanitizers
 if [ "$mode" = sanitize ]; then
     compile test_conformance_small -arch=native -DDDP_TEST_SMALL &
@@ -91,10 +98,13 @@ ranks() {
     row "tensors, 1 to 4 ranks: the bits of the CPU; processes" tensor_processes "$build/test_tensor" processes 2 3 4 1
     row "pipelines, 1 to 4 ranks: the bits of the CPU; threads" pipeline_threads "$build/test_pipeline" threads
     row "pipelines, 2 to 4 ranks; processes" pipeline_processes "$build/test_pipeline" processes 2 3 4
+    row "layers, 1 to 4 ranks, against the CPU; threads" layers_threads "$build/test_layers" threads
+    row "layers, 2 and 3 ranks, against the CPU; processes" layers_processes "$build/test_layers" processes 2 3
     [ "$nccl" = -lnccl ] || return 0
     row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
     row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
     row "NCCL: sharded training, 1 rank" fsdp_nccl env DDP_TEST_ENGINE=nccl "$build/test_fsdp" threads 1
+    row "NCCL: layers, 1 rank" layers_nccl env DDP_TEST_ENGINE=nccl "$build/test_layers" threads 1
 }
 
 if [ "$mode" = sanitize ]; then
@@ -104,6 +114,7 @@ if [ "$mode" = sanitize ]; then
         row "$tool: sharded training, threads" fsdp_$tool "$build/test_fsdp" threads 2
         row "$tool: tensors, threads" tensor_$tool "$build/test_tensor" threads 3
         row "$tool: pipelines, threads" pipeline_$tool "$build/test_pipeline" threads 2
+        row "$tool: layers, threads" layers_$tool "$build/test_layers" threads 2
     done
     tool=memcheck
     row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3
