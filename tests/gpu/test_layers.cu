@@ -407,6 +407,40 @@ static ddp_result bad_products(device_rank *d) {
 }
 #endif
 
+#if defined(DDP_TEST_ON_CPU)
+/* The nth call of a kind fails inside a layer, whose call says so; the next one is as ever. */
+static ddp_result failing(device_rank *d) {
+    static const struct { const char *function; int nth, layer; } faults[] = {
+        {"kernel", 1, 0}, {"kernel", 2, 0}, {"cudaMemsetAsync", 1, 0}, {"cudaMemcpyAsync", 1, 0}, {"kernel", 1, 1}, {"kernel", 4, 1}, {"cudaMemcpyAsync", 1, 1}};
+    static const int32_t targets[4] = {0, 1, 2, 1};
+    ddp_tp_desc desc = DDP_ZERO;
+    ddp_tp_layer_norm_desc norm_desc = DDP_ZERO;
+    ddp_tp_loss_desc loss = DDP_ZERO;
+    ddp_tp_layer_norm *norm;
+    twin x, w, stats, dw, db;
+    desc.max_rows = 4, norm_desc.channels = 3, loss.vocab = 3;
+    place it = {d, NULL, NULL, desc, 0, 1, 4, 1, 0, {}, 0}, *p = &it;
+    OK(ddp_tp_create(&p->far, d->group, &desc));
+    OK(ddp_tp_layer_norm_create(&norm, p->far, &norm_desc));
+    LAYER_TRY(take(p, &x, 12)); LAYER_TRY(take(p, &w, 3)); LAYER_TRY(take(p, &stats, 8)); LAYER_TRY(take(p, &dw, 3)); LAYER_TRY(take(p, &db, 3));
+    for (size_t f = 0; f < sizeof faults / sizeof *faults; f++)
+        for (int fails = 1; fails >= 0; fails--) {
+            double mean;
+            ddp_result result;
+            if (fails) fake_fail(faults[f].function, -1, faults[f].nth, 0, 0);
+            if (faults[f].layer) result = ddp_tp_cross_entropy(p->far, &loss, x.far, targets, 4, NULL, &mean, x.far);
+            else result = ddp_tp_layer_norm_backward(norm, w.far, x.far, stats.far, x.far, 4, x.far, dw.far, db.far);
+            RANKS_CHECK(d->cpu, (result == DDP_ERR_ENGINE) == fails && (result == DDP_OK) != fails, "%s %d: %s %s", faults[f].function, faults[f].nth,
+                        ddp_result_name(result), ddp_last_error());
+            RANKS_CHECK(d->cpu, !fails || fake_fault_fired(1), "%s has not been called so often", faults[f].function);
+        }
+    ddp_tp_layer_norm_destroy(norm);
+    ddp_tp_destroy(p->far);
+    drop(p);
+    return DDP_OK;
+}
+#endif
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     static const struct { ddp_dtype dtype; int sequence_parallel, chunks, accumulate, plain; } cases[] = {
         {DDP_F64, 0, 0, 0, 0}, {DDP_F64, 1, 3, 1, 1}, {DDP_F32, 1, 0, 0, 0}, {DDP_F32, 0, 3, 1, 0}, {DDP_F32, 1, 0, 0, 0}};
@@ -425,6 +459,9 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 #if defined(DDP_USE_CUBLASLT)
     RANKS_RUN(world, products(&d, ddp_cuda_gemm));
     if (ddp_world_size(world) == 1) RANKS_RUN(world, bad_products(&d));
+#endif
+#if defined(DDP_TEST_ON_CPU)
+    if (ddp_world_size(world) == 1) RANKS_RUN(world, failing(&d));
 #endif
     LAYER_TRY(device_rank_close(&d));
 #if defined(DDP_TEST_ON_CPU) && defined(DDP_USE_CUBLASLT)
