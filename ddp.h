@@ -7510,15 +7510,14 @@ static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
 }
 
 static void ddp__loader_free(ddp_loader *l) {
-    void (*free_fn)(void *, void *) = l->desc.free_fn;
-    void *user = l->desc.user;
+    ddp_loader_desc d = l->desc;
     ddp_sampler_free(&l->sampler);
     if (l->free_host) l->free_host(l->buffers);
-    else ddp__aligned_free(free_fn, user, l->buffers);
+    else ddp__aligned_free(d.free_fn, d.user, l->buffers);
     pthread_cond_destroy(&l->work);
     pthread_cond_destroy(&l->ready);
     pthread_mutex_destroy(&l->lock);
-    ddp__aligned_free(free_fn, user, l);
+    ddp__aligned_free(d.free_fn, d.user, l);
 }
 
 static void *ddp__loader_main(void *argument) {
@@ -7597,7 +7596,7 @@ static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
     l->place.cursor += slot->count;
     l->stats.batches++;
     l->stats.samples += (uint64_t)slot->count;
-    if (l->idle) pthread_cond_signal(&l->work);
+    if (l->idle && 2 * (l->drawn - l->given) <= l->desc.prefetch) pthread_cond_signal(&l->work); /* not for each batch that is small */
     return DDP_OK;
 }
 

@@ -321,6 +321,54 @@ static ddp_result failing_copies(device_rank *d) {
     return DDP_OK;
 }
 
+//== a loader whose batches lie in pinned memory ============================================
+
+static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) {
+    (void)user;
+    message((unsigned char *)fields[0], 1000, (uint64_t)index);
+    return DDP_OK;
+}
+
+/* Batches go up behind what the stream holds, from where they were loaded, while workers load the next: hold keeps them. */
+static ddp_result batches_go_up(device_rank *d) {
+    ddp_tensor field = DDP_ZERO;
+    ddp_loader_desc desc = DDP_ZERO;
+    ddp_loader *loader;
+    ddp_batch batch;
+    int64_t order[20];
+    int count = 0;
+    pair p;
+    field.dtype = DDP_U8;
+    field.ndim = 1;
+    field.shape[0] = 1000;
+    desc.sampler.dataset_size = 20;
+    desc.batch_size = 4;
+    desc.hold = 4;
+    desc.fields = &field;
+    desc.field_count = 1;
+    desc.fetch = loaded_sample;
+    desc.worker_count = 2;
+    desc.group = d->group;
+    TRY(pair_make(d, &p, 20000));
+    RANKS_OK(d->cpu, ddp_loader_create(&loader, &desc));
+    device_delay(d->stream);
+    for (; count < 20; count += 4) {
+        RANKS_OK(d->cpu, ddp_loader_next(loader, &batch));
+        memcpy(order + count, batch.indices, sizeof *order * 4);
+        RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->memcpy_async(p.far + 1000 * count, batch.fields[0].data, 4000, cudaMemcpyHostToDevice, d->stream) == cudaSuccess,
+                    "copying a batch up");
+    }
+    TRY(device_down(d, p.near, p.far, 20000));
+    for (int i = 0; i < 20; i++) {
+        unsigned char want[1000];
+        message(want, sizeof want, (uint64_t)order[i]);
+        RANKS_CHECK(d->cpu, memcmp(want, p.near + 1000 * i, sizeof want) == 0, "sample %d is wrong", (int)order[i]);
+    }
+    ddp_loader_destroy(loader);
+    pair_free(&p);
+    return DDP_OK;
+}
+
 //== what is left behind ====================================================================
 
 static ddp_result rank_main(ddp_group *world, void *user) {
@@ -339,6 +387,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, divisors(d));
     RANKS_RUN(world, group_memory(d));
     RANKS_RUN(world, failing_copies(d));
+    RANKS_RUN(world, batches_go_up(d));
     TRY(device_rank_close(d));
     return DDP_OK;
 }

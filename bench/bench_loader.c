@@ -1,0 +1,134 @@
+/*  bench_loader.c - ddp_loader: small samples per second on one core, and what a step waits for fetches that are slow.
+
+        cc -O3 -march=native -std=gnu11 bench/bench_loader.c -o bench_loader -lpthread -lm && ./bench_loader [seconds of a row, default 1]
+
+    First table: samples of 784 bytes and a label, copied out of 60000 in memory, in PyTorch's shuffled order. Worker and consumer share one core, where
+    the consumer takes a batch and gives up the core at once: the rate is what one core fetches, with all of the loader's own work in it.
+    Second table: fetches and computing are timed waits, which need no core, so that two cores show what 8 workers do. A fetch of so many workers takes
+    80% of the time that they have for it. step is the time from batch to batch, wait what of it passes inside ddp_loader_next. Medians of the steps after
+    the first. The last rows have more to fetch than the workers can. bench/peer_loader_torch.py does the same with PyTorch's DataLoader. */
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#define DDP_IMPLEMENTATION
+#include "../ddp.h"
+
+enum { SAMPLES = 60000, PIXELS = 784, STEPS = 60, BATCH = 8 };
+
+static unsigned char *images;
+static double fetch_s; /* of one sample */
+
+static void wait_s(double seconds) {
+    struct timespec t;
+    t.tv_sec = (time_t)seconds;
+    t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+    while (nanosleep(&t, &t) != 0) {}
+}
+
+static ddp_result fetch_image(void *user, int64_t index, void *const *fields) {
+    (void)user;
+    memcpy(fields[0], images + index * PIXELS, PIXELS);
+    *(uint8_t *)fields[1] = (uint8_t)(index % 10);
+    return DDP_OK;
+}
+
+static ddp_result fetch_slowly(void *user, int64_t index, void *const *fields) {
+    (void)user;
+    wait_s(fetch_s);
+    *(uint8_t *)fields[0] = (uint8_t)index;
+    return DDP_OK;
+}
+
+static int by_value(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, by_value); return x[n / 2]; }
+
+static int failed(const char *what) { fprintf(stderr, "bench: %s: %s\n", what, ddp_last_error()); return 1; }
+
+static int small_samples(int workers, int64_t batch, double seconds) {
+    ddp_tensor fields[2] = {{NULL, DDP_U8, 2, {28, 28}}, {NULL, DDP_U8, 0, {0}}};
+    ddp_loader_desc desc = DDP_ZERO;
+    ddp_loader_stats stats = DDP_ZERO;
+    ddp_loader *loader;
+    ddp_batch b;
+    double rates[5];
+    desc.sampler.dataset_size = SAMPLES;
+    desc.batch_size = batch;
+    desc.fields = fields;
+    desc.field_count = 2;
+    desc.fetch = fetch_image;
+    desc.worker_count = workers;
+    desc.prefetch = 4;
+    if (ddp_loader_create(&loader, &desc) != DDP_OK) return failed("create");
+    for (int round = -1; round < 5; round++) {
+        int64_t samples = 0;
+        uint64_t epoch = 0;
+        double start = ddp_now();
+        while (ddp_now() - start < seconds / 6) {
+            if (ddp_loader_next(loader, &b) != DDP_OK) return failed("next");
+            if (b.count == 0) ddp_loader_set_epoch(loader, ++epoch);
+            samples += b.count;
+            sched_yield();
+        }
+        if (round >= 0) rates[round] = (double)samples / (ddp_now() - start);
+    }
+    ddp_loader_get_stats(loader, &stats);
+    printf("| %s | %lld | %.2f | %.0f%% |\n", workers < 0 ? "none" : "1", (long long)batch, median(rates, 5) * 1e-6,
+           100 * stats.fetch_seconds / (double)stats.samples * median(rates, 5));
+    fflush(stdout);
+    ddp_loader_destroy(loader);
+    return 0;
+}
+
+static int slow_samples(int workers, double compute_s, double share) {
+    ddp_tensor field = {NULL, DDP_U8, 0, {0}};
+    ddp_loader_desc desc = DDP_ZERO;
+    ddp_loader *loader;
+    ddp_batch b;
+    double steps[STEPS], waits[STEPS], last = 0;
+    fetch_s = compute_s * workers * share / BATCH;
+    desc.sampler.dataset_size = (STEPS + 1) * BATCH;
+    desc.batch_size = BATCH;
+    desc.fields = &field;
+    desc.field_count = 1;
+    desc.fetch = fetch_slowly;
+    desc.worker_count = workers;
+    if (ddp_loader_create(&loader, &desc) != DDP_OK) return failed("create");
+    for (int i = -1; i < STEPS; i++) {
+        double before = ddp_now(), after;
+        if (ddp_loader_next(loader, &b) != DDP_OK) return failed("next");
+        after = ddp_now();
+        if (i >= 0) { steps[i] = after - last; waits[i] = after - before; }
+        last = after;
+        wait_s(compute_s);
+    }
+    ddp_loader_destroy(loader);
+    printf("| %d | %.1f | %.1f | %.0f%% | %.2f | %.3f |\n", workers, compute_s * 1e3, fetch_s * BATCH * 1e3, 100 * share, median(steps, STEPS) * 1e3,
+           median(waits, STEPS) * 1e3);
+    fflush(stdout);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    static const int64_t batches[] = {1, 8, 64, 512};
+    double seconds = argc > 1 ? atof(argv[1]) : 1;
+    cpu_set_t one, all;
+    images = (unsigned char *)malloc((size_t)SAMPLES * PIXELS);
+    if (!images || seconds <= 0) { fprintf(stderr, "bench: give the seconds of a row, above 0\n"); return 1; }
+    memset(images, 7, (size_t)SAMPLES * PIXELS);
+    sched_getaffinity(0, sizeof all, &all);
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    sched_setaffinity(0, sizeof one, &one);
+    printf("| ddp_loader: workers | samples per batch | million samples/s on one core | of it inside fetch |\n|---|---|---|---|\n");
+    for (int workers = -1; workers <= 1; workers += 2)
+        for (int k = 0; k < 4; k++) if (small_samples(workers, batches[k], seconds)) return 1;
+    sched_setaffinity(0, sizeof all, &all);
+    printf("\n| ddp_loader: workers | compute, ms | fetch of a batch by one worker, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|\n");
+    for (int workers = 1; workers <= 8; workers *= 2) if (slow_samples(workers, 0.02, 0.8)) return 1;
+    for (int workers = 1; workers <= 4; workers *= 4) if (slow_samples(workers, 0.02, 1.5)) return 1;
+    free(images);
+    return 0;
+}

@@ -1,0 +1,93 @@
+"""peer_loader_torch.py - what bench_loader.c measures, with PyTorch's DataLoader.
+
+    pip install torch
+    python bench/peer_loader_torch.py [seconds of a row, default 1]
+
+Samples of 784 bytes and a label out of one tensor in memory; workers are processes, as DataLoader's are, and consumer and worker share one core in the
+first table. PyTorch is needed by this script alone, never by a test.
+"""
+import os
+import statistics
+import sys
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES, STEPS, BATCH = 60000, 60, 8
+
+
+class Images(Dataset):
+    def __init__(self):
+        self.images = torch.full((SAMPLES, 28, 28), 7, dtype=torch.uint8)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.images[index], index % 10
+
+
+class Slow(Dataset):
+    def __init__(self, fetch_s):
+        self.fetch_s = fetch_s
+
+    def __len__(self):
+        return (STEPS + 1) * BATCH
+
+    def __getitem__(self, index):
+        time.sleep(self.fetch_s)
+        return index % 256
+
+
+def small_samples(workers, batch, seconds):
+    loader = DataLoader(Images(), batch, shuffle=True, num_workers=workers, **({"prefetch_factor": 4} if workers else {}))
+    rates = []
+    batches = iter(loader)
+    for _ in range(6):
+        samples, start = 0, time.monotonic()
+        while time.monotonic() - start < seconds / 6:
+            try:
+                samples += len(next(batches)[1])
+            except StopIteration:
+                batches = iter(loader)
+        rates.append(samples / (time.monotonic() - start))
+    print("| %s | %d | %.3f |" % (workers or "none", batch, statistics.median(rates[1:]) * 1e-6), flush=True)
+
+
+def slow_samples(workers, compute_s, share):
+    fetch_s = compute_s * workers * share / BATCH
+    steps, waits, last = [], [], None
+    batches = iter(DataLoader(Slow(fetch_s), BATCH, shuffle=True, num_workers=workers))
+    for _ in range(STEPS + 1):
+        before = time.monotonic()
+        next(batches)
+        after = time.monotonic()
+        if last is not None:
+            steps.append(after - last)
+            waits.append(after - before)
+        last = after
+        time.sleep(compute_s)
+    print("| %d | %.1f | %.1f | %.0f%% | %.2f | %.3f |" % (workers, compute_s * 1e3, fetch_s * BATCH * 1e3, 100 * share, statistics.median(steps) * 1e3,
+                                                     statistics.median(waits) * 1e3), flush=True)
+
+
+def main():
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1
+    cores = os.sched_getaffinity(0)
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(cores)})
+    print("| DataLoader of PyTorch %s: workers | samples per batch | million samples/s on one core |\n|---|---|---|" % torch.__version__)
+    for workers in (0, 1):
+        for batch in (1, 8, 64, 512):
+            small_samples(workers, batch, seconds)
+    os.sched_setaffinity(0, cores)
+    print("\n| DataLoader: workers | compute, ms | fetch of a batch by one worker, ms | of compute x workers | step, ms | wait, ms |\n|---|---|---|---|---|---|")
+    for workers in (1, 2, 4, 8):
+        slow_samples(workers, 0.02, 0.8)
+    for workers in (1, 4):
+        slow_samples(workers, 0.02, 1.5)
+
+
+if __name__ == "__main__":
+    main()
