@@ -7,6 +7,7 @@
 #   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 4 minutes; needs nothing else
 #   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
 #   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
+#   sh bench/run.sh --loader   samples per second of ddp_loader and what steps wait for it, under 2 minutes; beside PyTorch's where $PYTHON (python3) has it
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
 #
@@ -19,11 +20,11 @@ quick=0 part= two= four=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        --fsdp | --pipeline | --tensor | --optimizer) part=${1#--} ;;
+        --fsdp | --pipeline | --tensor | --optimizer | --loader) part=${1#--} ;;
         --two) two=${2:?--two needs seconds}; shift ;;
         --four) four=${2:?--four needs seconds}; shift ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --optimizer, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
+        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --optimizer, --loader, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
     esac
     shift
 done
@@ -46,6 +47,7 @@ measure_part() {
         fsdp) "$program" 2 61 4 128 "$data" && "$program" 2 21 6 256 "$data" ;;
         pipeline) "$program" waits 8 32 10 3 "$data" && echo && "$program" gpt ;;
         tensor) "$program" 512 8 256 4 15 "$data" && echo && "$program" 128 4 128 4 61 ;;
+        loader) "$program" && if ${PYTHON:-python3} -c "import torch" 2>/dev/null; then echo && ${PYTHON:-python3} "$here/peer_loader_torch.py"; fi ;;
         *) "$program" ;;
     esac
 }
