@@ -592,7 +592,7 @@ typedef struct ddp_loader_desc {
     int prefetch;                 /* batches made ready ahead; 0 = 2 per worker */
     int hold;                     /* batches that stay valid behind the newest; 0 = 1: for copies to a device that are still under way */
     ddp_group *group;             /* NULL = batches lie in memory of alloc_fn; otherwise in host memory from which its device copies best (pinned) */
-    int timeout_ms;               /* 0 = 600000; the longest that one fetch may take */
+    int timeout_ms;               /* 0 = 600000; the longest that ddp_loader_next waits for its workers */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -7390,8 +7390,7 @@ typedef struct ddp__loader_worker {
     pthread_t thread;
     int has_left;
     int64_t batch;               /* whose piece it has; -1 = none */
-    int64_t index;               /* the sample in its hands; this and steps are read meanwhile */
-    uint64_t steps;              /* grows as it gets on */
+    int64_t index;               /* the sample in its hands */
     char apart[DDP__LINE];
 } ddp__loader_worker;
 
@@ -7462,7 +7461,6 @@ static ddp_result ddp__loader_fetch(ddp_loader *l, ddp__loader_worker *w, const 
     for (int f = 0; f < l->desc.field_count; f++) to[f] = slot->data + l->field_at[f] + (size_t)*at * l->sample_bytes[f];
     for (; *at < end && !ddp__load_relaxed(&l->leave); ++*at) {
         __atomic_store_n(&w->index, slot->indices[*at], __ATOMIC_RELAXED);
-        __atomic_store_n(&w->steps, w->steps + 1, __ATOMIC_RELAXED);
         result = l->desc.fetch(l->desc.fetch_user, slot->indices[*at], to);
         if (result != DDP_OK) break;
         for (int f = 0; f < l->desc.field_count; f++) to[f] = (unsigned char *)to[f] + l->sample_bytes[f];
@@ -7547,33 +7545,19 @@ static int ddp__loader_sleep(ddp_loader *l, double until) { /* 0 when it is too 
     return pthread_cond_timedwait(&l->ready, &l->lock, &t) != ETIMEDOUT;
 }
 
-/* How far workers are; *stuck is who has a piece of the oldest batch, NULL = nobody has any. */
-static uint64_t ddp__loader_progress(const ddp_loader *l, const ddp__loader_worker **stuck) {
-    uint64_t steps = 0;
-    *stuck = NULL;
-    for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++) {
-        steps += ddp__load_relaxed(&w->steps);
-        if (w->batch >= 0 && (!*stuck || w->batch < (*stuck)->batch)) *stuck = w;
-    }
-    return steps;
-}
-
 static ddp_result ddp__loader_await(ddp_loader *l) {
-    const ddp__loader_worker *stuck;
-    uint64_t before = ddp__loader_progress(l, &stuck), steps;
-    double start = ddp_now(), patience = 1e-3 * l->desc.timeout_ms, until = start + patience;
-    while (!l->threads && !ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
-    for (l->gave_up = 0; !ddp__loader_is_ready(l) && !l->gave_up;) {
-        if (ddp__loader_sleep(l, until) || ddp__loader_is_ready(l)) continue;
-        steps = ddp__loader_progress(l, &stuck);
-        l->gave_up = stuck && steps == before && !l->drawing;
-        before = steps;
-        until = ddp_now() + patience;
-    }
+    const ddp__loader_worker *stuck = NULL; /* who has a piece of the oldest batch */
+    double start = ddp_now(), until = start + 1e-3 * l->desc.timeout_ms;
+    if (!l->threads) while (!ddp__loader_is_ready(l)) ddp__loader_turn(l, l->worker);
+    while (!ddp__loader_is_ready(l) && ddp__loader_sleep(l, until)) {}
+    l->gave_up = !ddp__loader_is_ready(l);
     if (l->threads) l->stats.wait_seconds += ddp_now() - start;
     if (!l->gave_up) return DDP_OK;
-    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: its fetch takes longer than timeout_ms=%d",
-                    (long long)ddp__load_relaxed(&stuck->index), l->desc.timeout_ms);
+    for (const ddp__loader_worker *w = l->worker; w < l->worker + l->threads; w++)
+        if (w->batch >= 0 && (!stuck || w->batch < stuck->batch)) stuck = w;
+    if (!stuck) return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: no batch after timeout_ms=%d, and no fetch is under way", l->desc.timeout_ms);
+    return ddp_fail(DDP_ERR_TIMEOUT, "ddp_loader_next: sample %lld: not fetched after timeout_ms=%d", (long long)ddp__load_relaxed(&stuck->index),
+                    l->desc.timeout_ms);
 }
 
 static ddp_result ddp__loader_next(ddp_loader *l, ddp_batch *out) {
@@ -7684,8 +7668,7 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     if (d->batch_size == 0) d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
     DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; an empty data set has nothing to load", (long long)d->sampler.dataset_size);
     DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch", (long long)d->batch_size);
-    DDP__LOADER_NEED(d->fetch, "fetch is NULL; set it to the function that writes a sample");
-    DDP__LOADER_NEED(d->fields, "fields is NULL; say what a sample holds");
+    DDP__LOADER_NEED(d->fetch && d->fields, "%s", d->fetch ? "fields is NULL; say what a sample holds" : "fetch is NULL; set it to what writes a sample");
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
         DDP__LOADER_NEED(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high, "%s=%d, allowed are %d to %d", ranges[i].name,
                          ranges[i].value, ranges[i].low, ranges[i].high);
@@ -7694,11 +7677,8 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
     if (!d->hold) d->hold = 1;
     if (!d->timeout_ms) d->timeout_ms = 600000;
-    if (!d->alloc_fn) {
-        d->alloc_fn = d->group ? d->group->desc.alloc_fn : ddp__malloc_default;
-        d->free_fn = d->group ? d->group->desc.free_fn : ddp__free_default;
-        d->user = d->group ? d->group->desc.user : NULL;
-    }
+    if (!d->alloc_fn && d->group) { d->alloc_fn = d->group->desc.alloc_fn; d->free_fn = d->group->desc.free_fn; d->user = d->group->desc.user; }
+    if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
     if (!d->sampler.alloc_fn && !d->sampler.free_fn) { d->sampler.alloc_fn = d->alloc_fn; d->sampler.free_fn = d->free_fn; d->sampler.user = d->user; }
     return DDP_OK;
 }

@@ -44,6 +44,12 @@ static void data_blocks(data *d, int64_t sample) {
     pthread_mutex_unlock(&d->lock);
 }
 
+static void data_await_blocked(data *d) { /* a fetch has come to where it blocks */
+    pthread_mutex_lock(&d->lock);
+    while (d->blocked == 0) pthread_cond_wait(&d->changed, &d->lock);
+    pthread_mutex_unlock(&d->lock);
+}
+
 static ddp_result data_fetch(void *user, int64_t index, void *const *fields) {
     data *d = (data *)user;
     float numbers[3] = {(float)index, (float)(2 * index), -1};
@@ -57,6 +63,7 @@ static ddp_result data_fetch(void *user, int64_t index, void *const *fields) {
         }
     while (d->blocks == index) {
         d->blocked++;
+        pthread_cond_broadcast(&d->changed);
         pthread_cond_wait(&d->changed, &d->lock);
         d->blocked--;
     }
@@ -415,7 +422,8 @@ static void test_blocked(void **state) {
             data_blocks(&d, 13);
             for (ddp_result result; (result = ddp_loader_next(l, &b)) != DDP_OK;) assert_int_equal(result, DDP_ERR_TIMEOUT); /* a slow machine */
             check_batch(&b, &s, 10);
-            for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: its fetch takes longer than timeout_ms=100");
+            data_await_blocked(&d);
+            for (int time = 0; time < 2; time++) says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 13: not fetched after timeout_ms=100");
             if (elsewhere) {
                 OK(ddp_loader_seek(l, 3));
                 OK(ddp_sampler_seek(&s, 30));
@@ -431,6 +439,7 @@ static void test_blocked(void **state) {
 
             data_blocks(&d, 2);
             OK(ddp_loader_set_epoch(l, 1));
+            data_await_blocked(&d);
             says(ddp_loader_next(l, &b), DDP_ERR_TIMEOUT, "sample 2:");
             ddp_loader_destroy(l);
             assert_true(memory_live(&m) > 0); /* the fetch still writes */
