@@ -13,15 +13,16 @@
 #include "sources.h"
 #include "training.h"
 
-enum { LAYERS = 3, PARAMS = 2 * LAYERS, MICRO = 64, TRAIN = 0, TEST = 1 };
+enum { LAYERS = 3, PARAMS = 2 * LAYERS, MICRO = 64, HIDDEN = 256, TRAIN = 0, TEST = 1 };
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 #define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
 typedef struct job {
-    int ranks, epochs, batch, width, threads;
+    int ranks, epochs, batch, threads;
     double lr;
     source images[2], labels[2]; /* of TRAIN and TEST; opened once, before there are ranks, which share the pages */
-    int widths[LAYERS + 1];      /* pixels, width, width, classes */
+    source *fields[2][3];        /* both, and NULL */
+    int widths[LAYERS + 1];      /* pixels, HIDDEN, HIDDEN, classes */
 } job;
 
 typedef struct trainer {
@@ -30,9 +31,9 @@ typedef struct trainer {
     mlp model;
     ddp_param params[PARAMS]; /* weight and bias of each layer */
     float *moments[PARAMS];   /* Adam's, two for each number */
+    ddp_loader *loader[2];
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
-    uint8_t *pixels, labels[MICRO], is_padding[MICRO]; /* of one image; of a micro-batch */
 } trainer;
 
 //== data ====================================================================================================
@@ -62,28 +63,22 @@ static ddp_result open_data(job *j, const char *folder) {
     return DDP_OK;
 }
 
-static ddp_result sampler_for(trainer *t, int set, ddp_sampler *sampler) {
-    ddp_sampler_desc desc = DDP_ZERO;
-    desc.dataset_size = t->plan->images[set].count;
-    desc.num_replicas = ddp_world_size(t->world);
-    desc.rank = ddp_rank(t->world);
-    desc.global_batch = set == TRAIN ? t->plan->batch : 0; /* the same global batches on any number of ranks, the last one padded */
-    desc.no_shuffle = desc.no_pad = set == TEST;          /* every image once: ranks may have different numbers of them */
-    return ddp_sampler_init(sampler, &desc);
-}
-
-/* The next images of this rank, at most MICRO; *rows = 0 at the end of the epoch. */
-static ddp_result take_rows(trainer *t, int set, ddp_sampler *sampler, int *rows) {
-    int64_t index;
-    int is_padding, pixels = t->plan->widths[0];
-    for (*rows = 0; *rows < MICRO && (index = ddp_sampler_next(sampler, &is_padding)) >= 0; ++*rows) {
-        void *image = t->pixels, *label = &t->labels[*rows];
-        TRY(source_fetch(&t->plan->images[set], index, &image));
-        TRY(source_fetch(&t->plan->labels[set], index, &label));
-        for (int i = 0; i < pixels; i++) t->model.out[0][*rows * pixels + i] = (float)t->pixels[i] / 128 - 0.5f;
-        t->is_padding[*rows] = (uint8_t)is_padding;
-    }
-    return DDP_OK;
+/* Threads of its own fetch micro-batches ahead, in the sampler's order. */
+static ddp_result build_loader(trainer *t, int set) {
+    job *j = t->plan;
+    ddp_tensor fields[2] = {j->images[set].sample, j->labels[set].sample};
+    ddp_loader_desc desc = DDP_ZERO;
+    desc.sampler.dataset_size = j->images[set].count;
+    desc.sampler.num_replicas = ddp_world_size(t->world);
+    desc.sampler.rank = ddp_rank(t->world);
+    desc.sampler.global_batch = set == TRAIN ? j->batch : 0;              /* the same global batches on any number of ranks, the last one padded */
+    desc.sampler.no_shuffle = desc.sampler.no_pad = set == TEST;          /* every image once: ranks may have different numbers of them */
+    desc.batch_size = MICRO;
+    desc.fields = fields;
+    desc.field_count = 2;
+    desc.fetch = source_fetch_each;
+    desc.fetch_user = j->fields[set];
+    return ddp_loader_create(&t->loader[set], &desc);
 }
 
 //== a step ==================================================================================================
@@ -92,14 +87,13 @@ static ddp_result take_rows(trainer *t, int set, ddp_sampler *sampler, int *rows
 static ddp_result build(trainer *t) {
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
-    t->pixels = (uint8_t *)malloc((size_t)t->plan->widths[0]);
-    if (!t->pixels || mlp_create(&t->model, LAYERS, t->plan->widths, MICRO, 1)) return ddp_fail(DDP_ERR_NO_MEMORY, "the model; use a smaller --width");
+    if (mlp_create(&t->model, LAYERS, t->plan->widths, MICRO, 1)) return ddp_fail(DDP_ERR_NO_MEMORY, "the model does not fit in memory");
     for (int i = 0; i < PARAMS; i++) {
         const mlp_layer *l = &t->model.layer[i / 2];
         ddp_param param = {i % 2 ? "bias" : "weight", {i % 2 ? l->bias : l->weight, DDP_F32, 1, {(int64_t)(i % 2 ? 1 : l->inputs) * l->outputs}}, DDP_ZERO};
         t->params[i] = param;
         t->moments[i] = (float *)calloc(2 * (size_t)param.value.shape[0], sizeof(float));
-        if (!t->moments[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "the optimizer; use a smaller --width");
+        if (!t->moments[i]) return ddp_fail(DDP_ERR_NO_MEMORY, "the optimizer does not fit in memory");
     }
     reducer.params = accumulator.params = t->params;
     reducer.param_count = accumulator.param_count = PARAMS;
@@ -107,18 +101,22 @@ static ddp_result build(trainer *t) {
     TRY(ddp_reducer_create(&t->reducer, t->world, &reducer));
     for (int i = 0; i < PARAMS; i++) *(i % 2 ? &t->model.layer[i / 2].d_bias : &t->model.layer[i / 2].d_weight) = (float *)t->params[i].grad.data;
     accumulator.reducer = t->reducer;
-    return ddp_accumulator_create(&t->accumulator, t->world, &accumulator);
+    TRY(ddp_accumulator_create(&t->accumulator, t->world, &accumulator));
+    TRY(build_loader(t, TRAIN));
+    return build_loader(t, TEST);
 }
 
 /* metrics: the loss, and how many are right. */
-static void forward(trainer *t, int rows, metric *metrics) {
+static void forward(trainer *t, const ddp_batch *batch, metric *metrics) {
     mlp *m = &t->model;
-    int classes = t->plan->widths[LAYERS], is_right;
+    const uint8_t *pixels = (const uint8_t *)batch->fields[0].data, *labels = (const uint8_t *)batch->fields[1].data;
+    int classes = t->plan->widths[LAYERS], rows = (int)batch->count, is_right;
+    for (int i = 0; i < rows * t->plan->widths[0]; i++) m->out[0][i] = (float)pixels[i] / 128 - 0.5f;
     for (int i = 0; i < LAYERS; i++) mlp_forward(&m->layer[i], m->pack, rows, m->out[i], m->out[i + 1]);
     for (int r = 0; r < rows; r++) {
-        double loss = mlp_loss(classes, m->out[LAYERS] + r * classes, t->labels[r], &is_right, m->d_out[LAYERS] + r * classes, 1.0f / (float)rows);
-        metric_add(&metrics[0], loss, t->is_padding[r]);
-        metric_add(&metrics[1], is_right, t->is_padding[r]);
+        double loss = mlp_loss(classes, m->out[LAYERS] + r * classes, labels[r], &is_right, m->d_out[LAYERS] + r * classes, 1.0f / (float)rows);
+        metric_add(&metrics[0], loss, batch->is_padding[r]);
+        metric_add(&metrics[1], is_right, batch->is_padding[r]);
     }
 }
 
@@ -134,16 +132,18 @@ static ddp_result backward(trainer *t, int rows, int *last) {
 }
 
 /* One epoch: trains, or tests. *step counts those of all epochs. Collective. */
-static ddp_result run_epoch(trainer *t, int set, ddp_sampler *sampler, int *step, int steps, metric_total *totals) {
+static ddp_result run_epoch(trainer *t, int set, int epoch, int *step, int steps, metric_total *totals) {
     metric metrics[2];
-    int rows, last;
+    ddp_batch batch;
+    int last;
     memset(metrics, 0, sizeof metrics);
+    TRY(ddp_loader_set_epoch(t->loader[set], (uint64_t)epoch));
     for (;;) {
-        TRY(take_rows(t, set, sampler, &rows));
-        if (rows == 0) return metric_all_reduce(t->world, metrics, 2, t->plan->images[set].count, totals);
-        forward(t, rows, metrics);
+        TRY(ddp_loader_next(t->loader[set], &batch));
+        if (batch.count == 0) return metric_all_reduce(t->world, metrics, 2, t->plan->images[set].count, totals);
+        forward(t, &batch, metrics);
         if (set == TEST) continue;
-        TRY(backward(t, rows, &last));
+        TRY(backward(t, (int)batch.count, &last));
         if (!last) continue;
         TRY(ddp_reducer_wait(t->reducer)); /* every gradient is the average over ranks */
         ++*step;
@@ -162,24 +162,24 @@ static ddp_result train(trainer *t) {
     job *j = t->plan;
     int step = 0, steps = (int)((j->images[TRAIN].count + j->batch - 1) / j->batch) * j->epochs, speaks = ddp_rank(t->world) == 0;
     metric_total trained[2], tested[2];
-    ddp_sampler sampler[2];
+    ddp_loader_stats stats = DDP_ZERO;
     uint64_t hash = 0;
     double start = ddp_now();
-    for (int set = 0; set < 2; set++) TRY(sampler_for(t, set, &sampler[set]));
     for (int epoch = 0; epoch < j->epochs; epoch++) {
-        for (int set = 0; set < 2; set++) {
-            ddp_sampler_set_epoch(&sampler[set], (uint64_t)epoch);
-            TRY(run_epoch(t, set, &sampler[set], &step, steps, set == TRAIN ? trained : tested));
-        }
-        if (speaks) printf("epoch %2d/%d   loss %.4f   test loss %.4f   accuracy %.2f%%   %.1f s\n", epoch + 1, j->epochs, trained[0].mean, tested[0].mean,
-                           100 * tested[1].mean, ddp_now() - start);
-        if (speaks) fflush(stdout);
+        TRY(run_epoch(t, TRAIN, epoch, &step, steps, trained));
+        TRY(run_epoch(t, TEST, epoch, &step, steps, tested));
+        if (!speaks) continue;
+        printf("epoch %2d/%d   loss %.4f   test loss %.4f   accuracy %.2f%%   %.1f s\n", epoch + 1, j->epochs, trained[0].mean, tested[0].mean,
+               100 * tested[1].mean, ddp_now() - start);
+        fflush(stdout);
     }
-    for (int set = 0; set < 2; set++) ddp_sampler_free(&sampler[set]);
     for (int i = 0; i < PARAMS; i++) hash = hash * 31 + drift_hash(t->params[i].value.data, (size_t)t->params[i].value.shape[0] * sizeof(float));
-    if (speaks) printf("ranks: %d\ntest images right: %.0f of %lld\nweights hash: %016llx\n", ddp_world_size(t->world), tested[1].sum, (long long)tested[1].count,
-                       (unsigned long long)hash);
-    return drift_check(t->world, t->params, PARAMS, step, 1);
+    TRY(drift_check(t->world, t->params, PARAMS, step, 1));
+    TRY(ddp_loader_get_stats(t->loader[TRAIN], &stats));
+    if (speaks)
+        printf("ranks: %d, %.2f s of the time waiting for data\ntest images right: %.0f of %lld\nweights hash: %016llx\n", ddp_world_size(t->world),
+               stats.wait_seconds, tested[1].sum, (long long)tested[1].count, (unsigned long long)hash);
+    return DDP_OK;
 }
 
 static ddp_result rank_main(ddp_group *world, void *user) {
@@ -193,30 +193,30 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         return WRONG("--batch %d is not 1, 2, 4 ... micro-batches of %d for each of %d ranks; use --batch %d", t.plan->batch, MICRO, ranks, MICRO * ranks);
     result = build(&t);
     if (result == DDP_OK) result = train(&t);
+    for (int set = 0; set < 2; set++) ddp_loader_destroy(t.loader[set]);
     ddp_accumulator_destroy(t.accumulator);
     ddp_reducer_destroy(t.reducer);
     for (int i = 0; i < PARAMS; i++) free(t.moments[i]);
     free(t.model.memory);
-    free(t.pixels);
     return result;
 }
 
 int main(int argc, char **argv) {
-    job j = {0, 10, 256, 256, 0, 1.5e-3, {DDP_ZERO, DDP_ZERO}, {DDP_ZERO, DDP_ZERO}, {0}};
+    job j = {0, 10, 256, 0, 1.5e-3, {DDP_ZERO, DDP_ZERO}, {DDP_ZERO, DDP_ZERO}, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}, {0}};
     const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = one per core, up to 4"},
                               {"--epochs", "N", &j.epochs, NULL, NULL, 1, 10000, "times through the data"},
                               {"--batch", "N", &j.batch, NULL, NULL, MICRO, 65536, "images of a step, over all ranks"},
-                              {"--width", "N", &j.width, NULL, NULL, 1, 8192, "of the two hidden layers"},
                               {"--lr", "X", NULL, &j.lr, NULL, 1e-9, 10, "learning rate at the start"},
                               {"--threads-as-ranks", NULL, &j.threads, NULL, NULL, 0, 1, "ranks are threads of one process"}};
     const char *folder = "/usr/share/datasets/fashion-mnist", **paths = (const char **)calloc((size_t)argc + 1, sizeof *paths);
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     ddp_launch_desc desc = DDP_ZERO;
     ddp_result result;
-    int status = paths ? options_read("train_mlp: trains a classifier on the images of a folder", options, 6, argc, argv, paths) : 1;
+    int status = paths ? options_read("train_mlp: trains a classifier on the images of a folder", options, 5, argc, argv, paths) : 1;
     if (status < 0) {
         if (paths[0]) folder = paths[0];
-        for (int i = 1; i < LAYERS; i++) j.widths[i] = j.width;
+        for (int i = 1; i < LAYERS; i++) j.widths[i] = HIDDEN;
+        for (int set = 0; set < 2; set++) j.fields[set][0] = &j.images[set], j.fields[set][1] = &j.labels[set];
         desc.world_size = j.ranks ? j.ranks : cores >= 4 ? 4 : cores >= 2 ? 2 : 1;
         desc.mode = j.threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
         result = open_data(&j, folder);
