@@ -269,7 +269,7 @@ int main(int argc, char **argv) {
         failures += ranks_run(mode, 3, timeout_ms, outlasts, &timeout_ms) != DDP_OK;
         if (mode == RANKS_PROCESSES) /* the watchdog is sooner than the timeout */
             failures += rank0_is_lost(SIGKILL, 60000 * DDP_TEST_SLOWDOWN, DDP_ERR_PEER_LOST, "rank 0 (pid");
-        if (mode == RANKS_PROCESSES) failures += rank0_is_lost(SIGSTOP, 1000, DDP_ERR_TIMEOUT, "missing: rank 0");
+        if (mode == RANKS_PROCESSES) failures += rank0_is_lost(SIGSTOP, 3000, DDP_ERR_TIMEOUT, "missing: rank 0");
     }
     printf("%s\n", failures ? "FAIL" : "ok");
     return failures != 0;
