@@ -212,6 +212,7 @@ typedef struct ddp_bucket {
     ddp_dtype dtype;
     int index, bucket_count;
     uint64_t divisor, step; /* step: 0 in the first */
+    const int *params; int param_count; /* whose gradients they are: places in the desc's params, in the order in which they lie in data */
 } ddp_bucket;
 
 /* Runs in place of the reducer's all-reduce, in issue order, on the thread that carries out the group's calls: it may make blocking
@@ -6122,13 +6123,14 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
     int ranges = 0;
     *bucket = made;
     for (int k = first; k <= last; k++) grads[reducer->walk[k]].bucket = bucket->index;
-    for (int k = first; k <= last; k++) {
-        ddp__grad *grad = &grads[reducer->walk[k]], *end = grad;
+    for (int k = first, begin = first; k <= last; k++) { /* sorts this part of walk by ranges */
+        int *walk = reducer->walk, next = k > first ? grads[walk[k - 1]].next : -1, goes_on = next >= 0 && grads[next].bucket == bucket->index, j = k;
+        while (goes_on ? walk[j] != next : grads[walk[j]].previous >= 0 && grads[grads[walk[j]].previous].bucket == bucket->index) j++;
+        ddp__grad *grad = &grads[next = walk[j]];
+        walk[j] = walk[k], walk[k] = next;
         grad->range = 0;
-        if (grad->count == 0 || (grad->previous >= 0 && grads[grad->previous].bucket == bucket->index)) continue;
-        while (end->next >= 0 && grads[end->next].bucket == bucket->index) end = &grads[end->next];
-        grad->range = (size_t)(end->data + end->size_bytes - grad->data) / size;
-        ranges++;
+        if (!goes_on) begin = k, ranges += grad->count > 0;
+        if (grad->count) grads[walk[begin]].range = (size_t)(grad->data + grad->size_bytes - grads[walk[begin]].data) / size;
     }
     for (int k = first; k <= last; k++) {
         ddp__grad *grad = &grads[reducer->walk[k]];
@@ -6192,7 +6194,8 @@ static ddp_result ddp__buckets_plan(ddp_reducer *reducer, int count) {
 static ddp_result ddp__bucket_reduce(ddp__bucket *bucket, void *data, size_t count) {
     ddp_reducer *reducer = bucket->reducer;
     ddp_group *group = reducer->group;
-    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps};
+    ddp_bucket view = {data, count, bucket->wire, bucket->index, reducer->stats.bucket_count, bucket->divisor, reducer->stats.steps,
+                       reducer->walk + bucket->first, bucket->last - bucket->first + 1};
     if (ddp__reducer_is_alone(reducer)) {
         reducer->device->divide(data, count, bucket->wire, bucket->divisor);
         return DDP_OK;
