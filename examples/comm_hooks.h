@@ -799,7 +799,8 @@ struct local_sgd {
 
 /* The first of the parameters with these values; tied ones move once. */
 static int comm__is_first(const ddp_param *params, int index) {
-    for (int i = 0; i < index; i++) if (params[i].value.data == params[index].value.data) return 0;
+    for (int i = 0; i < index; i++)
+        if (params[i].value.data == params[index].value.data && ddp_tensor_count(&params[i].value) > 0) return 0;
     return ddp_tensor_count(&params[index].value) > 0;
 }
 
@@ -933,9 +934,10 @@ COMM_DEF ddp_result local_sgd_load(local_sgd *local, const void *state, size_t s
     memcpy(&have, state, sizeof have);
     if (have.magic != COMM__SAVED || have.kind != 0) return ddp_fail(DDP_ERR_CORRUPT, "local_sgd_load: the state was not written by local_sgd_save");
     COMM__NEED(have.detail == comm__local_key(local), "local_sgd_load: the state is of another desc or other parameters; create the same, or start without");
-    if (state_bytes != sizeof have + comm__local_floats(local) * sizeof(float))
-        return ddp_fail(DDP_ERR_CORRUPT, "local_sgd_load: the state has %zu bytes, not %zu", state_bytes, sizeof have + comm__local_floats(local) * sizeof(float));
-    if (local->old) memcpy(local->old, (const unsigned char *)state + sizeof have, comm__local_floats(local) * sizeof(float));
+    size_t bytes = comm__local_floats(local) * sizeof(float);
+    if (state_bytes != sizeof have + bytes)
+        return ddp_fail(DDP_ERR_CORRUPT, "local_sgd_load: the state has %zu bytes, not %zu", state_bytes, sizeof have + bytes);
+    if (local->old) memcpy(local->old, (const unsigned char *)state + sizeof have, bytes);
     local->steps = have.q_total;
     return DDP_OK;
 }

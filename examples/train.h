@@ -53,7 +53,7 @@ typedef struct run_options {
     const run_program *program;
     run_config config;
     int32_t ranks, threads_as_ranks, recompute, replicas, stages, chunks, micro_batches, tensor, sequence_parallel, help;
-    const char *strategy, *checkpoint, *resume;
+    const char *strategy, *checkpoint, *resume, *hook;
     const char **paths;
     int path_count;
     int dealt;       /* micro-batches go to the ranks one by one in turn; 0 = in blocks */

@@ -19,10 +19,15 @@ A STEP
     an exact norm, AdamW runs on every rank alike, and the last line of the output is a hash of the weights that
     is the same for 1, 2 or 4 ranks with the same --batch and --micro-batch.
 
+    --hook sends fewer bytes of gradients, or sends them later (comm_hooks.h); the weights then depend on the number of ranks, and what a hook
+    remembers is not in a checkpoint.
+
     Rank 0 alone reads files, writes files and prints. */
+#define TRAIN_PROMISE "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit, but for --hook."
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
 #include "checkpoint.h"
+#include "comm_hooks.h"
 #include "train.h"
 
 static const flag FLAGS[] = {
@@ -30,6 +35,7 @@ static const flag FLAGS[] = {
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "FILE go on from a checkpoint, on any number of ranks"},
     RECOMPUTE_FLAG,
+    {"--hook", FLAG_TEXT, NOT_SAVED, AT(hook), 0, 0, "NAME how gradients are sent: bf16, f16, int8, powersgd, or delay, a step late; gives up equal bits"},
     {"--help", FLAG_SWITCH, NOT_SAVED, AT(help), 0, 1, "this text"},
 };
 static const run_program PROGRAM = {"train_gpt", "trains a byte-level GPT on text with data-parallel ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
@@ -47,15 +53,24 @@ typedef struct trainer {
     float *first, *second;         /* AdamW's moments, parameter_count each */
     ddp_reducer *reducer;
     ddp_accumulator *accumulator;
+    comm_hook *hook;               /* --hook, or NULL */
     ddp_result ready_result;       /* first failure inside a backward */
     double gather_seconds;
 } trainer;
+
+/* What --hook names; 0 = nothing that there is. */
+static comm_hook_kind hook_kind(const char *name) {
+    static const char *const names[] = {"bf16", "f16", "int8", "powersgd", "delay"}; /* as comm_hook_kind has them, from 1 */
+    for (int i = 0; i < 5; i++) if (!strcmp(name, names[i])) return (comm_hook_kind)(i + 1);
+    return (comm_hook_kind)0;
+}
 
 /* Rank 0: everything that can be wrong with the input is found here, before training and before anything is written. */
 static ddp_result plan_run(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     TRY(check_options(o, r->world_size));
+    if (o->hook && !hook_kind(o->hook)) return WRONG("--hook %.60s: give bf16, f16, int8, powersgd or delay", o->hook);
     if (o->checkpoint) TRY(check_writable(o->checkpoint));
     if (o->resume) TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &t->saved_header.run : NULL, &r->text);
@@ -106,10 +121,19 @@ static ddp_result build_parallel(trainer *t) {
     run *r = &t->run;
     ddp_reducer_desc reducer = DDP_ZERO;
     ddp_accumulator_desc accumulator = DDP_ZERO;
+    comm_hook_desc hook = DDP_ZERO;
 
     reducer.params = t->params; /* gradients are NULL: the reducer places them in group memory, bucket by bucket */
     reducer.param_count = r->model.param_count;
     reducer.micro_batch_count = r->micro_count;
+    if (r->options->hook) {
+        hook.kind = hook_kind(r->options->hook);
+        hook.params = t->params;
+        hook.param_count = r->model.param_count;
+        TRY(comm_hook_create(&t->hook, r->world, &hook));
+        reducer.hook = comm_hook_run;
+        reducer.hook_user = t->hook;
+    }
     TRY(ddp_reducer_create(&t->reducer, r->world, &reducer));
     for (int i = 0; i < r->model.param_count; i++) r->model.grads[i] = (float *)t->params[i].grad.data;
 
@@ -235,6 +259,12 @@ static void print_table(const run *r, const double *exposed) {
            tokens_per_second(r, r->plan.config.steps), 100 * mean, 100 * worst);
 }
 
+static void print_hook(const trainer *t) {
+    comm_hook_stats stats = DDP_ZERO;
+    if (!t->hook || comm_hook_get_stats(t->hook, &stats) != DDP_OK || stats.gradient_bytes == 0) return;
+    printf("  --hook %s sent %.1f%% of the bytes of the gradients\n\n", t->run.options->hook, 100.0 * (double)stats.sent_bytes / (double)stats.gradient_bytes);
+}
+
 /* Sample, table, and what every run ends with. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
@@ -249,6 +279,7 @@ static ddp_result finish(trainer *t, double validation) {
         print_sample(tokens, prompt);
         print_table(r, exposed);
         run_print_recompute(r);
+        print_hook(t);
     }
     return run_finish(r, validation, hash_weights(t));
 }
@@ -271,6 +302,7 @@ static void trainer_free(void *user) {
     trainer *t = (trainer *)user;
     ddp_accumulator_destroy(t->accumulator);
     ddp_reducer_destroy(t->reducer);
+    comm_hook_destroy(t->hook);
     run_free(&t->run);
     free(t->saved.bytes);
     free(t->params);
