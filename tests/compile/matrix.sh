@@ -102,12 +102,12 @@ case_declarations() { # strict ISO C and C++, each header first in its file, twi
 
 #== the implementation, by compiler and language =============================================================
 
-implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, the trainers gcc at -O3, case_linking gcc and g++ without
+implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, the trainers gcc at -O3 -march=native, case_linking gcc and g++ without
     implementation >unit.c
     build "$@" $warnings -I"$root" -c unit.c -o unit.o
 }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
-case_o3_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O3 -march=native; }
+case_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O0 -march=native; }
 case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings -fsyntax-only -I"$root" unit.c; }
 case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
 

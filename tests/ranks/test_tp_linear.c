@@ -1,6 +1,7 @@
 /*  test_tp_linear.c - the context, linear layers, the MLP's pair and normal values over W ranks against plain loops in double on one rank: forward and
     backward, cut and whole rows, uneven features, fused heads, in chunks (the same bits), finite differences, what is sent, what is refused, no memory
     taken, a rank that fails or dies half-way through. */
+#undef DDP_TENSOR_IMPLEMENTATION_INCLUDED /* it looks inside */
 #define DDP_TENSOR_IMPLEMENTATION
 #include "ddp_tensor.h"
 #include "../support/ranks.h"

@@ -38,6 +38,8 @@ typedef struct test_inner {
 } test_inner;
 
 extern test_inner inner;
+struct ddp_pipeline;
+double inner_span(const struct ddp_pipeline *pipeline, int rank); /* seconds from the first to the last action of a rank in the last step */
 extern __thread int machine_salt; /* ranks with different ones do not share a machine */
 
 #if defined(__cplusplus)

@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define DDP_STATIC /* what nobody calls is not compiled, and nothing here makes a group */
 #define DDP_IMPLEMENTATION
+#pragma GCC diagnostic ignored "-Wunused-function"
 #include "../../ddp_pipeline.h"
 
 static char *text_of(const ddp_schedule *s, ddp_schedule_format format) {

@@ -4,6 +4,7 @@
     test_pipeline BACKEND [W ...]: see support/ranks.h */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../support/pipeline.h"
+#include "../support/inner.h"
 
 static ranks_mode mode;
 
@@ -404,7 +405,7 @@ static ddp_result idle_rank(ddp_group *world) {
     pipe_desc(&m, s, &desc);
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     RANKS_OK(world, ddp_pipeline_step(pipeline));
-    RANKS_CHECK(world, pipeline->spans[0] == 0 && pipeline->spans[1] > 0, "spans %g and %g", pipeline->spans[0], pipeline->spans[1]);
+    RANKS_CHECK(world, inner_span(pipeline, 0) == 0 && inner_span(pipeline, 1) > 0, "spans %g and %g", inner_span(pipeline, 0), inner_span(pipeline, 1));
     ddp_pipeline_destroy(pipeline);
     ddp_schedule_destroy(s);
     return DDP_OK;

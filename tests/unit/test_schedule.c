@@ -1,5 +1,6 @@
 /*  test_schedule.c - schedules as data: the lists of every kind against worked examples and closed formulas, the checker against an executor of its own, the
     simulator against published bubble rates, CSV and pictures, lowering, and the cut of layers into stages against brute force. */
+#undef DDP_PIPELINE_IMPLEMENTATION_INCLUDED /* it looks inside */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "ddp_pipeline.h"
 #include "random.h"

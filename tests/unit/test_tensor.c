@@ -9,6 +9,8 @@
 
 #include "../support/unit.h"
 #include "../support/watchdog.h"
+#include <fcntl.h>
+#include <math.h>
 #include <sys/mman.h>
 
 static char path[64]; /* of a file that tests may write */

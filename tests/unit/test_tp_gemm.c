@@ -6,6 +6,7 @@
 #if defined(TP_GEMM_WIDE)
 #pragma GCC target("avx512f")
 #endif
+#undef DDP_TENSOR_IMPLEMENTATION_INCLUDED /* it looks inside */
 #define DDP_TENSOR_IMPLEMENTATION
 #include <math.h>
 #include "../../ddp_tensor.h"

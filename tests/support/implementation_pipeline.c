@@ -1,0 +1,6 @@
+/*  implementation_pipeline.c - the bodies of ddp_pipeline.h, as implementation.c has those of ddp.h. */
+#define DDP_PIPELINE_IMPLEMENTATION
+#include "../../ddp_pipeline.h"
+#include "inner.h"
+
+double inner_span(const ddp_pipeline *pipeline, int rank) { return pipeline->spans[rank]; }
