@@ -152,10 +152,10 @@ cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
 cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
 
-case_cuda() { # code for two generations and as PTX; then with ddp.h in a C file, this header's bodies for nvcc, and a C program that calls both
+case_cuda() { # as PTX, and code for a later generation; then with ddp.h in a C file, this header's bodies for nvcc, and a C program that calls both
     need_cuda
     { echo '#define DDP_CUDA_IMPLEMENTATION'; include ddp_cuda.cuh; } >unit.cu
-    cuda -O1 -Xptxas -O0 --keep -gencode arch=compute_80,code=[sm_80,sm_90,compute_80] -c unit.cu -o unit.o
+    cuda -O1 -Xptxas -O0 --keep -gencode arch=compute_80,code=[sm_90,compute_80] -c unit.cu -o unit.o
     set -- *.ptx
     [ $# -eq 1 ] && [ -f "$1" ] || fail "expected the PTX of one architecture, there is $*"
     grep -q 'ld.global.v4' "$1" && grep -q 'st.global.v4' "$1" || fail "no 16-byte accesses in $1"

@@ -38,7 +38,7 @@ compile() {
 }
 rm -f "$build/failed"
 level=-O2
-if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_80, sm_90 and PTX
+if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_90 and as PTX
     level=-O0
     programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline test_layers}
     for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0; done

@@ -565,11 +565,11 @@ static ddp_result free_slot(rig *g, slot *s) {
 static ddp_result run_all(rig *g, const plan *p) {
     int w = g->world_size;
     int slow = TEST_SLOW, few = slow > 1 || !(ranks_on.is & RANKS_ALL_CASES);
-    long stride = w <= 2 ? 1 : w <= 4 ? 7 : 41;
+    long stride = w <= 2 ? 3 : w <= 4 ? 11 : 41; /* every kind with every type and operation has a hundred cases and more */
     ddp_result result;
-    if (few) stride = stride * (slow > 1 ? 13 : 3) - 2;
+    if (few) stride = (w <= 2 ? 1 : w <= 4 ? 7 : 41) * (slow > 1 ? 13 : 3) - 2;
     result = w < 8 ? run_cross(g, stride) : run_many_ranks(g);
-    if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 1000 : 100);
+    if (result == DDP_OK && w < 8) result = run_thresholds(g, few ? 16 : w <= 4 ? 300 : 100);
     if (result == DDP_OK) result = run_random(g, (w <= 4 ? 2000 : w < 8 ? 500 : w < 33 ? 100 : 20) / slow, 4711u + (uint64_t)w);
     if (result == DDP_OK) result = run_barriers(g, p->entered, (w < 8 ? 500 : 50) / slow);
     return result;
