@@ -1549,6 +1549,7 @@ typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
     uint64_t divisor;
     ddp__merge_fn merge;
     int half, past;          /* f16 and bf16 add as f32; no output is a source, and all are written past the caches */
+    void *const *to, *const *from; /* not NULL: two arrays that are copied on the way, where two are added into two */
 } ddp__reduction;
 
 /* The gradient path, f32 SUM and AVG of W = 2 to 4 sources into D = 1 or W destinations, in one pass over memory; W and D are constants where this is
@@ -1556,16 +1557,20 @@ typedef struct ddp__reduction { /* what ddp__reduce_tree was asked for */
 #define DDP__F32_AT(array, k) ((ddp__any_f32 *)array[k] + first)
 #define DDP__FOUR(x) (*(const ddp__any_f32x4 *)(x + i))
 #define DDP__FUSED_SUM(at) (W == 4 ? (at(a) + at(b)) + (at(c) + at(d)) : W == 3 ? (at(a) + at(b)) + at(d) : at(a) + at(b))
-DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int divide, int wide, size_t first, size_t count, size_t runs) {
+DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int copies, int divide, int wide, size_t first, size_t count, size_t runs) {
     const ddp__any_f32 *a = DDP__F32_AT(r->src, 0), *b = DDP__F32_AT(r->src, 1), *c = DDP__F32_AT(r->src, W - 2), *d = DDP__F32_AT(r->src, W - 1);
     ddp__any_f32 *w = DDP__F32_AT(r->dst, 0), *x = DDP__F32_AT(r->dst, D > 1), *y = DDP__F32_AT(r->dst, D / 2), *z = DDP__F32_AT(r->dst, D - 1);
+    ddp__any_f32 *to0 = copies ? DDP__F32_AT(r->to, 0) : w, *to1 = copies ? DDP__F32_AT(r->to, 1) : w;
+    const ddp__any_f32 *from0 = copies ? DDP__F32_AT(r->from, 0) : w, *from1 = copies ? DDP__F32_AT(r->from, 1) : w;
     float factor = divide ? (float)r->divisor : 1.0f / (float)r->divisor;
     if (D == 1 && r->past)
         for (size_t i = 0; i < count; i += 4) DDP__STREAM(w + i, divide ? DDP__FUSED_SUM(DDP__FOUR) / factor : DDP__FUSED_SUM(DDP__FOUR) * factor);
     else
-#define DDP__FUSED_STEP(type, at)                                                     \
-    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;  \
-    at(w) = value; if (D > 1) at(x) = value; if (D > 3) at(y) = value; if (D > 2) at(z) = value;
+#define DDP__FUSED_STEP(type, at)                                                                \
+    type value = divide ? DDP__FUSED_SUM(at) / factor : DDP__FUSED_SUM(at) * factor;             \
+    if (copies) at(to0) = at(from0);                                                             \
+    at(w) = value; if (D > 1) at(x) = value; if (D > 3) at(y) = value; if (D > 2) at(z) = value; \
+    if (copies) at(to1) = at(from1);
         DDP__BY_LINE(wide, count, runs, DDP__FUSED_STEP);
 }
 
@@ -1573,11 +1578,12 @@ DDP__FORCED_INLINE void ddp__fused(const ddp__reduction *r, int W, int D, int di
 DDP__FORCED_INLINE int ddp__reduce_fused_as(const ddp__reduction *r, int wide, size_t first, size_t count, size_t runs) {
 #define DDP__FUSED(W, D)                                                                           \
     case 100 * W + D:                                                                              \
-        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 1, wide, first, count, runs);       \
-        else ddp__fused(r, W, D, 0, wide, first, count, runs);                                     \
+        if (r->divisor & (r->divisor - 1)) ddp__fused(r, W, D, 0, 1, wide, first, count, runs);    \
+        else ddp__fused(r, W, D, 0, 0, wide, first, count, runs);                                  \
         return 1;
     if (r->dtype != DDP_F32 || r->merge != ddp__merge_sum_f32) return 0;
     if (r->past && (r->dst_count > 1 || runs > 1 || count % 4 || (uintptr_t)DDP__F32_AT(r->dst, 0) % 16)) return 0; /* to several, blocks are faster */
+    if (r->to) { ddp__fused(r, 2, 2, 1, 0, wide, first, count, runs); return 1; }
     switch (100 * r->src_count + r->dst_count) {
     DDP__FUSED(2, 1) DDP__FUSED(2, 2) DDP__FUSED(3, 1) DDP__FUSED(3, 3) DDP__FUSED(4, 1) DDP__FUSED(4, 4)
     default: return 0;
@@ -1646,7 +1652,7 @@ static void ddp__reduce_run(const ddp__reduction *r, size_t first, size_t count)
 static void ddp__reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                              ddp_op op, uint64_t divisor, int how) {
     ddp__reduction r = {dst, src, dst_count, src_count, dtype, ddp_dtype_size(dtype), op == DDP_OP_AVG && divisor ? divisor : 1,
-                        ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST};
+                        ddp__merge_for(dtype, op), ddp__is_half(dtype), how == DDP__PAST, NULL, NULL};
     size_t step = DDP__RUN_BYTES / r.size, runs = !how || count * r.size < DDP__RUNS_BYTES ? 0 : ddp__runs(), each = runs ? count / runs / step * step : 0;
     for (int k = 0; r.past && k < dst_count * src_count; k++) r.past = dst[k / src_count] != src[k % src_count];
     if (src_count == 1 && r.divisor == 1) {
@@ -2667,34 +2673,21 @@ static int ddp__rounds_fuse(const ddp__local *l, const ddp__move *m, size_t k) {
            call->dtype == DDP_F32 && (call->op == DDP_OP_SUM || (call->op == DDP_OP_AVG && (call->divisor & (call->divisor - 1)) == 0));
 }
 
-typedef struct ddp__fused_round { ddp__any_f32 *fill, *give, *sums, *theirs, *a, *b, *take, *drain; float factor; } ddp__fused_round;
-DDP__FORCED_INLINE void ddp__round_lines(const ddp__fused_round *f, int wide, size_t count) {
-    ddp__any_f32 *fill = f->fill, *give = f->give, *sums = f->sums, *theirs = f->theirs, *a = f->a, *b = f->b, *take = f->take, *drain = f->drain;
-    size_t runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
-    float factor = f->factor;
-#define DDP__ROUND_STEP(type, at)                                                      \
-    type value = (at(a) + at(b)) * factor;                                             \
-    at(fill) = at(give); at(sums) = value; at(theirs) = value; at(take) = at(drain);
-    DDP__BY_LINE(wide, each, runs, DDP__ROUND_STEP);
-    for (size_t i = runs * each; i < count; i++) { DDP__ROUND_STEP(float, DDP__AT_ONE) }
-}
-DDP__WIDE static void ddp__round_lines_wide(const ddp__fused_round *f, size_t count) { ddp__round_lines(f, 1, count); }
-
 static ddp_result ddp__round_fused(ddp_group *group, ddp__local *l, const ddp__move *m, uint64_t first, size_t k) {
     int me = l->rank, peer = !me;
     ddp__part in = ddp__piece(m, ddp__gives(l->rank, m, peer), k, peer), sum = ddp__piece(m, ddp__takes(l->rank, m, me), k - 1, me);
     ddp__part out = ddp__piece(m, ddp__gives(l->rank, m, peer), k - 2, peer); /* all of one size: none is of the first chunk */
-#define DDP__FLOATS(memory, offset) ((ddp__any_f32 *)(uintptr_t)((memory) + (offset)))
-    ddp__any_f32 *theirs = DDP__FLOATS(ddp__slot_of(l, peer, first + k - 1), ddp__move_at(m, me)), *mine = DDP__FLOATS(m->send, sum.begin);
-    ddp__fused_round f = {
-        DDP__FLOATS(ddp__slot_of(l, me, first + k), ddp__move_at(m, peer)), DDP__FLOATS(m->send, in.begin), DDP__FLOATS(m->recv, sum.begin),
-        theirs, me ? theirs : mine, me ? mine : theirs, DDP__FLOATS(m->recv, out.begin),
-        DDP__FLOATS(ddp__slot_of(l, me, first + k - 2), ddp__move_at(m, peer)),
-        m->call->op == DDP_OP_AVG && m->call->divisor ? 1.0f / (float)m->call->divisor : 1.0f};
+    void *theirs = ddp__slot_of(l, peer, first + k - 1) + ddp__move_at(m, me), *mine = (void *)(uintptr_t)(m->send + sum.begin);
+    const void *add[2] = {me ? theirs : mine, me ? mine : theirs};
+    void *sums[2] = {m->recv + sum.begin, theirs}, *to[2] = {ddp__slot_of(l, me, first + k) + ddp__move_at(m, peer), m->recv + out.begin};
+    void *from[2] = {(void *)(uintptr_t)(m->send + in.begin), ddp__slot_of(l, me, first + k - 2) + ddp__move_at(m, peer)};
+    uint64_t divisor = m->call->op == DDP_OP_AVG && m->call->divisor ? m->call->divisor : 1;
+    const ddp__reduction r = {sums, add, 2, 2, DDP_F32, sizeof(float), divisor, ddp__merge_sum_f32, 0, 0, to, from};
+    size_t count = sum.size / sizeof(float), runs = ddp__runs(), each = count / runs / DDP__LANES * DDP__LANES;
     DDP__TRY(ddp__await_passed(group, l, first + k - 2));
     DDP__TRY(ddp__await_count(group, l, DDP__FILLED, peer, first + k - 1));
-    if (ddp__wide()) ddp__round_lines_wide(&f, sum.size / sizeof(float));
-    else ddp__round_lines(&f, 0, sum.size / sizeof(float));
+    ddp__reduce_fused(&r, 0, each, runs);
+    ddp__reduce_fused(&r, runs * each, count - runs * each, 1);
     ddp__tick(l, DDP__FILLED, first + k);
     ddp__tick(l, DDP__PASSED, first + k - 1);
     return DDP_OK;
