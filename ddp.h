@@ -916,7 +916,6 @@ extern "C" {
 #define DDP__OWN_LINE __attribute__((aligned(DDP__LINE))) /* on a member: nothing before it shares its line */
 #define DDP__ALIGN 64
 #define DDP__SKEW 69632      /* added between ranks' buffers: powers of two apart, they evict each other (cache way prediction) */
-#define DDP__WORLDS_MAX 64   /* worlds that one job can create, one after the other */
 
 #define DDP__CHUNK (512 * 1024)  /* one slot: what is in flight per rank and round; 256 to 768 KiB measured alike, less and more slower */
 #define DDP__SLOTS 3             /* rounds alive at once: filled, reduced, drained */
@@ -933,7 +932,6 @@ enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
 typedef struct ddp__job_rank {
     uint32_t state;
     int32_t pid, signal_number, exit_status;
-    uint32_t worlds;             /* worlds this rank has entered */
     int32_t result;              /* of its ddp_rank_fn */
     uint64_t start_time;         /* from /proc: tells a pid from its later reuse */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
@@ -949,7 +947,7 @@ typedef struct ddp__job {
     uint32_t cores;
     uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
     uint32_t failed_rank_plus_1; /* first rank whose function failed */
-    uint64_t world_offset[DDP__WORLDS_MAX];
+    uint64_t world;              /* where the control memory of all its ranks lies */
     ddp__job_rank rank[DDP_MAX_LOCAL_RANKS];
 } ddp__job;
 
@@ -1958,6 +1956,8 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
     return cores < 1 ? 1 : cores;
 }
 
+static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
+
 /* A new job of world_size ranks. */
 static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
     struct rlimit limit;
@@ -1982,7 +1982,10 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
     heap->job->amd = ddp__cpu_is_amd() != 0;
-    return DDP_OK;
+    if ((heap->job->world = ddp__control_create(heap, world_size)) != 0) return DDP_OK;
+    ddp__heap_release(heap);
+    *out = NULL;
+    return DDP_ERR_NO_MEMORY;
 }
 
 //== life and death of ranks ============================================================================ >>impl-life
@@ -2138,9 +2141,11 @@ static void ddp__wake_waiters(ddp__local *l) {
 static inline void ddp__announce(ddp__local *l) { if (__builtin_expect(ddp__load_relaxed(&l->control->sleepers) != 0, 0)) ddp__wake_waiters(l); }
 
 /* Records the first cause of the group's failure and wakes everybody. */
-static void ddp__local_poison(ddp__local *l, ddp_result code, const char *text) {
-    uint32_t healthy = 0;
+static void ddp__local_poison(ddp_group *group, void *state, ddp_result code, const char *text) {
+    ddp__local *l = (ddp__local *)state;
     ddp__control *c = l->control;
+    uint32_t healthy = 0;
+    (void)group;
     if (!__atomic_compare_exchange_n(&c->poison, &healthy, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE)) return;
     c->poison_code = (int32_t)code;
     snprintf(c->poison_text, sizeof c->poison_text, "%s", text);
@@ -2160,7 +2165,7 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
     return state == 2 ? (ddp_result)l->control->poison_code : DDP_ERR_PEER_LOST;
 }
 
-#define DDP__POISON(l, code, ...) ddp__local_poison(l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
+#define DDP__POISON(l, code, ...) ddp__local_poison(NULL, l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
 
 /* 1 when a member can answer no more; its reason in text. */
 static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
@@ -2233,7 +2238,7 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     for (int r = 0; r < l->world_size; r++)
         if (r != l->rank && ddp__word_of(words, stride, r) < target && ddp__member_gone(l, r, text, sizeof text) &&
             ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
-            ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
 }
 
 /* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
@@ -2268,7 +2273,7 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
             ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
-            if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(l, DDP_ERR_TIMEOUT, text);
+            if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
     if (ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].inside[0])) ddp__tell_inside(group, l, 0);
@@ -2416,7 +2421,7 @@ static ddp_result ddp__enter(ddp_group *group, ddp__local *l, const ddp_call *ca
         DDP__TRY(ddp__await(group, l, peer, &l->posts[call->seq & 1].seq, 2 * sizeof(ddp__post), call->seq));
         if (post->what[0] == signature && post->what[1] == call->count) continue;
         ddp_result result = peer < l->rank ? ddp__mismatch(peer, post->what, l->rank, mine->what) : ddp__mismatch(l->rank, mine->what, peer, post->what);
-        ddp__local_poison(l, result, ddp_last_error());
+        ddp__local_poison(NULL, l, result, ddp_last_error());
         return DDP_ERR_POISONED;
     }
     return DDP_OK;
@@ -2429,7 +2434,7 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     int error = errno; /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
-        if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return 0; }
+        if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text); return 0; }
     if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
     else DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
     return 0;
@@ -3023,7 +3028,7 @@ static void ddp__requests_look_for_lost(ddp__local *l) {
         if (r->done || (alive >> r->call.root & 1)) continue;
         if (!ddp__member_gone(l, r->call.root, text, sizeof text)) { alive |= UINT64_C(1) << r->call.root; continue; }
         ddp__requests_step(l, NULL); /* it may have sent before it left */
-        if (!r->done) { ddp__local_poison(l, DDP_ERR_PEER_LOST, text); return; }
+        if (!r->done) { ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text); return; }
     }
 }
 
@@ -3139,27 +3144,6 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     return l;
 }
 
-/* Each rank of the job enters its worlds in the same order; rank 0 makes the control memory of each and the others wait for it. */
-static ddp_result ddp__local_world(ddp_group *group, ddp__heap *heap) {
-    ddp__job *job = heap->job;
-    uint32_t number = job->rank[group->rank].worlds++;
-    double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    uint64_t offset = 0;
-    char text[128];
-    if (number >= DDP__WORLDS_MAX)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "ddp_group_create: this job has made %d worlds already; reuse one", DDP__WORLDS_MAX);
-    if (group->rank == 0 && !(offset = ddp__control_create(heap, group->world_size))) return DDP_ERR_NO_MEMORY;
-    if (group->rank == 0) ddp__store(&job->world_offset[number], offset);
-    while (!(offset = ddp__load(&job->world_offset[number]))) {
-        if (ddp__rank_gone(heap, 0, 0, text, sizeof text)) return DDP__RANK_FAIL(group, DDP_ERR_PEER_LOST, "ddp_group_create: %s", text);
-        if (ddp_now() > deadline)
-            return DDP__RANK_FAIL(group, DDP_ERR_TIMEOUT, "ddp_group_create: timed out after %d ms: rank 0 did not arrive", group->desc.timeout_ms);
-        usleep(200);
-    }
-    group->state = ddp__local_attach(group, heap, offset, NULL, NULL);
-    return group->state ? DDP_OK : DDP_ERR_NO_MEMORY;
-}
-
 /* members == NULL: this rank only helps. Rank 0 of each new group takes its control memory; the offsets travel by all_gather in the parent. */
 static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__local *l = (ddp__local *)state;
@@ -3239,14 +3223,9 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     (void)group;
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++)
         if (r != l->rank && ddp__load(&l->heap->job->rank[l->member[r]].state) == DDP__RANK_LOST && ddp__member_gone(l, r, text, sizeof text))
-            ddp__local_poison(l, DDP_ERR_PEER_LOST, text);
+            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     ddp_result result = ddp__local_cause(l, text, sizeof text);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
-}
-
-static void ddp__local_abort(ddp_group *group, void *state, ddp_result cause, const char *text) {
-    (void)group;
-    ddp__local_poison((ddp__local *)state, cause, text);
 }
 
 static void ddp__local_close(ddp_group *group, void *state) {
@@ -3297,7 +3276,7 @@ static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t
 
 static const ddp_backend ddp__backend_local = {
     "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
-    ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_abort, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
+    ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
     ddp__local_peer, ddp__local_raise, ddp__local_await, ddp__local_p2p_wake};
 
 //== the self backend: one rank ========================================================================= >>impl-self
@@ -3796,10 +3775,10 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
     int device_plus_1;   /* that ddp_launch_desc.devices gives it; 0 = none */
-    int owns_rank;       /* as in ddp__local */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     int found;           /* a launcher has said who this rank is */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
+    ddp_group *world;    /* of that ddp_launch, once it is there */
 } ddp__identity;
 
 /* Set while a ddp_rank_fn runs, so that a launch or a create inside it joins the same ranks. */
@@ -3875,7 +3854,6 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
         id->world_size = 1;
     } else if (ddp__here.heap && !url) {
         *id = ddp__here;
-        id->owns_rank = 0;
     } else {
         DDP__TRY(ddp__identity_resolve(id));
     }
@@ -4498,14 +4476,22 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
     return DDP__RANK_FAIL(group, v->result, "ddp_group_create: %s", ddp_last_error());
 }
 
-/* owns_rank: this is the rank's world. */
-static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap, int owns_rank) {
+/* The rank's world. */
+static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap) {
     char text[96];
-    DDP__TRY(ddp__local_world(group, heap));
-    ((ddp__local *)group->state)->owns_rank = owns_rank;
+    group->state = ddp__local_attach(group, heap, heap->job->world, NULL, NULL);
+    if (!group->state) return DDP_ERR_NO_MEMORY;
+    ((ddp__local *)group->state)->owns_rank = 1;
     snprintf(text, sizeof text, "no memfd on this kernel: shared memory is an unlinked file in %s", heap->job->folder);
     if (heap->job->folder[0]) ddp_group_log(group, text);
     return DDP_OK;
+}
+
+/* All ranks of the world once more. */
+static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
+    int all[DDP_MAX_LOCAL_RANKS];
+    for (int r = 0; r < group->world_size; r++) all[r] = r;
+    return ddp__local_split(world, world->state, group, all, group->world_size, &group->state);
 }
 
 /* The group's ranks meet on this machine: it becomes one of the local backend. */
@@ -4526,7 +4512,7 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
                                      sent ? "the job's shared memory could not be mapped" : "rank 0 sent no shared memory");
     group->backend = &ddp__backend_local;
     group->seq = 0;
-    ddp_result result = ddp__local_join(group, heap, 1);
+    ddp_result result = ddp__local_join(group, heap);
     ddp__heap_release(heap);
     return result;
 }
@@ -4884,7 +4870,8 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     DDP__TRY(ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL));
     if (!backend) result = ddp__tcp_open(group, v, -1);
     else if (backend->open) result = backend->open(group, &group->state);
-    else if (id->heap) result = ddp__local_join(group, id->heap, id->owns_rank);
+    else if (id->world) result = ddp__local_again(group, id->world);
+    else if (id->heap) result = ddp__local_join(group, id->heap);
     else result = ddp__local_meet(group, id->token);
     if (result == DDP_OK && backend && backend->open) ddp_group_set_local(group, id->local_rank, id->local_world_size);
     if (result == DDP_OK) *out = group;
@@ -4895,7 +4882,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     if (out) *out = NULL;
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
-    const ddp__identity id = {control->rank, control->world_size, control->local_rank, control->local_world_size, 0, 0, NULL, 0, ""};
+    const ddp__identity id = {control->rank, control->world_size, control->local_rank, control->local_world_size, 0, NULL, 0, "", NULL};
     ddp_group_desc d = control->desc;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user ? desc->backend_user : control;
@@ -5861,13 +5848,14 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, 1, launch->heap, 0, ""};
+    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, launch->heap, 0, "", NULL};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
     ddp__rank_enter(launch->heap, rank, (int)getpid());
     ddp__here = here;
     ddp_result result = ddp__world_new(&world, &desc->group, &ddp__backend_local, &here, NULL);
+    ddp__here.world = world;
     if (result == DDP_OK && desc->group.backend) result = ddp_group_create_on(&plugged, world, &desc->group);
     if (result == DDP_OK) result = launch->fn(plugged ? plugged : world, launch->user);
     ddp__here = outside;

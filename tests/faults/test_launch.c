@@ -247,6 +247,38 @@ static void test_restarts(void) {
     }
 }
 
+/* A create or a launch inside joins the same ranks, as often as one likes. */
+static ddp_result inside_main(ddp_group *again, void *user) {
+    ddp_group *world = *(ddp_group **)user;
+    int32_t sum = ddp_rank(world) + 1, w = ddp_world_size(world);
+    float *memory;
+    RANKS_CHECK(world, ddp_rank(again) == ddp_rank(world) && ddp_world_size(again) == w, "%d of %d", ddp_rank(again), ddp_world_size(again));
+    RANKS_OK(world, ddp_group_alloc(again, 64, (void **)&memory));
+    RANKS_OK(world, ddp_all_reduce(again, &sum, &sum, 1, DDP_I32, DDP_OP_SUM, NULL));
+    RANKS_CHECK(world, sum == w * (w + 1) / 2, "the sum is %d", (int)sum);
+    return DDP_OK;
+}
+
+static ddp_result again_main(ddp_group *world, void *user) {
+    ddp_launch_desc desc = DDP_ZERO;
+    ddp_group *again;
+    for (int i = 0; i < *(int *)user; i++) {
+        RANKS_OK(world, ddp_group_create(&again, NULL));
+        RANKS_OK(world, inside_main(again, &world));
+        ddp_group_destroy(again);
+    }
+    desc.world_size = 7; /* not read: it starts nothing */
+    RANKS_OK(world, ddp_launch(&desc, inside_main, &world));
+    return ddp_barrier(world);
+}
+
+static void test_inside(void) {
+    int times = 70;
+    faults_begin("a create and a launch inside");
+    EXPECT(launch(RANKS_PROCESSES, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(launch(RANKS_THREADS, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
+}
+
 /* Survivors that never look are given timeout_ms and then killed. */
 static ddp_result deaf_main(ddp_group *world, void *user) {
     (void)user;
@@ -376,6 +408,7 @@ int main(void) {
     test_cores();
     test_idle_ranks_sleep();
     test_restarts();
+    test_inside();
     test_deaf_survivors();
     test_error_text();
     test_signals();
