@@ -7,8 +7,13 @@
     the caches. Every result of a kernel is that of its test in tests/gpu: nothing is checked here. */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
+#if !defined(DDP_NO_NCCL)
+#include <nccl.h>
+#endif
 #include <algorithm>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define BLOCKS 9
 #define SOURCES 8
