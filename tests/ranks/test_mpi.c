@@ -283,7 +283,7 @@ static ddp_result many(void) {
     ddp_group *g = NULL, *part = NULL;
     ddp_work work;
     int w, rank, n = 0;
-    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 60000));
+    RANKS_OK(NULL, join(&g, DDP_ORDER_TREE, 200000));
     w = ddp_world_size(g);
     rank = ddp_rank(g);
     RANKS_CHECK(g, w > DDP_MAX_LOCAL_RANKS && w <= MOST, "%d ranks", w);
@@ -359,7 +359,7 @@ int main(int argc, char **argv) {
     static const struct { const char *name; ddp_result (*run)(void); } scenarios[] = {
         {"chosen", chosen}, {"users_single", users_single}, {"users_multiple", users_multiple}, {"from_mpi", from_mpi}, {"text", text}, {"orders", orders}, {"named", named},
         {"many", many}, {"large", large}};
-    watchdog_start(100);
+    watchdog_start(240);
     inner.mpi_chunk_bytes = (size_t)2 << 20; /* as for everybody */
     inner.mpi_piece_bytes = (size_t)1 << 30;
     atexit(last_look);
