@@ -848,7 +848,7 @@ static ddp_result all(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     static const int sizes[] = {1, 2, 3, 4, 0};
-    int failures = ranks_each(argc, argv, sizes, 100, &mode, all);
+    int failures = ranks_each(argc, argv, sizes, 200, &mode, all);
     if (failures < 0) return 2;
     for (int i = 0; (argc > 2 ? i + 2 < argc : sizes[i]) && !ranks_joins(mode); i++) failures += failures_of(argc > 2 ? atoi(argv[i + 2]) : sizes[i]);
     if (mode == RANKS_THREADS) failures += no_memory(3);
