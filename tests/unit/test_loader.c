@@ -626,6 +626,6 @@ int main(void) {
     data_fields[1].dtype = DDP_F32;
     data_fields[1].ndim = 1;
     data_fields[1].shape[0] = 3;
-    watchdog_start(100);
+    watchdog_start(50);
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
