@@ -8,6 +8,7 @@
 #   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
 #   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
 #   sh bench/run.sh --loader   samples per second of ddp_loader and what steps wait for it, under 2 minutes; beside PyTorch's where $PYTHON (python3) has it
+#   sh bench/run.sh --hooks    a bucket under each hook of examples/comm_hooks.h beside the plain all-reduce, under a minute; needs nothing else
 #   sh bench/run.sh --out DIR  results go to DIR instead of bench/results/last
 #   sh bench/run.sh --two SECONDS --four SECONDS    time for the runs with two and with four ranks; 0 leaves one out
 #
@@ -20,11 +21,11 @@ quick=0 part= two= four=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        --fsdp | --pipeline | --tensor | --optimizer | --loader) part=${1#--} ;;
+        --fsdp | --pipeline | --tensor | --optimizer | --loader | --hooks) part=${1#--} ;;
         --two) two=${2:?--two needs seconds}; shift ;;
         --four) four=${2:?--four needs seconds}; shift ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --optimizer, --loader, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
+        *) echo "bench: unknown argument $1 (--quick, --fsdp, --pipeline, --tensor, --optimizer, --loader, --hooks, --out DIR, --two SECONDS, --four SECONDS)" >&2; exit 1 ;;
     esac
     shift
 done

@@ -246,13 +246,21 @@ static ddp_result comm__check_bucket(const comm_hook *hook, const ddp_bucket *bu
 
 /* work = gradients, plus what is remembered. */
 static void comm__load_bucket(comm_hook *hook, const ddp_bucket *bucket, float *work) {
-    ddp_group_device(hook->group)->cast(work, DDP_F32, bucket->data, bucket->dtype, bucket->count);
+    const float *from = bucket->dtype == DDP_F32 ? (const float *)bucket->data : work;
+    if (from == work) ddp_group_device(hook->group)->cast(work, DDP_F32, bucket->data, bucket->dtype, bucket->count);
     for (int k = 0; k < bucket->param_count; k++) {
         const comm__part *part = &hook->parts[bucket->params[k]];
         const float *error = hook->error + part->start;
-        for (size_t i = 0; i < part->count; i++) work[i] += error[i];
-        work += part->count;
+        for (size_t i = 0; i < part->count; i++) work[i] = from[i] + error[i];
+        from += part->count, work += part->count;
     }
+}
+
+/* Where a result in f32 is made: in the bucket, or in work, which comm__deliver then casts. */
+static float *comm__result(const ddp_bucket *bucket, float *work) { return bucket->dtype == DDP_F32 ? (float *)bucket->data : work; }
+
+static void comm__deliver(const comm_hook *hook, const ddp_bucket *bucket, const float *result) {
+    if (bucket->dtype != DDP_F32) ddp_group_device(hook->group)->cast(bucket->data, bucket->dtype, result, DDP_F32, bucket->count);
 }
 
 /* What is left in work is remembered. */
@@ -313,10 +321,9 @@ static void comm__quantise(float *x, size_t count, float *scale, int8_t *q) {
     }
 }
 
-static void comm__expand(float *x, size_t count, const float *scale, const int8_t *q, int add) {
-    float step = *scale;
-    if (add) for (size_t i = 0; i < count; i++) x[i] += (float)q[i] * step;
-    else for (size_t i = 0; i < count; i++) x[i] = (float)q[i] * step;
+static void comm__expand(float *x, size_t count, float scale, const int8_t *q, int add) {
+    if (add) for (size_t i = 0; i < count; i++) x[i] += (float)q[i] * scale;
+    else for (size_t i = 0; i < count; i++) x[i] = (float)q[i] * scale;
 }
 
 /* A block of a bucket of count elements: where it begins, and how long it is. */
@@ -333,7 +340,7 @@ static void comm__own_share(const unsigned char *in, unsigned char *out, float *
         size_t n = comm__block((size_t)rank * each + b, block, count, &begin);
         for (int r = 0; r < ranks; r++) {
             const unsigned char *from = in + (size_t)r * share;
-            comm__expand(sum, n, (const float *)(const void *)from + b, (const int8_t *)from + 4 * each + b * block, r > 0);
+            comm__expand(sum, n, ((const float *)(const void *)from)[b], (const int8_t *)from + 4 * each + b * block, r > 0);
         }
         comm__quantise(sum, n, (float *)(void *)out + b, (int8_t *)out + 4 * each + b * block);
         for (size_t i = 0; i < n; i++) work[begin + i] += sum[i];
@@ -343,7 +350,6 @@ static void comm__own_share(const unsigned char *in, unsigned char *out, float *
 /*      rank 0's bucket  [share 0 | share 1]  --all-to-all-->  rank 0: share 0 of 0, share 0 of 1 --sum-->  share 0   --all-gather-->  both
         rank 1's bucket  [share 0 | share 1]                   rank 1: share 1 of 0, share 1 of 1 --sum-->  share 1                            */
 static ddp_result comm__int8(comm_hook *hook, ddp_bucket *bucket) {
-    const ddp_device *device = ddp_group_device(hook->group);
     int rank = ddp_rank(hook->group), ranks = ddp_world_size(hook->group);
     size_t block = (size_t)hook->desc.block, count = bucket->count, blocks = (count + block - 1) / block;
     size_t each = (blocks + (size_t)ranks - 1) / (size_t)ranks, share = each * (4 + block), begin;
@@ -362,13 +368,13 @@ static ddp_result comm__int8(comm_hook *hook, ddp_bucket *bucket) {
     comm__own_share(in, out + (size_t)rank * share, work, sum, count, block, each, rank, ranks);
     COMM__TRY(ddp_all_gather(hook->group, out + (size_t)rank * share, out, share, DDP_U8, NULL));
     comm__remember(hook, bucket, work);
+    float *result = comm__result(bucket, work), divisor = (float)bucket->divisor;
     for (size_t b = 0; b < blocks; b++) {
         const unsigned char *from = out + b / each * share;
         size_t n = comm__block(b, block, count, &begin), at = b % each;
-        comm__expand(work + begin, n, (const float *)(const void *)from + at, (const int8_t *)from + 4 * each + at * block, 0);
+        comm__expand(result + begin, n, ((const float *)(const void *)from)[at] / divisor, (const int8_t *)from + 4 * each + at * block, 0);
     }
-    device->divide(work, count, DDP_F32, bucket->divisor);
-    device->cast(bucket->data, bucket->dtype, work, DDP_F32, count);
+    comm__deliver(hook, bucket, result);
     hook->stats.sent_bytes += share * (size_t)ranks;
     return DDP_OK;
 }
@@ -448,11 +454,13 @@ static void comm__right(const comm__part *part, float *m, const float *p, float 
         for (int k = 0; k < part->columns; k++) comm__axpy(m + i * part->m, q + (size_t)k * part->m, part->m, -p[(size_t)k * part->n + i]);
 }
 
-/* out = P Q' */
-static void comm__product(const comm__part *part, float *out, const float *p, const float *q) {
-    memset(out, 0, part->count * sizeof *out);
-    for (size_t i = 0; i < part->n; i++)
-        for (int k = 0; k < part->columns; k++) comm__axpy(out + i * part->m, q + (size_t)k * part->m, part->m, p[(size_t)k * part->n + i]);
+/* out = P Q' / divisor */
+static void comm__product(const comm__part *part, float *out, const float *p, const float *q, float divisor) {
+    for (size_t i = 0; i < part->n; i++, out += part->m) {
+        float first = p[i] / divisor;
+        for (size_t j = 0; j < part->m; j++) out[j] = first * q[j];
+        for (int k = 1; k < part->columns; k++) comm__axpy(out, q + (size_t)k * part->m, part->m, p[(size_t)k * part->n + i] / divisor);
+    }
 }
 
 /* The Q of the next step is this step's, the same on every rank; columns that tell nothing are drawn anew. */
@@ -495,21 +503,23 @@ static void comm__power_middle(comm_hook *hook, const ddp_bucket *bucket, float 
     }
 }
 
-/* After them: the memory leaves m, the result enters it. */
-static void comm__power_end(comm_hook *hook, const ddp_bucket *bucket, float *m, const float *p, const float *q) {
+/* After them: the memory leaves m, the result enters out, which may be m. */
+static void comm__power_end(comm_hook *hook, const ddp_bucket *bucket, float *m, float *out, const float *p, const float *q) {
     for (int k = 0; k < bucket->param_count; k++) {
         const comm__part *part = &hook->parts[bucket->params[k]];
         if (!comm__is_finite(q, comm__right_count(part))) memset(m, 0, part->count * sizeof *m);
         memcpy(hook->error + part->start, m, part->count * sizeof *m);
-        if (part->columns) comm__product(part, m, p, q);
-        else memcpy(m, p, part->count * sizeof *m);
+        if (part->columns) comm__product(part, out, p, q, (float)bucket->divisor);
+        else {
+            memcpy(out, p, part->count * sizeof *out);
+            ddp_group_device(hook->group)->divide(out, part->count, DDP_F32, bucket->divisor); /* as the plain all-reduce does */
+        }
         comm__keep_q(hook, bucket->params[k], q, bucket->step);
-        p += comm__left_count(part), q += comm__right_count(part), m += part->count;
+        p += comm__left_count(part), q += comm__right_count(part), m += part->count, out += part->count;
     }
 }
 
 static ddp_result comm__power(comm_hook *hook, ddp_bucket *bucket) {
-    const ddp_device *device = ddp_group_device(hook->group);
     size_t lefts = 0, rights = 0;
     for (int k = 0; k < bucket->param_count; k++) {
         lefts += comm__left_count(&hook->parts[bucket->params[k]]);
@@ -525,9 +535,8 @@ static ddp_result comm__power(comm_hook *hook, ddp_bucket *bucket) {
     COMM__TRY(ddp_all_reduce(hook->group, p, p, lefts, DDP_F32, DDP_OP_SUM, NULL));
     comm__power_middle(hook, bucket, work, p, q);
     if (rights) COMM__TRY(ddp_all_reduce(hook->group, q, q, rights, DDP_F32, DDP_OP_SUM, NULL));
-    comm__power_end(hook, bucket, work, p, q);
-    device->divide(work, bucket->count, DDP_F32, bucket->divisor);
-    device->cast(bucket->data, bucket->dtype, work, DDP_F32, bucket->count);
+    comm__power_end(hook, bucket, work, comm__result(bucket, work), p, q);
+    comm__deliver(hook, bucket, work);
     hook->stats.sent_bytes += (lefts + rights) * sizeof(float);
     return DDP_OK;
 }

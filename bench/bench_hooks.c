@@ -1,0 +1,131 @@
+/*  bench_hooks.c - a bucket of 25 MiB under each hook of examples/comm_hooks.h beside the plain all-reduce: time and bytes.
+
+        sh bench/run.sh --hooks
+        cc -O3 -march=native -std=gnu11 bench/bench_hooks.c -o bench_hooks -lm -lpthread && ./bench_hooks [ranks, default 2 [rounds, default 21]]
+
+    One parameter of 2560 x 2560 f32 in group memory is the bucket. Each way has a reducer of its own over the same gradient, which is written anew before
+    each turn. Ways take turns in the same processes, in an order that is reversed every round. A turn starts at a barrier and its time is the slowest
+    rank's. A round gives one ratio to the plain all-reduce for each; figures are medians over rounds, and the quartiles beside them.
+
+    DELAY's turn is what a step still waits for when its predecessor's averages have had the time to arrive; then its own are let arrive. DiLoCo's is an outer
+    step, which comes every H-th time. Ranks of one machine read each other's memory, so plain is as fast as memory, and whoever rounds, multiplies or
+    copies besides is slower: "pays below" is the speed of a link, per rank, from which on what it saves is worth more. */
+#define DDP_IMPLEMENTATION
+#include "../ddp.h"
+#include "../examples/comm_hooks.h"
+#include "median.h"
+#include <stdio.h>
+#include <stdlib.h>
+
+#define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
+enum { SIDE = 2560, COUNT = SIDE * SIDE, ROUNDS_MAX = 400, WAYS = 8, PLAIN = 0, DILOCO = 7 };
+static const struct { const char *name; int kind, rank; } ways[WAYS] = {
+    {"plain all-reduce", 0, 0}, {"BF16", COMM_HOOK_BF16, 0}, {"F16", COMM_HOOK_F16, 0}, {"INT8, blocks of 256", COMM_HOOK_INT8, 0},
+    {"POWERSGD, rank 1", COMM_HOOK_POWERSGD, 1}, {"POWERSGD, rank 4", COMM_HOOK_POWERSGD, 4}, {"DELAY", COMM_HOOK_DELAY, 0}, {"DiLoCo, outer step", 0, 0},
+};
+
+typedef struct way {
+    ddp_param param;
+    comm_hook *hook;
+    ddp_reducer *reducer;
+    local_sgd *local;
+    double times[ROUNDS_MAX], ratios[ROUNDS_MAX];
+} way;
+
+static ddp_result build(ddp_group *world, way *w, int index, float *gradient) {
+    comm_hook_desc hook = DDP_ZERO;
+    ddp_reducer_desc reducer = DDP_ZERO;
+    local_sgd_desc local = DDP_ZERO;
+    w->param.value.dtype = DDP_F32;
+    w->param.value.ndim = 2;
+    w->param.value.shape[0] = w->param.value.shape[1] = SIDE;
+    w->param.value.data = gradient; /* nobody trains */
+    w->param.grad.data = gradient;
+    local.params = reducer.params = &w->param;
+    hook.params = &w->param;
+    hook.param_count = local.param_count = reducer.param_count = 1;
+    local.every = 1;
+    local.outer_lr = 0.7;
+    local.outer_momentum = 0.9;
+    if (index == DILOCO) return local_sgd_create(&w->local, world, &local);
+    hook.kind = (comm_hook_kind)ways[index].kind;
+    hook.rank = ways[index].rank;
+    reducer.skip_initial_broadcast = 1;
+    if (hook.kind) {
+        TRY(comm_hook_create(&w->hook, world, &hook));
+        reducer.hook = comm_hook_run;
+        reducer.hook_user = w->hook;
+    }
+    return ddp_reducer_create(&w->reducer, world, &reducer);
+}
+
+static ddp_result turn(ddp_group *world, way *w, float *gradient, const float *source, double *seconds) {
+    memcpy(gradient, source, (size_t)COUNT * sizeof *gradient);
+    TRY(ddp_barrier(world));
+    double start = ddp_now();
+    if (w->local) TRY(local_sgd_step(w->local, NULL));
+    else {
+        TRY(ddp_reducer_ready(w->reducer, 0));
+        TRY(ddp_reducer_wait(w->reducer));
+    }
+    *seconds = ddp_now() - start;
+    if (w->hook && w->hook->own) TRY(ddp_barrier(w->hook->own));
+    return ddp_all_reduce(world, seconds, seconds, 1, DDP_F64, DDP_OP_MAX, NULL);
+}
+
+static void print_row(way *all, int index, int rounds) {
+    way *w = &all[index];
+    comm_hook_stats stats = {(uint64_t)COUNT * 4, (uint64_t)COUNT * 4};
+    double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
+    char pays[32] = "";
+    if (w->hook) comm_hook_get_stats(w->hook, &stats);
+    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes;
+    if (share < 1 && time > plain) snprintf(pays, sizeof pays, "%.2f GB/s", (1 - share) * COUNT * 4.0 / (time - plain) * 1e-9);
+    if (share < 1 && time <= plain) snprintf(pays, sizeof pays, "any speed");
+    printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", ways[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
+           share * 100, index == DILOCO ? " / H" : "", pays);
+}
+
+static ddp_result measure(ddp_group *world, void *user) {
+    int rounds = *(int *)user, ranks = ddp_world_size(world);
+    way *all = (way *)calloc(WAYS, sizeof *all);
+    float *source = (float *)malloc((size_t)COUNT * sizeof *source);
+    void *gradient;
+    if (!all || !source) return ddp_fail(DDP_ERR_NO_MEMORY, "a gradient of 25 MiB");
+    TRY(ddp_group_alloc(world, (size_t)COUNT * sizeof *source, &gradient));
+    for (int i = 0; i < COUNT; i++) source[i] = (float)(int32_t)(comm__mix((uint64_t)i * 64 + (uint64_t)ddp_rank(world)) >> 32) * 1e-12f;
+    for (int i = 0; i < WAYS; i++) TRY(build(world, &all[i], i, (float *)gradient));
+    for (int round = -2; round < rounds; round++) {
+        double seconds[WAYS];
+        for (int k = 0; k < WAYS; k++) {
+            int i = round & 1 ? WAYS - 1 - k : k;
+            TRY(turn(world, &all[i], (float *)gradient, source, &seconds[i]));
+        }
+        for (int i = 0; i < WAYS && round >= 0; i++) all[i].times[round] = seconds[i], all[i].ratios[round] = seconds[i] / seconds[PLAIN];
+    }
+    if (ddp_rank(world) == 0) {
+        printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);
+        printf("| hook | ms | of plain (quartiles) | MiB sent | of the bytes | pays below |\n|---|---|---|---|---|---|\n");
+        for (int i = 0; i < WAYS; i++) print_row(all, i, rounds);
+    }
+    for (int i = 0; i < WAYS; i++) {
+        ddp_reducer_destroy(all[i].reducer);
+        comm_hook_destroy(all[i].hook);
+        local_sgd_destroy(all[i].local);
+    }
+    free(all);
+    free(source);
+    return ddp_barrier(world);
+}
+
+int main(int argc, char **argv) {
+    ddp_launch_desc desc = DDP_ZERO;
+    int rounds = argc > 2 ? atoi(argv[2]) : 21;
+    desc.world_size = argc > 1 ? atoi(argv[1]) : 2;
+    if (desc.world_size < 2 || desc.world_size > DDP_MAX_LOCAL_RANKS || rounds < 1 || rounds > ROUNDS_MAX)
+        return fprintf(stderr, "bench_hooks: give 2 to %d ranks and 1 to %d rounds\n", DDP_MAX_LOCAL_RANKS, ROUNDS_MAX), 1;
+    if (ddp_launch(&desc, measure, &rounds) == DDP_OK) return 0;
+    return fprintf(stderr, "bench_hooks: %s\n", ddp_last_error()), 1;
+}
+
+/* MIT License: see LICENSE. */
