@@ -285,7 +285,7 @@ static ddp_result sums_over_steps(ddp_group *group) {
     return DDP_OK;
 }
 
-/* Matrices of rank 1 on each rank add up to one of rank W <= 4: it arrives, but for rounding, and nothing is remembered. Zeros harm nothing. */
+/* Matrices of rank 1 on each rank add up to one of rank W <= 4: it arrives, but for rounding, and nothing is remembered. Zeros before it harm nothing. */
 static ddp_result low_rank_is_exact(ddp_group *group) {
     model m;
     how h = how_of(COMM_HOOK_POWERSGD);
@@ -295,15 +295,15 @@ static ddp_result low_rank_is_exact(ddp_group *group) {
         for (int i = 0; i < PARAMS; i++) {
             int64_t n = SHAPES[i][0] > 0 && m.count[i] ? SHAPES[i][1] : 1, columns = m.count[i] ? (int64_t)m.count[i] / n : 1;
             for (size_t e = 0; e < m.count[i]; e++)
-                ((float *)m.params[i].grad.data)[e] = step == 1 ? 0 : number(ddp_rank(group), step, i, e / (size_t)columns) *
-                                                                          number(ddp_rank(group), 99, i, e % (size_t)columns);
+                ((float *)m.params[i].grad.data)[e] = step < 2 ? 0 : number(ddp_rank(group), step, i, e / (size_t)columns) *
+                                                                         number(ddp_rank(group), 99, i, e % (size_t)columns);
         }
         RANKS_OK(group, model_reduce(&m));
         for (size_t i = 0, at = 0; i < PARAMS; at += m.count[i++])
             for (size_t e = 0; e < m.count[i]; e++) {
                 size_t columns = SHAPES[i][0] > 0 ? m.count[i] / (size_t)SHAPES[i][1] : m.count[i];
                 double sum = 0;
-                for (int r = 0; r < ranks && step != 1; r++) sum += (double)(number(r, step, (int)i, e / columns) * number(r, 99, (int)i, e % columns));
+                for (int r = 0; r < ranks && step >= 2; r++) sum += (double)(number(r, step, (int)i, e / columns) * number(r, 99, (int)i, e % columns));
                 RANKS_CHECK(group, fabs((double)m.out[at + e] - sum / ranks) < 1e-4,
                             "step %d param %d element %zu: %g for %g", step, (int)i, e, m.out[at + e], sum / ranks);
             }
@@ -343,14 +343,16 @@ static ddp_result one_step_late(ddp_group *group) {
 
 /* A NaN of the last rank reaches all, in its block or matrix at least; two steps later everything is finite again, and nothing of it is remembered. */
 static ddp_result not_a_number(ddp_group *group) {
-    for (int kind = COMM_HOOK_BF16; kind <= COMM_HOOK_POWERSGD; kind++) {
+    for (int c = COMM_HOOK_BF16; c <= COMM_HOOK_POWERSGD + (ddp_world_size(group) > 1); c++) {
         model m;
+        int overflow = c > COMM_HOOK_POWERSGD, kind = c - overflow; /* where P is finite, and Q is not */
         how h = how_of((comm_hook_kind)kind);
         RANKS_OK(group, model_open(&m, group, &h));
-        RANKS_OK(group, model_step(&m, 0));
+        if (!overflow) RANKS_OK(group, model_step(&m, 0));
         for (int i = 0; i < PARAMS; i++)
             for (size_t e = 0; e < m.count[i]; e++) ((float *)m.params[i].grad.data)[e] = number(ddp_rank(group), 1, i, e);
-        if (ddp_rank(group) == ddp_world_size(group) - 1) ((float *)m.params[5].grad.data)[77] = kind == COMM_HOOK_INT8 ? INFINITY : NAN;
+        if (ddp_rank(group) == ddp_world_size(group) - 1 && !overflow) ((float *)m.params[5].grad.data)[77] = kind == COMM_HOOK_INT8 ? INFINITY : NAN;
+        for (int row = 0; row < 64 && overflow; row++) ((float *)m.params[5].grad.data)[48 * row + 29] = 3e38f / (float)ddp_world_size(group);
         RANKS_OK(group, model_reduce(&m));
         const float *there = m.out + m.count[0] + m.count[1] + m.count[2] + m.count[3];
         RANKS_CHECK(group, !isfinite(there[77]), "kind %d: it became %g", kind, there[77]);
@@ -453,6 +455,10 @@ static ddp_result states_move(ddp_group *group, comm_hook_kind kind) {
     RANKS_OK(group, comm_hook_load(other.hook, list, sizes, ddp_rank(group) == 0 ? ranks : 0));
     RANKS_OK(group, memories(&other, have));
     for (size_t i = 0; i < m.total; i++) RANKS_CHECK(group, fabs(have[i] - want[i]) < 1e-5, "element %zu: %g for %g", i, have[i], want[i]);
+
+    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.hook->q, other.hook->q_total)), "ranks start from other Q");
+    RANKS_OK(group, model_step(&other, 3));
+    RANKS_CHECK(group, is_equal(group, hash_floats(0, other.out, other.total)), "ranks go on with other bits");
 
     RANKS_OK(group, ddp_group_split(group, ddp_rank(group), 0, &one));
     RANKS_OK(group, model_open(&alone, one, &h));
