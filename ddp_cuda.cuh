@@ -1636,6 +1636,7 @@ template <class T> struct ddp__cuda_layer_each {
 #define DDP__CUDA_INDICES 896
 typedef struct ddp__cuda_layer_op { ddp_layer op; } ddp__cuda_layer_op;
 typedef struct ddp__cuda_layer_part { ddp_layer op; int64_t begin, count; int32_t index[DDP__CUDA_INDICES]; } ddp__cuda_layer_part;
+static_assert(sizeof(ddp__cuda_layer_part) + sizeof(size_t) <= 4096, "a kernel's arguments are limited to 4 KiB");
 
 /* LOOKUP; and BACK, where the first row of a token adds all rows of it, in order: the additions of the CPU. */
 template <class T, int BACK> struct ddp__cuda_layer_lookup : ddp__cuda_layer_part {

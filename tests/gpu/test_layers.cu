@@ -400,7 +400,9 @@ static ddp_result bad_products(device_rank *d) {
         g.n = g.ldb = g.ldc = n % 100 + 1;
         RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
     }
+    RANKS_CHECK(d->cpu, fake_lt_tf32 == 0, "TF32 unasked for");
     RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&g, d->group));
+    RANKS_CHECK(d->cpu, fake_lt_tf32 == 1, "no TF32");
     ddp_device_cuda()->free(NULL, memory);
 #endif
     return DDP_OK;

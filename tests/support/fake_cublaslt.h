@@ -14,7 +14,7 @@ struct fake_lt_desc { int compute, scale, transposed[2]; };
 struct fake_lt_layout { int type; uint64_t rows, columns; int64_t step; };
 struct fake_lt_want { uint64_t bytes; uint32_t schemes, align[4]; };
 struct fake_lt_way { int compute; uint64_t m, n, k, bytes; uint32_t align[4]; };
-static int fake_lt_handles, fake_lt_asked; /* that live; questions for a way */
+static int fake_lt_handles, fake_lt_asked, fake_lt_tf32; /* that live; questions for a way; products by TF32 */
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
     static_assert(sizeof(T) <= sizeof(Opaque), "what NVIDIA keeps there is larger");
@@ -141,6 +141,7 @@ extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmul
         for (uint64_t j = 0; j < layout[i].columns; j++)
             ranges.push_back({(const char *)memory[i] + j * (uint64_t)layout[i].step * size, layout[i].rows * size, i == 2});
     }
+    fake_lt_tf32 += how.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
     int64_t steps[3] = {layout[0].step, layout[1].step, layout[2].step};
     std::vector<int64_t> step(steps, steps + 3);
     std::vector<const void *> at(memory, memory + 3);
