@@ -3652,12 +3652,10 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     return ddp__hand_out(group, op, work);
 }
 
-static ddp_result ddp__submit(ddp_group *group, ddp_call *call, ddp_work *work) { return ddp__issue(group, call, NULL, NULL, work); }
-
 DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_work *work) {
     ddp_call copy = *call;
     if (copy.op == DDP_OP_AVG && !copy.divisor) copy.divisor = (uint64_t)group->world_size;
-    return ddp__submit(group, &copy, work);
+    return ddp__issue(group, &copy, NULL, NULL, work);
 }
 
 /* A blocking call on host memory, whatever the device. */
@@ -3665,7 +3663,7 @@ static ddp_result ddp__submit_host(ddp_group *group, ddp_call_kind kind, const v
     ddp_call call = ddp__call_of(kind, send, recv, count, dtype);
     call.op = op;
     call.tag = tag;
-    return ddp__submit(group, &call, NULL);
+    return ddp__issue(group, &call, NULL, NULL, NULL);
 }
 
 DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argument, ddp_work *work) {
@@ -5592,13 +5590,6 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     return DDP_OK;
 }
 
-/* A group whose ranks share a machine becomes their local one, whose handle goes. */
-static void ddp__mpi_adopt(ddp_group *group, ddp_group *local, void **state) {
-    group->backend = local->backend;
-    *state = local->state;
-    ddp__group_delete(local);
-}
-
 /* machine: a number of this rank's. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
 static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
     size_t w = (size_t)group->world_size;
@@ -5623,8 +5614,10 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
         l->beside_fn = ddp__mpi_listen;
         MPI_Query_thread(&level);
         group->no_thread = level < MPI_THREAD_MULTIPLE;
-    } else {
-        ddp__mpi_adopt(group, s->local, state);
+    } else { /* all share a machine: the group becomes their local one, whose handle goes */
+        group->backend = s->local->backend;
+        *state = s->local->state;
+        ddp__group_delete(s->local);
         MPI_Comm_free(&s->comm);
         ddp_group_mfree(group, s->scratch);
         ddp_group_mfree(group, s);
@@ -5632,22 +5625,19 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
     return result;
 }
 
-/* A child on one machine is a group of the local backend. */
 static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__mpi *s = (ddp__mpi *)state;
     ddp_group *part = NULL;
     MPI_Comm comm = MPI_COMM_NULL;
     int color = child ? members[0] : -1, key = child ? child->rank : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
-    int here = part && part->world_size == member_count;
     *child_state = NULL;
     if (result == DDP_OK && !child && member_count) result = DDP_ERR_NO_MEMORY; /* of this rank; the caller knows the line */
     result = ddp__mpi_agree(parent, s, result, "another rank could not split; see its error");
     if (result == DDP_OK) /* all ranks, or none: it cannot be given up */
-        result = ddp__mpi_result(MPI_Comm_split(s->comm, child && !here ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
+        result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
     if (result != DDP_OK) ddp_group_destroy(part);
     if (result != DDP_OK || !child) return result;
-    if (here) { ddp__mpi_adopt(child, part, child_state); return DDP_OK; }
     result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
     if (result == DDP_OK) MPI_Comm_free(&comm);
     return result;
@@ -7812,7 +7802,7 @@ static ddp_result ddp__checked(ddp_group *group, ddp_call *call, ddp_work *work)
                        "send and recv overlap other than by its in-place rule");
     }
     if (call->op == DDP_OP_AVG) call->divisor = (uint64_t)group->world_size;
-    return p2p ? ddp__submit_p2p(group, call, work) : ddp__submit(group, call, work);
+    return p2p ? ddp__submit_p2p(group, call, work) : ddp__issue(group, call, NULL, NULL, work);
 }
 
 static ddp_result ddp__public(ddp_group *group, ddp_call_kind kind, const void *send, void *recv, size_t count, ddp_dtype dtype, ddp_op op,
