@@ -258,6 +258,40 @@ static ddp_result own_orders(device_rank *d, both *b) {
     return DDP_OK;
 }
 
+/* After the first step nothing is allocated: no memory of either side, no events. */
+static ddp_result without_memory(device_rank *d, both *b) {
+#if defined(DDP_TEST_ON_CPU)
+    static const char *const calls[] = {"cudaMalloc(", "cudaHostAlloc(", "cudaMallocAsync(", "cudaEventCreate", "cudaStreamCreate"};
+    int w = ddp_world_size(d->cpu), device;
+    ddp_schedule_desc shape = DDP_ZERO;
+    ddp_pipeline_tie tie = {0, 1, 2 * w - 2, 1}; /* on another rank, unless there is one */
+    ddp_pipeline_desc desc;
+    ddp_pipeline *pipeline;
+    ddp_schedule *s;
+    shape.kind = DDP_SCHEDULE_ZB_V, shape.rank_count = w, shape.microbatch_count = 2 * w;
+    RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
+    pipe_build(&b->near, 2 * w, 1);
+    PIPE_TRY(far_build(&b->far, d, &b->near));
+    far_desc(&b->far, s, &desc);
+    desc.ties = &tie, desc.tie_count = w > 1;
+    RANKS_OK(d->cpu, ddp_pipeline_create(&pipeline, d->group, &desc));
+    RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    if (ddp_rank(d->cpu) == 0) fake_record_from_here();
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    for (int step = 0; step < 3; step++) RANKS_OK(d->cpu, ddp_pipeline_step(pipeline));
+    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    std::string record = fake_record(device);
+    RANKS_CHECK(d->cpu, record.find("cudaMemcpyAsync") != std::string::npos, "nothing was recorded");
+    for (const char *call : calls) RANKS_CHECK(d->cpu, record.find(call) == std::string::npos, "%s in a later step", call);
+    ddp_pipeline_destroy(pipeline);
+    ddp_schedule_destroy(s);
+#else
+    (void)d, (void)b; /* the machine does not say */
+#endif
+    return DDP_OK;
+}
+
 //== replicas ===============================================================================
 
 static ddp_result on_ready(int stage, void *user) {
@@ -406,6 +440,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     b->far.memory = (float *)memory;
     RANKS_RUN(world, every_schedule(&d, b));
     RANKS_RUN(world, own_orders(&d, b));
+    RANKS_RUN(world, without_memory(&d, b));
     RANKS_RUN(world, replicas(&d));
     RANKS_RUN(world, failing(&d, b));
     ddp_device_cuda()->free(NULL, memory);
