@@ -216,8 +216,6 @@ typedef struct ddp_pipeline_call {
 /* A result other than DDP_OK ends the step on all ranks; the text of ddp_fail, if set, goes into the error. */
 typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user);
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
-/* Where the gradient of params[param] is final, after wait_grad: this rank's part of it. Both uses of a tied parameter have the same part on ranks of one
-   pipeline. Where a wait_grad that divides (ddp_fsdp_clip_grad_norm with FLT_MAX) came before, the sum has the bits of whole gradients. */
 typedef ddp_result (*ddp_final_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
 /* One stage. Only the entries of this rank's stages are read. Callbacks run on the thread of ddp_pipeline_step, one at a time, in the order of the
@@ -226,8 +224,7 @@ typedef struct ddp_pipeline_stage {
     const char *name;             /* appears in errors; NULL = "stage 3" and its like */
     ddp_pipeline_fn forward;      /* required */
     ddp_pipeline_fn backward;     /* B; NULL = input_grad, then weight_grad */
-    ddp_pipeline_fn input_grad;   /* required where the schedule has I */
-    ddp_pipeline_fn weight_grad;  /* required where the schedule has W */
+    ddp_pipeline_fn input_grad, weight_grad; /* required where the schedule has I, and W */
     void *user;
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
@@ -269,8 +266,7 @@ typedef struct ddp_pipeline_desc {
     int no_divide;                    /* 1 = gradients stay sums. 0 = after the last addition the runner divides once by update_interval; not where reduce_grad
                                          is set without divide: whoever adds over replicas divides (ddp_reducer_desc.micro_batch_count = update_interval) */
     int prefetch;                     /* 0 = 2; receives per edge and direction that are posted ahead of the action that needs them */
-    int timed;                        /* 1 = on a device with lanes the host waits for the compute lane before and after each action, so that times, costs and
-                                         stats are the device's. 0 = they are the host's, which only puts the work there */
+    int timed;                        /* 1 = on a device with lanes the host waits for each action: times and stats are the device's. 0 = of putting it there */
 } ddp_pipeline_desc;
 
 typedef struct ddp_pipeline_stats {
@@ -284,8 +280,7 @@ typedef struct ddp_pipeline_stats {
     size_t bytes_sent;          /* to other ranks; those of this machine read it where it was made */
     size_t bytes_handed_over;   /* between stages of this rank, and to the loss: read where they were made */
     size_t activation_bytes;    /* what this object holds: outputs, saved memory, gradients that travel; of other machines' ranks inputs as well */
-    size_t accumulation_bytes;  /* partial sums of gradients */
-    size_t version_bytes;       /* stashed weights */
+    size_t accumulation_bytes, version_bytes; /* partial sums of gradients; stashed weights */
 } ddp_pipeline_stats;
 
 typedef ddp_result (*ddp_layer_fn)(int layer, ddp_action_kind kind, void *user); /* for ddp_pipeline_profile: runs FORWARD, INPUT_GRAD or WEIGHT_GRAD to its end */
@@ -293,8 +288,7 @@ typedef struct ddp_profile_desc {
     int layer_count;     /* required */
     ddp_layer_fn run;    /* required; for each layer and round: F, I, W in this order */
     void *user;
-    int rounds;          /* 0 = 5; the median counts */
-    int warmup_rounds;   /* 0 = 1; -1 = none */
+    int rounds, warmup_rounds; /* 0 = 5, whose median counts, and 1; warmup_rounds -1 = none */
 } ddp_profile_desc;
 
 //== api ==================================================================================================== >>api
@@ -385,7 +379,10 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
        ddp_result release(int stage, void *user) { return ddp_fsdp_unit_release(model->fsdp[stage], 0); }
        ddp_result reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(model->fsdp[stage], 0); }
        ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
-       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update, stage->divide = 1; */
+       stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update, stage->divide = 1;
+
+   Tied gradients that come with unshard are added where final_grad says, called when every wait_grad has returned: this rank's part, which is the same part
+   of both uses on the ranks of one pipeline. ddp_fsdp_get_shard gives it, an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL). */
 
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
    pipeline lives, the group is its own. Errors, *out is NULL: DDP_ERR_INVALID names stage or edge (a callback that is missing, a shape; an edge to an

@@ -327,7 +327,8 @@ static ddp_result replicate(ddp_group *dp, far_model *f, int s, int sharded, int
 }
 
 /* The same with a far_model whose memory is the host's. */
-static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_model *f, const ddp_schedule *s, int sharded, int device, float (*out)[STAGE_FLOATS]) {
+static ddp_result one_side(device_rank *d, ddp_group *pp, ddp_group *dp, far_model *f, const ddp_schedule *s, int sharded, int device,
+                           float (*out)[STAGE_FLOATS]) {
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
     for (int k = 0; k < f->m.stages; k++)
@@ -382,7 +383,8 @@ static ddp_result replicas(device_rank *d) {
         f[0].m.first = 4 * ddp_rank(dp[0]);
         PIPE_TRY(far_build(&f[1], d, &f[0].m));
         for (int device = 0; device < 2; device++) PIPE_TRY(one_side(d, pp[device], dp[device], &f[device], s, turn / 2, device, out[device]));
-        RANKS_CHECK(d->cpu, memcmp(out[0], out[1], sizeof out[0]) == 0, "%s, %s: other weights", ddp_schedule_kind_name(shape.kind), turn / 2 ? "sharded" : "reducer");
+        RANKS_CHECK(d->cpu, memcmp(out[0], out[1], sizeof out[0]) == 0, "%s, %s: other weights", ddp_schedule_kind_name(shape.kind),
+                    turn / 2 ? "sharded" : "reducer");
         ddp_schedule_destroy(s);
     }
     for (int device = 0; device < 2; device++) ddp_group_destroy(dp[device]), ddp_group_destroy(pp[device]);
