@@ -289,7 +289,7 @@ static ddp_result comm__half(comm_hook *hook, ddp_bucket *bucket) {
 
 //== 8 bits ====================================================================================================
 
-/* A share is blocks_each blocks: their scales, then their numbers, one byte each. The bucket's last block may be short, and shares may have none at all. */
+/* A share is so many blocks (each): their scales, then their numbers, one byte each. The bucket's last block may be short, and shares may have none. */
 
 /* x = q scale + what stays in x. A block that is not finite has the scale NaN and leaves nothing; one too small for scales leaves all. */
 static void comm__quantise(float *x, size_t count, float *scale, int8_t *q) {

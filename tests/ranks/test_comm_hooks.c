@@ -1,9 +1,11 @@
 /*  test_comm_hooks.c - examples/comm_hooks.h over W ranks: what a bucket tells of its gradients, 16 bits as the reducer's own, sums that lose nothing
     over steps and regrouped buckets, PowerSGD exact where rank allows, a step late to the bit, NaN, one rank, saved states, bytes, memory, bad
-    input, local SGD and DiLoCo against plain loops, and a small model that learns with each of them. */
+    input, local SGD and DiLoCo against plain loops, a small model that learns with each of them, and a rank that is lost on the way. */
 #include "ddp.h"
 #include "comm_hooks.h"
 #include "../support/ranks.h"
+
+#include <signal.h>
 
 enum { PARAMS = 9, STEPS = 7, SAVED_HEADER = 40 /* bytes of a saved state before its numbers */ };
 
@@ -879,6 +881,46 @@ static ddp_result models_learn(ddp_group *group) {
     return DDP_OK;
 }
 
+//== a rank that is lost ====================================================================
+
+typedef struct trouble { int kind, leaves; ddp_result result[8]; char text[8][400]; } trouble;
+static trouble *troubles; /* shared by the ranks */
+
+/* Rank 1 is killed, or where ranks are threads returns, before its fourth step. */
+static ddp_result into_trouble(ddp_group *group, void *user) {
+    model m;
+    how h = how_of((comm_hook_kind)troubles->kind);
+    int rank = ddp_rank(group);
+    ddp_result result = model_open(&m, group, &h);
+    (void)user;
+    for (int step = 0; step < 6 && result == DDP_OK; step++) {
+        if (step == 3 && rank == 1 && !troubles->leaves) raise(SIGKILL);
+        if (step == 3 && rank == 1) { /* without what is collective */
+            ddp_group_destroy(m.hook->own);
+            return ddp_fail(DDP_ERR_ENGINE, "rank 1 has had enough");
+        }
+        result = model_step(&m, step);
+    }
+    troubles->result[rank] = result;
+    snprintf(troubles->text[rank], sizeof troubles->text[rank], "%.399s", ddp_last_error());
+    model_close(&m);
+    return result;
+}
+
+/* The others are told which rank it was, in the step and not after a timeout of ten minutes. */
+static int trouble_ends(ranks_mode mode, int kind) {
+    int failed = 0;
+    memset(troubles, 0, sizeof *troubles);
+    troubles->kind = kind;
+    troubles->leaves = ranks_backends[mode].start == RANKS_AS_THREADS;
+    (void)ranks_run(mode, 3, 600000, into_trouble, NULL);
+    for (int r = 0; r < 3; r += 2) {
+        if (troubles->result[r] == DDP_ERR_PEER_LOST && strstr(troubles->text[r], "rank 1")) continue;
+        failed = fprintf(stderr, "FAIL kind %d, rank %d/3: %s '%s'\n", kind, r, ddp_result_name(troubles->result[r]), troubles->text[r]) > 0;
+    }
+    return failed;
+}
+
 //== all of them ============================================================================
 
 static ddp_result cases(ddp_group *group, void *user) {
@@ -902,7 +944,12 @@ static ddp_result cases(ddp_group *group, void *user) {
 int main(int argc, char **argv) {
     static const int worlds[] = {1, 2, 3, 4, 0};
     ranks_mode mode;
+    int failed;
     ranks_memory.alloc_fn = counting_alloc;
     ranks_memory.free_fn = counting_free;
-    return ranks_each(argc, argv, worlds, 120, &mode, cases) != 0;
+    troubles = (trouble *)ranks_shared(sizeof *troubles);
+    failed = ranks_each(argc, argv, worlds, 55, &mode, cases) != 0;
+    for (int kind = COMM_HOOK_INT8; kind <= COMM_HOOK_DELAY && !failed; kind++)
+        failed = trouble_ends(mode, kind);
+    return failed;
 }
