@@ -1583,8 +1583,13 @@ template <ddp_dtype D> static ddp_result ddp__cuda_dequantise_run(void *dst, con
 /* What struct ddp_layer says, in T, f32 or f64. A thread has an element, a team of threads a row or a column: sums are doubles, and join in halves.
    Unlike the products above, these may be fused with sums: not the bits of the CPU, but the same ones in every run. */
 #define DDP__CUDA_LAYER "ddp_device_cuda layer"
+#if defined(__CUDA_ARCH__) /* memory of layers is aligned as its elements are */
+template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { return ((const T *)base)[i]; }
+template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ((T *)base)[i] = x; }
+#else
 template <class T> static DDP__HD T ddp__cuda_at(const void *base, int64_t i) { T x; ddp__cuda_get<1>(&x, base, (size_t)i); return x; }
 template <class T> static DDP__HD void ddp__cuda_set(void *base, int64_t i, T x) { ddp__cuda_put<1>(&x, base, (size_t)i); }
+#endif
 template <class T> static DDP__HD T ddp__cuda_sigmoid(T x) { return 1 / (1 + exp(-x)); }
 static DDP__HD int64_t ddp__cuda_row(size_t at, int64_t columns) { /* 32 bits divide in a third of the time */
     return (at | (size_t)columns) >> 32 ? (int64_t)at / columns : (int64_t)((uint32_t)at / (uint32_t)columns);
