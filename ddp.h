@@ -5743,7 +5743,7 @@ static ddp_result ddp__mesh_compare(const ddp_mesh *mesh) {
     ddp_group *world = mesh->world;
     size_t size = sizeof mesh->text;
     char *all = (char *)ddp_group_malloc(world, (size_t)world->world_size * size);
-    ddp_result result = all ? ddp_all_gather(world, mesh->text, all, size, DDP_U8, NULL) : DDP_ERR_NO_MEMORY;
+    ddp_result result = all ? ddp__submit_host(world, DDP_CALL_ALL_GATHER, mesh->text, all, size, DDP_U8, DDP_OP_SUM, DDP_ON_HOST) : DDP_ERR_NO_MEMORY;
     for (int r = 1; r < world->world_size && result == DDP_OK; r++)
         if (strcmp(all, all + (size_t)r * size) != 0)
             result = DDP__GROUP_FAIL(world, DDP_ERR_MISMATCH, "ddp_mesh_create: ranks made different meshes: rank 0 %.200s, rank %d %.200s", all, r,
@@ -6653,14 +6653,10 @@ DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count) {
 
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean) {
     struct { ddp_mean mean; int64_t negative; } all; /* 64-bit words alone */
-    ddp_call call = DDP_ZERO;
     DDP__NEED(group && mean, "group or mean is NULL");
     all.mean = *mean;
     all.negative = mean->count < 0;
-    call.kind = DDP_CALL_ALL_REDUCE, call.dtype = DDP_I64, call.op = DDP_OP_SUM, call.root = -1, call.tag = DDP_ON_HOST;
-    call.send = call.recv = &all;
-    call.count = sizeof all / sizeof(int64_t);
-    DDP__TRY(ddp_group_call(group, &call, NULL));
+    DDP__TRY(ddp__submit_host(group, DDP_CALL_ALL_REDUCE, &all, &all, sizeof all / sizeof(int64_t), DDP_I64, DDP_OP_SUM, DDP_ON_HOST));
     DDP__CHECK("ddp_mean_reduce", group, !all.negative, "the count is negative on %lld ranks, here it is %lld; counts of tokens add up",
                (long long)all.negative, (long long)mean->count);
     *mean = all.mean;

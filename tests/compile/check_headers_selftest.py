@@ -103,7 +103,7 @@ BROKEN = [
     ("None.", "N\u00f6ne.", "outside ASCII"),
     ("without warranty", "without any warranty", "words of LICENSE"),
     ("/*\nLicence", "/*\nLicence\n*/\n/* other */\n/*", "words of LICENSE"),
-    ("//== api ======================= >>api\n", "//== api ======================= >>api\n" + "\n" * 7400, "must stay under 7400"),
+    ("//== api ======================= >>api\n", "//== api ======================= >>api\n" + "\n" * 7900, "must stay under 7900"),
     ("/*  demo.h", "#pragma once\n/*  demo.h", "does not start with"),
 ]
 
@@ -133,7 +133,7 @@ class Style(unittest.TestCase):
 
     def test_siblings_are_shorter(self):
         text = GOOD.replace("//== api ======================= >>api\n", "//== api ======================= >>api\n" + "\n" * 4450)
-        self.assertTrue(any("under 4440" in m for _, m in check_headers.check_header("ddp_fsdp.h", text, LICENCE)))
+        self.assertTrue(any("under 4490" in m for _, m in check_headers.check_header("ddp_fsdp.h", text, LICENCE)))
 
 
 class Examples(unittest.TestCase):

@@ -356,6 +356,12 @@ static ddp_result tree(rank_state *s) {
 static ddp_result splits(rank_state *s) {
     ddp_group *half = NULL, *none = NULL;
     float *expected;
+    ddp_mesh *mesh; /* ranks compare their texts, which are host memory: once they went to NCCL as they were */
+    ddp_mesh_desc desc = DDP_ZERO;
+    desc.ndim = 2, desc.shape[0] = 1, desc.shape[1] = s->size, desc.names[0] = "pp", desc.names[1] = "dp";
+    RANKS_OK(s->cpu, ddp_mesh_create(&mesh, s->group, &desc));
+    RANKS_CHECK(s->cpu, ddp_world_size(ddp_mesh_group(mesh, "dp")) == s->size, "a mesh of %d ranks", s->size);
+    ddp_mesh_destroy(mesh);
     RANKS_OK(s->cpu, ddp_group_split(s->group, s->rank % 2, -s->rank, &half));
     RANKS_OK(s->cpu, ddp_group_split(s->group, s->rank == 0 ? -1 : 7, 0, &none));
     RANKS_CHECK(s->cpu, !none == (s->rank == 0), "a split without color");
