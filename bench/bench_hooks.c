@@ -73,14 +73,14 @@ static ddp_result turn(ddp_group *world, way *w, float *gradient, const float *s
     return ddp_all_reduce(world, seconds, seconds, 1, DDP_F64, DDP_OP_MAX, NULL);
 }
 
-static void print_row(way *all, int index, int rounds) {
+static void print_row(way *all, int index, int ranks, int rounds) {
     way *w = &all[index];
     comm_hook_stats stats = {(uint64_t)COUNT * 4, (uint64_t)COUNT * 4};
     double time = median(w->times, rounds), plain = median(all[PLAIN].times, rounds), low = quantile(w->ratios, rounds, 0.25), high = quantile(w->ratios, rounds, 0.75);
     char pays[32] = "";
     if (w->hook) comm_hook_get_stats(w->hook, &stats);
-    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes;
-    if (share < 1 && time > plain) snprintf(pays, sizeof pays, "%.2f GB/s", (1 - share) * COUNT * 4.0 / (time - plain) * 1e-9);
+    double share = (double)stats.sent_bytes / (double)stats.gradient_bytes, travels = 2.0 * (ranks - 1) / ranks * COUNT * 4.0; /* of each rank's, in a ring */
+    if (share < 1 && time > plain) snprintf(pays, sizeof pays, "%.2f GB/s", (1 - share) * travels / (time - plain) * 1e-9);
     if (share < 1 && time <= plain) snprintf(pays, sizeof pays, "any speed");
     printf("| %s | %.2f | %.2f (%.2f to %.2f) | %.2f | %.1f%%%s | %s |\n", ways[index].name, time * 1e3, median(w->ratios, rounds), low, high, share * COUNT * 4 / 1048576.0,
            share * 100, index == DILOCO ? " / H" : "", pays);
@@ -106,7 +106,7 @@ static ddp_result measure(ddp_group *world, void *user) {
     if (ddp_rank(world) == 0) {
         printf("A bucket of 25 MiB on %d ranks, medians of %d rounds\n\n", ranks, rounds);
         printf("| hook | ms | of plain (quartiles) | MiB sent | of the bytes | pays below |\n|---|---|---|---|---|---|\n");
-        for (int i = 0; i < WAYS; i++) print_row(all, i, rounds);
+        for (int i = 0; i < WAYS; i++) print_row(all, i, ranks, rounds);
     }
     for (int i = 0; i < WAYS; i++) {
         ddp_reducer_destroy(all[i].reducer);

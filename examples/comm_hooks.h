@@ -130,6 +130,9 @@ COMM_DEF void local_sgd_destroy(local_sgd *local); /* not collective; NULL is ig
 #define COMM__TRY(call) do { ddp_result comm__result = (call); if (comm__result != DDP_OK) return comm__result; } while (0)
 #define COMM__NEED(condition, ...) do { if (!(condition)) return ddp_fail(DDP_ERR_INVALID, __VA_ARGS__); } while (0)
 #define COMM__NOWHERE ((size_t)-1)
+#ifndef COMM__PIECE
+#define COMM__PIECE ((size_t)1 << 18) /* elements that BF16 and F16 cast and send at once: both sides stay in cache */
+#endif
 #define COMM__LANES 16 /* sums that run side by side, so that compilers use vectors */
 #define COMM__SAVED UINT64_C(0x31306b6f6f686463) /* first word of a saved state */
 
@@ -280,10 +283,15 @@ static ddp_result comm__half(comm_hook *hook, ddp_bucket *bucket) {
     if (ddp_dtype_size(bucket->dtype) <= 2) half = bucket->dtype; /* it is small already */
     hook->stats.sent_bytes += bucket->count * 2;
     if (half == bucket->dtype) return comm__average(hook->group, bucket->data, bucket->count, half, bucket->divisor, NULL);
-    COMM__TRY(comm__grow(hook->group, &hook->wires[0], bucket->count * 2, 1));
-    device->cast(hook->wires[0].memory, half, bucket->data, bucket->dtype, bucket->count);
-    COMM__TRY(comm__average(hook->group, hook->wires[0].memory, bucket->count, half, bucket->divisor, NULL));
-    device->cast(bucket->data, bucket->dtype, hook->wires[0].memory, half, bucket->count);
+    size_t size = ddp_dtype_size(bucket->dtype), n;
+    COMM__TRY(comm__grow(hook->group, &hook->wires[0], COMM__PIECE * 2, 1));
+    for (size_t at = 0; at < bucket->count; at += n) {
+        unsigned char *data = (unsigned char *)bucket->data + at * size;
+        n = bucket->count - at < COMM__PIECE ? bucket->count - at : COMM__PIECE;
+        device->cast(hook->wires[0].memory, half, data, bucket->dtype, n);
+        COMM__TRY(comm__average(hook->group, hook->wires[0].memory, n, half, bucket->divisor, NULL));
+        device->cast(data, bucket->dtype, hook->wires[0].memory, half, n);
+    }
     return DDP_OK;
 }
 

@@ -2,6 +2,7 @@
     over steps and regrouped buckets, PowerSGD exact where rank allows, a step late to the bit, NaN, one rank, saved states, bytes, memory, bad
     input, local SGD and DiLoCo against plain loops, a small model that learns with each of them, and a rank that is lost on the way. */
 #include "ddp.h"
+#define COMM__PIECE ((size_t)1000) /* buckets are cut */
 #include "comm_hooks.h"
 #include "../support/ranks.h"
 
