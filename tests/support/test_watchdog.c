@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #undef DDP_TEST_SLOWDOWN
 #define DDP_TEST_SLOWDOWN 1
+#define DDP_TEST_PATIENCE 1
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>

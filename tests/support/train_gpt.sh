@@ -3,7 +3,7 @@
 set -u
 program=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 slowdown=${DDP_TEST_SLOWDOWN:-1} # 3 and 6 under sanitizers, which look at memory and threads: fewer steps and numbers of ranks will do there
-limit=$((60 * slowdown))
+limit=$((180 * slowdown))
 work=$(mktemp -d) || exit 1
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 cd "$work" || exit 1

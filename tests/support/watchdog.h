@@ -1,7 +1,7 @@
 /*  watchdog.h - ends a test that hangs, with all its children, and says which test it was.
 
     watchdog_start(60) at the top of main, before any thread or rank exists. When the program still runs after
-    60 s (times DDP_TEST_SLOWDOWN under a sanitizer), a line on stderr names it and its whole process group gets SIGKILL.
+    60 s (times DDP_TEST_SLOWDOWN under a sanitizer, and DDP_TEST_PATIENCE), a line on stderr names it and its whole process group gets SIGKILL.
 
     The watcher is a process of its own, not a thread and not a signal: a test may block every signal, hold every
     lock, or fork. It is forked twice, so it is nobody's child here: wait() and "no child is left" checks never meet it.
@@ -21,6 +21,9 @@
 
 #ifndef DDP_TEST_SLOWDOWN
 #define DDP_TEST_SLOWDOWN 1 /* the build sets it for sanitizer flavours */
+#endif
+#ifndef DDP_TEST_PATIENCE
+#define DDP_TEST_PATIENCE 3 /* a busy machine, or a slow one: where nothing hangs, a late last resort costs nothing */
 #endif
 
 /* The program's name from /proc, so that main need not pass argv[0]. */
@@ -88,7 +91,7 @@ static void watchdog_start(int seconds) {
         /* stdout stays open nowhere but in the test: a reader of the pipe sees its end when the test ends. */
         close(0);
         close(1);
-        watchdog_watch(test, seconds * DDP_TEST_SLOWDOWN, name);
+        watchdog_watch(test, seconds * DDP_TEST_SLOWDOWN * DDP_TEST_PATIENCE, name);
     }
     if (child > 0) {
         int status;
