@@ -204,8 +204,10 @@ DDPDEF ddp_result ddp_cuda_check(void);
 /* Products of device memory by cuBLASLt, on this thread's stream as above; only with DDP_USE_CUBLASLT. ddp_tensor.h's layers use the first on a group of
    GPUs where ddp_tp_desc.gemm is NULL; for the other, which may round factors to TF32, set it, and gemm_user to the group. user is that group, which
    keeps a handle and 32 MiB from the first call on. The same call gives the same bits. DDP_ERR_ENGINE names cuBLASLt's status. */
+#if defined(DDP_USE_CUBLASLT)
 DDPDEF ddp_result ddp_cuda_gemm(const ddp_gemm *gemm, void *user);
 DDPDEF ddp_result ddp_cuda_gemm_tf32(const ddp_gemm *gemm, void *user);
+#endif
 
 /* --- kernels ---
    All pointers to payloads are device memory, lists of pointers and ranges are host memory and read before the call returns.
