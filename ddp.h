@@ -6628,8 +6628,11 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     if (result == DDP_OK) result = ddp__reducer_drain(reducer, missing < 0 || reducer->group->world_size > 1);
     if (result == DDP_OK) result = find ? ddp__reducer_find_unused(reducer) : ddp__reducer_check_missing(reducer, missing);
     for (int i = 0; i < reducer->desc.param_count && result == DDP_OK; i++) { /* later uses of tied parameters into the first, in definition order */
-        const ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
-        if (use != first && use->count && !use->unused) reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
+        ddp__grad *use = &reducer->grads[i], *first = &reducer->grads[use->first_use];
+        if (use == first || !use->count || use->unused) continue;
+        if (first->bucket < 0 && !first->ready) reducer->device->fill_zero(first->data, first->size_bytes); /* static_graph: itself unused */
+        first->ready |= first->bucket < 0;
+        reducer->device->add(first->data, first->data, use->data, use->count, use->dtype);
     }
     if (result == DDP_OK) result = ddp__device_check(reducer->group);
     stats->bytes_reduced = reducer->sent;

@@ -363,34 +363,35 @@ static ddp_result no_sync_then_sync(ddp_group *group, void *user) {
     return DDP_OK;
 }
 
-static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *user) {
+/* fixed: static_graph, and nobody uses the first one itself, whose gradient then is the others' all the same. */
+static ddp_result tied_uses(ddp_group *group, int fixed) {
     model m;
     ddp_reducer *reducer;
     ddp_reducer_desc desc;
     int w = ddp_world_size(group);
-    (void)user;
     model_open(&m, group, 6);
     for (int i = 2; i < 6; i += 3) { /* 2 and 5 are uses of 0, all of one shape */
         m.params[i].value = m.params[0].value;
     }
     desc = model_desc(&m);
+    desc.static_graph = fixed;
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
-    for (int step = 0; step < 2; step++) {
-        for (int i = 5; i >= 0; i--) {
+    for (int step = 0; step < 3; step++) {
+        for (int i = 5; i >= fixed; i--) {
             fill_param(&m, i, step);
             RANKS_OK(group, ddp_reducer_ready(reducer, i));
         }
         RANKS_OK(group, ddp_reducer_wait(reducer));
         for (size_t k = 0; k < param_elements(&m.params[0]); k++) {
             float want = 0;
-            for (int i = 0; i < 6; i++) {
+            for (int i = fixed; i < 6; i++) {
                 ranks_data data = param_data(&m, i, step);
                 float part;
                 ranks_reduce(&part, &data, DDP_OP_AVG, w, (uint64_t)w, k, 1);
                 if (i == 0) want = part;
                 else if (i == 2 || i == 5) want += part;
             }
-            RANKS_CHECK(group, ((float *)m.params[0].grad.data)[k] == want, "element %zu", k);
+            RANKS_CHECK(group, ((float *)m.params[0].grad.data)[k] == want, "static_graph=%d step %d element %zu", fixed, step, k);
         }
         PASS(check_param(&m, 1, step, (uint64_t)w));
         PASS(check_param(&m, 4, step, (uint64_t)w));
@@ -398,6 +399,12 @@ static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *use
     ddp_reducer_destroy(reducer);
     model_close(&m);
     return DDP_OK;
+}
+
+static ddp_result tied_uses_add_up_after_the_average(ddp_group *group, void *user) {
+    (void)user;
+    PASS(tied_uses(group, 0));
+    return tied_uses(group, 1);
 }
 
 //== disagreements ==========================================================================
