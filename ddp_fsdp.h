@@ -3584,10 +3584,13 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
     DDP__FSDP_NEED(fsdp->desc.per_token && !fsdp->divisor, "%s", fsdp->divisor && fsdp->desc.per_token ? "this step's tokens are known already; call it once"
                    : "per_token is 0 in the desc, the gradients will be divided by ranks and micro-batches; set it");
     DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit)); /* which may be at work in replicas */
-    DDP__FSDP_TRY(ddp_mean_reduce(fsdp->group, loss));
-    if (fsdp->desc.replicas) DDP__FSDP_TRY(ddp_mean_reduce(fsdp->desc.replicas, loss));
-    fsdp->divisor = loss->count ? (uint64_t)loss->count : 1;
-    return DDP_OK;
+    ddp_mean all = *loss;
+    ddp_result result = ddp_mean_reduce(fsdp->group, &all);
+    if (result == DDP_ERR_INVALID) all.count = -1; /* replicas hear of it too */
+    if (fsdp->desc.replicas && (result == DDP_OK || result == DDP_ERR_INVALID)) result = ddp_mean_reduce(fsdp->desc.replicas, &all);
+    if (result == DDP_OK) fsdp->divisor = all.count ? (uint64_t)all.count : 1, *loss = all;
+    return result != DDP_ERR_INVALID ? result : ddp__fsdp_bad(__func__, fsdp->group, "a rank's count is negative, here it is %lld; counts of tokens add up",
+                                                              (long long)loss->count);
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {

@@ -282,6 +282,11 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
     }
     if (p->tokens) {
         RANKS_CHECK(group, ddp_fsdp_step(fsdp, 0.05f) == DDP_ERR_INVALID && strstr(ddp_last_error(), "call ddp_fsdp_mean first"), "%s", ddp_last_error());
+        ddp_mean wrong = loss, before = loss;
+        if (rank == world - 1) wrong.count = -2; /* an error on all, replicas too, and nothing is lost */
+        RANKS_CHECK(group, ddp_fsdp_mean(fsdp, &wrong) == DDP_ERR_INVALID && strstr(ddp_last_error(), "negative"), "%s", ddp_last_error());
+        if (rank == world - 1) before.count = -2;
+        RANKS_CHECK(group, memcmp(&wrong, &before, sizeof wrong) == 0, "a refused mean has changed");
         RANKS_OK(group, ddp_fsdp_mean(fsdp, &loss));
         double value = ddp_mean_value(&loss);
         RANKS_CHECK(group, memcmp(&value, &expected->loss[step], sizeof value) == 0, "step %d: loss %.17g, want %.17g", step, value, expected->loss[step]);
