@@ -297,7 +297,8 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
-   there or timeout_ms has passed. desc may be NULL. *out is NULL on failure.
+   there or timeout_ms has passed. desc may be NULL. *out is NULL on failure. Inside a ddp_launch: a split of its world, all ranks once
+   more, with that one's timeout; as of any split, what fails there fails the world.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
    Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT (or DDP_MASTER_PORT, if set) say, on the
    first node of a SLURM step, or where init_method says. Those that turn out to share one machine go on as above; otherwise the
@@ -4485,11 +4486,12 @@ static ddp_result ddp__local_join(ddp_group *group, ddp__heap *heap) {
     return DDP_OK;
 }
 
-/* All ranks of the world once more. */
+/* All ranks of the world once more. group == NULL: this rank only helps. */
 static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     int all[DDP_MAX_LOCAL_RANKS];
-    for (int r = 0; r < group->world_size; r++) all[r] = r;
-    return ddp__local_split(world, world->state, group, all, group->world_size, &group->state);
+    void *none;
+    for (int r = 0; r < world->world_size; r++) all[r] = r;
+    return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
 /* The group's ranks meet on this machine: it becomes one of the local backend. */
@@ -4864,8 +4866,14 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
 /* A group with its backend's state. backend NULL: over tcp, where the ranks meet at v. The local one: on id->heap, or its ranks meet by id->token. */
 static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, const ddp__identity *id, ddp__venue *v) {
     ddp_group *group;
-    ddp_result result;
-    DDP__TRY(ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL));
+    ddp_result result = ddp__group_new(&group, desc, backend ? backend : &ddp__backend_tcp, id->rank, id->world_size, NULL);
+    if (result != DDP_OK && id->world && backend == &ddp__backend_local) { /* the others do not wait for this one */
+        ddp__outcome first = {DDP_OK, ""};
+        ddp__outcome_join(&first, result);
+        ddp__local_again(NULL, id->world);
+        return ddp__outcome_tell(&first);
+    }
+    if (result != DDP_OK) return result;
     if (!backend) result = ddp__tcp_open(group, v, -1);
     else if (backend->open) result = backend->open(group, &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);

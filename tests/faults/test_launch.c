@@ -272,11 +272,32 @@ static ddp_result again_main(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
+static void *limited_alloc(size_t size_bytes, void *left) { return (*(int *)left)-- > 0 ? malloc(size_bytes) : NULL; }
+static void limited_free(void *memory, void *left) { (void)left; free(memory); }
+
+/* A create inside for which a rank has no memory is over for the others too, and the world goes on. */
+static ddp_result inside_without_memory_main(ddp_group *world, void *user) {
+    (void)user;
+    for (int poor = 0; poor < ddp_world_size(world); poor++) {
+        int left = ddp_rank(world) == poor ? 0 : 100;
+        ddp_group_desc desc = DDP_ZERO;
+        ddp_group *again;
+        desc.alloc_fn = limited_alloc, desc.free_fn = limited_free, desc.user = &left;
+        ddp_result result = ddp_group_create(&again, &desc), want = ddp_rank(world) == poor || poor == 0 ? DDP_ERR_NO_MEMORY : DDP_OK;
+        RANKS_CHECK(world, result == want && !again == (want != DDP_OK), "%s '%s'", ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(world, ddp_rank(world) != poor || says(ddp_last_error(), "could not be allocated"), "'%s'", ddp_last_error());
+        RANKS_OK(world, ddp_barrier(world));
+        ddp_group_destroy(again);
+    }
+    return DDP_OK;
+}
+
 static void test_inside(void) {
     int times = 70;
     faults_begin("a create and a launch inside");
     EXPECT(launch(RANKS_PROCESSES, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
     EXPECT(launch(RANKS_THREADS, 3, 20000, again_main, &times) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(launch(RANKS_PROCESSES, 3, 20000, inside_without_memory_main, NULL) == DDP_OK, "%s", ddp_last_error());
 }
 
 /* Survivors that never look are given timeout_ms and then killed. */
