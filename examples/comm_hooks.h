@@ -28,7 +28,7 @@ KINDS                what is sent of an f32 gradient, and where it comes from
                      Two all-reduces per bucket.
     DELAY            all of it, but a step later (Pipe-SGD, Li et al. 2018, with a pipeline of two): a step gets the averages of the step before while its own
                      gradients travel on a group of their own, behind the next forward and backward. The first step gets zeros; the last one's
-                     averages are never applied. Saves no bytes.
+                     averages are never applied. Saves no bytes. Not with per_token: a step's sums would be divided by the tokens of the next.
     Local SGD and DiLoCo are no hooks, they have no gradients to send: local_sgd below.
 
 WHAT HOLDS
@@ -716,6 +716,8 @@ COMM_DEF ddp_result comm_hook_run(ddp_group *group, ddp_bucket *bucket, void *us
         ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
         return DDP_OK;
     }
+    COMM__NEED(hook->desc.kind != COMM_HOOK_DELAY || bucket->divisor > 1 || bucket->step > 0, "comm_hook_run: COMM_HOOK_DELAY is for averages, but "
+               "these are sums, of per_token or of one active rank: the next step would divide them by its own tokens; leave per_token 0");
     if (bucket->step < (uint64_t)hook->desc.start_step) {
         hook->stats.sent_bytes += bucket->count * ddp_dtype_size(bucket->dtype);
         return comm__average(group, bucket->data, bucket->count, bucket->dtype, bucket->divisor, NULL);

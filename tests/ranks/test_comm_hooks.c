@@ -593,15 +593,15 @@ static ddp_result bad_states(ddp_group *group) {
 
 /* Found in a step: the group is a split, since it does not outlive that. */
 static ddp_result bad_steps(ddp_group *group) {
-    static const char *const texts[] = {"created on another group", "hook_user is NULL", "have another number in the hook's desc", "are f64"};
-    for (int c = 0; c < 4; c++) {
+    static const char *const texts[] = {"created on another group", "hook_user is NULL", "have another number in the hook's desc", "are f64", "leave per_token 0"};
+    for (int c = 0; c < 5; c++) {
         model m;
         ddp_group *child = NULL;
         ddp_reducer_desc desc = DDP_ZERO;
         comm_hook_desc hook = DDP_ZERO;
         RANKS_OK(group, ddp_group_split(group, 0, ddp_rank(group), &child));
         model_params(&m, child, c == 3 ? DDP_F64 : DDP_F32);
-        hook.kind = COMM_HOOK_INT8;
+        hook.kind = c == 4 ? COMM_HOOK_DELAY : COMM_HOOK_INT8;
         hook.params = m.params;
         hook.param_count = c == 2 ? PARAMS - 1 : PARAMS;
         RANKS_OK(group, comm_hook_create(&m.hook, c == 0 ? group : child, &hook));
@@ -609,6 +609,7 @@ static ddp_result bad_steps(ddp_group *group) {
         desc.param_count = PARAMS;
         desc.hook = comm_hook_run;
         desc.hook_user = c == 1 ? NULL : m.hook;
+        desc.per_token = c == 4;
         RANKS_OK(group, ddp_reducer_create(&m.reducer, child, &desc));
         ddp_result result = model_step(&m, 0);
         if (ddp_world_size(group) > 1 || c < 2) RANKS_CHECK(group, said(result, c == 3 ? DDP_ERR_UNSUPPORTED : DDP_ERR_INVALID, texts[c]), "case %d", c);
