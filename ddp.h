@@ -427,7 +427,7 @@ DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
 /* *mean on every rank becomes that of all ranks, exactly. Collective, blocking. Over the axes of a mesh: one after the other. A negative count on
    any rank is DDP_ERR_INVALID on all. */
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
-DDPDEF double ddp_mean_value(const ddp_mean *mean); /* rounded once; 0 where count is 0 */
+DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the exact sum, rounded, by count; 0 where that is 0 */
 
 /* With per_token, instead of ddp_reducer_wait: *loss becomes the mean over all tokens of all ranks and micro-batches, and so does every gradient: its sum over
    ranks, uses of tied ones included, is divided once, by the tokens of all. *loss: what this rank has added up in this step. Collective, blocking; however
@@ -466,7 +466,8 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
 
 /* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On
-   a rank without a batch, shadow mode runs zero steps inside and returns when all ranks are out. */
+   a rank without a batch, shadow mode runs zero steps inside and returns when all ranks are out. With per_token they end in
+   ddp_reducer_wait_mean, as must those of the others. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
 DDPDEF void ddp_join_destroy(ddp_join *join);
 

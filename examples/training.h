@@ -31,7 +31,7 @@ typedef struct metric {
 } metric;
 
 typedef struct metric_total { /* of all ranks */
-    double sum, mean; /* rounded once, from the exact sum */
+    double sum, mean; /* the exact sum, rounded once, and that by count */
     int64_t count;
 } metric_total;
 
