@@ -1840,7 +1840,8 @@ static ddp_result ddp__tensor_route_step(ddp__tensor_route *r, const char *who, 
     next->dtype = now->dtype;
     next->ndim = now->ndim;
     memcpy(next->shape, box.shape, sizeof next->shape);
-    DDP__TENSOR_TRY(ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs));
+    result = ddp__tensor_move_make(&m, who, group, now, m.from, m.to, next, around.shape, runs);
+    if (result != DDP_OK) return runs ? ddp__tensor_move_run(&m, NULL, NULL, result) : result;
     bytes = m.plan.workspace_bytes + (step ? (size_t)ddp__tensor_room(now) : 0) + (step + 1 < r->count ? (size_t)ddp__tensor_room(next) : 0);
     plan->sent_bytes += m.plan.sent_bytes;
     if (bytes > plan->workspace_bytes) plan->workspace_bytes = bytes;
@@ -2327,11 +2328,20 @@ static ddp_layer ddp__tp_op(ddp_layer_kind kind, int64_t rows, int64_t columns, 
     return op;
 }
 
+/* After a failure the other ranks, who wait for this one, are told. */
+static ddp_result ddp__tp_tell(const ddp_tp *tp, ddp_result result) {
+    char text[400];
+    if (result == DDP_OK || tp->world_size == 1) return result;
+    snprintf(text, sizeof text, "%.399s", ddp_last_error());
+    ddp_group_poison(tp->group, result, text);
+    return ddp_fail(result, "%s", text);
+}
+
 /* By one of two bodies where memory is the host's, otherwise by the device. */
 typedef void (*ddp__tp_body)(const ddp_layer *op);
 static ddp_result ddp__tp_apply(const ddp_tp *tp, ddp_layer *op, ddp__tp_body f32, ddp__tp_body f64) {
     op->dtype = tp->desc.dtype;
-    if (tp->device->layer) return tp->device->layer(tp->group, op);
+    if (tp->device->layer) return ddp__tp_tell(tp, tp->device->layer(tp->group, op));
     (op->dtype == DDP_F32 ? f32 : f64)(op);
     return DDP_OK;
 }
@@ -3354,8 +3364,9 @@ DDPDEF ddp_result ddp_tp_cross_entropy(ddp_tp *tp, const ddp_tp_loss_desc *desc,
     DDP__TP_TRY(ddp__tp_all_reduce(tp, op.sums, 2 * (size_t)rows, tp->desc.dtype, DDP_OP_SUM, NULL));
     op.kind = DDP_LAYER_LOSS_END;
     DDP__TP_TRY(ddp__tp_apply(tp, &op, ddp__tp_loss_end_f32, ddp__tp_loss_end_f64));
+    if (mean) DDP__TP_TRY(ddp_group_status(tp->group)); /* what the host has waited for may have ended with the group */
     if (mean && counting) *mean = total / (double)counting;
-    return ddp__tensor_leave(tp->group);
+    return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
 }
 
 //== norms ======================================================================================= >>impl-tp-norm
@@ -3498,7 +3509,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_backward(ddp_tp_layer_norm *norm, const void
         if (!tp->desc.accumulate_grads) tp->device->copy(grad, from, bytes);
         else tp->device->add(grad, grad, from, (size_t)n, tp->desc.dtype);
     }
-    return ddp__tensor_leave(tp->group);
+    return ddp__tp_tell(tp, ddp__tensor_leave(tp->group));
 }
 
 //== random numbers ============================================================================== >>impl-tp-random

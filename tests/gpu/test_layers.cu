@@ -441,6 +441,52 @@ static ddp_result failing(device_rank *d) {
     drop(p);
     return DDP_OK;
 }
+
+/* One rank's step fails, and what it says reaches the ranks that wait for it in the collective behind that step; of a mean, before it is believed. */
+static ddp_result failing_alone(device_rank *d) {
+    static const int32_t words[4] = {0, 1, 2, 1};
+    int last = ddp_world_size(d->cpu) - 1, device;
+    void *memory;
+    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    RANKS_OK(d->cpu, ddp_device_cuda()->alloc(NULL, 1 << 14, &memory));
+    for (int turn = 0; turn < 4; turn++) {
+        float *x = (float *)memory;
+        int sums = turn == 3, fails = turn == 1 ? 2 : 1;
+        double mean = -1;
+        ddp_tp_desc desc = DDP_ZERO;
+        ddp_tp_embedding_desc table = DDP_ZERO;
+        ddp_tp_layer_norm_desc channels = DDP_ZERO;
+        ddp_tp_loss_desc loss = DDP_ZERO;
+        ddp_tp_embedding *embedding;
+        ddp_tp_layer_norm *norm;
+        ddp_group *group;
+        ddp_tp *tp;
+        ddp_result result;
+        desc.max_rows = 4, desc.sequence_parallel = sums, table.vocab = table.channels = 4, channels.channels = 4, loss.vocab = 4;
+        RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
+        RANKS_OK(d->cpu, ddp_tp_create(&tp, group, &desc));
+        RANKS_OK(d->cpu, ddp_tp_embedding_create(&embedding, tp, &table));
+        RANKS_OK(d->cpu, ddp_tp_layer_norm_create(&norm, tp, &channels));
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        if (ddp_rank(d->cpu) == last) fake_fail("kernel", device, fails, 0, 0);
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        if (turn < 2) result = ddp_tp_cross_entropy(tp, &loss, x, words, 4, NULL, &mean, x + 64);
+        else if (turn == 2) result = ddp_tp_embedding_forward(embedding, x, words, 4, x + 64);
+        else result = ddp_tp_layer_norm_backward(norm, x, x + 64, x + 128, x + 192, 1, x + 256, x + 320, x + 384);
+        RANKS_CHECK(d->cpu, result != DDP_OK || (turn >= 2 && ddp_rank(d->cpu) != last), "turn %d: a mean of %g", turn, mean);
+        if (result == DDP_OK) result = ddp_barrier(group);
+        RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && strstr(ddp_last_error(), "ddp_device_cuda layer: cudaLaunchHostFunc"), "turn %d: %s %s", turn,
+                    ddp_result_name(result), ddp_last_error());
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        fake_fault_fired(1);
+        ddp_tp_layer_norm_destroy(norm);
+        ddp_tp_embedding_destroy(embedding);
+        ddp_tp_destroy(tp);
+        ddp_group_destroy(group);
+    }
+    ddp_device_cuda()->free(NULL, memory);
+    return DDP_OK;
+}
 #endif
 
 static ddp_result rank_main(ddp_group *world, void *user) {
@@ -464,6 +510,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 #endif
 #if defined(DDP_TEST_ON_CPU)
     if (ddp_world_size(world) == 1) RANKS_RUN(world, failing(&d));
+    if (ddp_world_size(world) == 2) RANKS_RUN(world, failing_alone(&d));
 #endif
     LAYER_TRY(device_rank_close(&d));
 #if defined(DDP_TEST_ON_CPU) && defined(DDP_USE_CUBLASLT)

@@ -645,6 +645,12 @@ static ddp_result one_is_wrong(ddp_group *world) {
     RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL));
     RANKS_OK(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out));
     ddp_mesh_destroy(mesh);
+
+    /* in place on one rank alone, where a step is not done so */
+    a.axis_count = b.axis_count = 1, a.axes[0] = b.axes[0] = world, a.placement[0] = DDP_SHARD(0);
+    in.shape[0] = 1;
+    out.data = rank == 1 ? values : other;
+    TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_INVALID, rank == 1 ? "in and out overlap" : "rank 1 has failed before"));
     return ddp_barrier(world);
 }
 
