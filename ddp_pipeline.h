@@ -3569,8 +3569,11 @@ static ddp_result ddp__pipe_tie_groups(ddp_pipeline *p) {
         while (same < i && !((rank_of[p->ties[same].first_stage] == first && rank_of[p->ties[same].second_stage] == second) ||
                              (rank_of[p->ties[same].first_stage] == second && rank_of[p->ties[same].second_stage] == first))) same++;
         if (same < i) p->tie_groups[i] = p->tie_groups[same];
-        else if (first != second)
-            DDP__PIPE_TRY(ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]));
+        else if (first != second) {
+            ddp_result result = ddp_group_split(p->group, p->rank == first || p->rank == second ? 0 : -1, p->rank, &p->tie_groups[i]);
+            if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error()); /* ranks without a part in it have not heard */
+            if (result != DDP_OK) return result;
+        }
     }
     return DDP_OK;
 }

@@ -432,6 +432,48 @@ static ddp_result failing(device_rank *d, both *b) {
     return DDP_OK;
 }
 
+/* What one rank cannot make for a tie ends create on all ranks, those without a part in the tie as well, and none waits until it is late. */
+static ddp_result untied(device_rank *d, both *b) {
+#if defined(DDP_TEST_ON_CPU)
+    int w = ddp_world_size(d->cpu), fired = 0, device;
+    ddp_pipeline_tie tie = {0, 1, 1, 1};
+    ddp_schedule_desc shape = DDP_ZERO;
+    ddp_schedule *s;
+    shape.rank_count = w, shape.microbatch_count = 2;
+    if (w != 3) return DDP_OK;
+    RANKS_CHECK(d->cpu, DDP__CUDA_RUNTIME->get_device(&device) == cudaSuccess, "no device");
+    RANKS_OK(d->cpu, ddp_schedule_create(&s, &shape));
+    for (int nth = 1; nth <= 4; nth++) {
+        ddp_pipeline_desc desc;
+        ddp_pipeline *pipeline;
+        ddp_group *group;
+        ddp_result result;
+        RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
+        pipe_build(&b->near, w, 1);
+        PIPE_TRY(far_build(&b->far, d, &b->near));
+        far_desc(&b->far, s, &desc);
+        desc.ties = &tie, desc.tie_count = 1;
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        if (ddp_rank(d->cpu) == 1) fake_fail("cudaEventCreateWithFlags", device, nth, 0, 0);
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        result = ddp_pipeline_create(&pipeline, group, &desc);
+        RANKS_CHECK(d->cpu, result == DDP_OK || (result == DDP_ERR_ENGINE && strstr(ddp_last_error(), "cudaEventCreateWithFlags")), "event %d: %s %s", nth,
+                    ddp_result_name(result), ddp_last_error());
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        fired += fake_fault_fired(0);
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        fake_fault_fired(1);
+        ddp_pipeline_destroy(pipeline);
+        ddp_group_destroy(group);
+    }
+    RANKS_CHECK(d->cpu, fired > 0, "no event was made");
+    ddp_schedule_destroy(s);
+#else
+    (void)d, (void)b; /* nothing fails on the machine */
+#endif
+    return DDP_OK;
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     device_rank d;
     both *b = (both *)calloc(1, sizeof *b);
@@ -445,6 +487,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, without_memory(&d, b));
     RANKS_RUN(world, replicas(&d));
     RANKS_RUN(world, failing(&d, b));
+    RANKS_RUN(world, untied(&d, b));
     ddp_device_cuda()->free(NULL, memory);
     free(b);
     PIPE_TRY(device_rank_close(&d));
