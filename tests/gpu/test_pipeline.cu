@@ -466,6 +466,7 @@ static ddp_result untied(device_rank *d, both *b) {
         ddp_pipeline_destroy(pipeline);
         ddp_group_destroy(group);
     }
+    RANKS_OK(d->cpu, ddp_all_reduce(d->cpu, &fired, &fired, 1, DDP_I32, DDP_OP_MAX, NULL)); /* ranks that are processes have a machine each */
     RANKS_CHECK(d->cpu, fired > 0, "no event was made");
     ddp_schedule_destroy(s);
 #else
