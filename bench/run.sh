@@ -57,7 +57,7 @@ taken_from_tables() {
     case $part in
         optimizer) awk -F ' *[|] *' '$5 ~ /GB/ { sub("%", "", $6); print "\"" $2 "\"", $6 }' "$out/$part.md" ;;
         hooks) awk -F ' *[|] *' '$4 ~ / to / { print "\"" $2 "\"", $4 + 0, $6 / 100 }' "$out/$part.md" ;;
-        loader) awk -F ' *[|] *' '/: workers/ { peer = $2 ~ /^DataLoader/ } $5 ~ /%/ && !peer { name[n] = $2 " workers, fetches " $5; ours[n++] = $7 }
+        loader) awk -F ' *[|] *' 'BEGIN { n = m = 0 } /: workers/ { peer = $2 ~ /^DataLoader/ } $5 ~ /%/ && !peer { name[n] = $2 " workers, fetches " $5; ours[n++] = $7 }
                     $5 ~ /%/ && peer { theirs[m++] = $7 } END { for (i = 0; i < n; i++) print "\"" name[i] "\"", ours[i], theirs[i] + 0 }' "$out/$part.md" ;;
     esac
 }
