@@ -516,14 +516,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 #if defined(DDP_TEST_ON_CPU) && defined(DDP_USE_CUBLASLT)
     RANKS_CHECK(world, fake_lt_handles == 0, "%d handles of cuBLASLt are left", fake_lt_handles);
 #endif
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
-    fflush(stdout);
-    return DDP_OK;
+    return device_ok(world, user);
 }
 
-int main(int argc, char **argv) {
-    static const int defaults[] = {1, 2, 3, 4, 0};
-    ranks_mode mode;
-    int failures = ranks_each(argc, argv, defaults, 120, &mode, rank_main);
-    return failures < 0 ? 2 : failures != 0;
-}
+int main(int argc, char **argv) { return device_each(argc, argv, rank_main); }

@@ -111,14 +111,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     RANKS_RUN(world, alone(&d));
     RANKS_RUN(world, over_ranks(&d));
     TENSOR_TRY(device_rank_close(&d));
-    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
-    fflush(stdout);
-    return DDP_OK;
+    return device_ok(world, user);
 }
 
-int main(int argc, char **argv) {
-    static const int defaults[] = {1, 2, 3, 4, 0};
-    ranks_mode mode;
-    int failures = ranks_each(argc, argv, defaults, 120, &mode, rank_main);
-    return failures < 0 ? 2 : failures != 0;
-}
+int main(int argc, char **argv) { return device_each(argc, argv, rank_main); }

@@ -143,4 +143,19 @@ static ddp_result device_group(ddp_group *world, cudaStream_t stream, ddp_group 
     return ddp_cuda_group_create(out, world, &desc);
 }
 
+/* The end of a rank's tests; user: what device_each gives. */
+static RANKS_UNUSED ddp_result device_ok(ddp_group *world, void *user) {
+    if (ddp_rank(world) == 0) printf("ok: %s W=%d\n", ranks_mode_name(*(ranks_mode *)user), ddp_world_size(world));
+    fflush(stdout);
+    return DDP_OK;
+}
+
+/* Runs fn on the numbers of ranks of the command line, or on 1 to 4. The status of the process. */
+static RANKS_UNUSED int device_each(int argc, char **argv, ddp_rank_fn fn) {
+    static const int defaults[] = {1, 2, 3, 4, 0};
+    ranks_mode mode;
+    int failures = ranks_each(argc, argv, defaults, 120, &mode, fn);
+    return failures < 0 ? 2 : failures != 0;
+}
+
 #endif /* DDP_TEST_DEVICE_H */
