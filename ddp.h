@@ -711,8 +711,9 @@ typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
    dtype already. w, g, m, v are elements of value, grad, state0 and state1, g times grad_scale unless that is 0 or 1:
      ADAMW   m = beta1 m + rest1 g;  v = beta2 v + rest2 (g g);  w = w keep - (rate m) / (sqrt(v) root + eps)
      LAMB    m and v as above;  g = (rate m) / (sqrt(v) root + eps) + decay w, the last term only if decay is not 0
-     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + rest1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d */
-typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD } ddp_update_kind;
+     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + rest1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d
+     SCALE   value, which may be grad, becomes g. For devices with clip alone */
+typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD, DDP_UPDATE_SCALE } ddp_update_kind;
 typedef struct ddp_update {
     ddp_update_kind kind;
     ddp_dtype dtype;
@@ -720,6 +721,7 @@ typedef struct ddp_update {
     size_t count;
     double rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
     int first, nesterov;
+    const float *grad_scale_at; const double *scale_at; /* not NULL: the factor lies there, on the device, and is read when the work runs */
 } ddp_update;
 
 /* c (m, n) = op(a) op(b), or added to it. Row-major; lda, ldb, ldc elements from row to row. op(a) is (m, k): a is (m, k), or (k, m) with trans_a;
@@ -794,6 +796,11 @@ struct ddp_device {
     /* Host memory that copy is quickest with; NULL = any is alike. free_host: on any thread, with the group gone or not. */
     ddp_result (*alloc_host)(ddp_group *group, size_t size_bytes, void **out);
     void (*free_host)(void *memory);
+    void (*start_copy)(void *dst, const void *src, size_t size_bytes); /* copy that returns at once: the host's side is alloc_host's, and the lane's until then */
+    /* What sums of squares tell, with the host's bits; NULL: it has to. n(k) is the root of number k. clip: *norm = n(0), f32, may be alloc_host's; *factor =
+       limit / *norm where that is finite and above limit, or 1. trust: out[i] = lr, times c n(2i) / (n(2i+1) + decay n(2i)) unless either n is 0; decay -1: no sum */
+    void (*clip)(const ddp_exact_sum *sum, float limit, float *factor, float *norm);
+    void (*trust)(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out);
 };
 
 DDPDEF const ddp_device *ddp_device_cpu(void);
@@ -1817,7 +1824,7 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
     static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                   NULL, NULL, NULL, NULL, NULL, NULL};
+                                   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     return &cpu;
 }
 

@@ -1290,6 +1290,49 @@ template <ddp_dtype D, int UNSCALE> static ddp_result ddp__cuda_squares_run(void
     return row_count ? ddp__cuda_rows(f, rows * f.pieces, stream, function) : DDP_OK;
 }
 
+/* ddp_exact_sum_value, where nothing negative was added: one way up the cells, whose carries are then not negative, with the highest digit that is not 0, the two
+   before it, and whether anything lies below them. */
+static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
+    uint64_t carry = 0, digits[2] = {0, 0}, under = 0, bits = 0, low = 0, rest = 0; /* digits: the two before this one */
+    int top = 1, shift = 0;
+    int64_t cells[DDP_EXACT_CELLS];
+    ddp__cuda_get<DDP_EXACT_CELLS>(cells, sum, 0);
+    if (cells[DDP__CUDA_EXACT_NAN] || cells[DDP__CUDA_EXACT_PLUS]) return cells[DDP__CUDA_EXACT_NAN] ? (double)NAN : HUGE_VAL;
+    DDP__UNROLL
+    for (int k = 0; k < DDP__CUDA_EXACT_NAN; k++) {
+        uint64_t digit = (uint64_t)cells[k] + carry;
+        carry = digit >> 32;
+        if (k + 1 < DDP__CUDA_EXACT_NAN) digit &= 0xffffffff;
+        if (k == 1 || (k > 1 && digit)) top = k, bits = digit << 32 | digits[0], low = digits[1], rest = under;
+        under |= digits[1], digits[1] = digits[0], digits[0] = digit;
+    }
+    for (; bits && !(bits >> 63); shift++, low = low << 1 & 0xffffffff) bits = bits << 1 | low >> 31;
+    return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
+}
+
+/* clip and trust of struct ddp_device; one thread makes a number. */
+struct ddp__cuda_clip {
+    enum { WIDTH = 1 };
+    const ddp_exact_sum *sum;
+    float limit, *factor, *norm;
+    template <int N> DDP__HD void run(size_t) const {
+        float n = (float)ddp__cuda_sqrt(ddp__cuda_exact_value(sum)), f = n > limit && n <= 3.402823466e38f ? ddp__cuda_div(limit, n) : 1.0f;
+        ddp__cuda_put<1>(&f, factor, 0);
+        ddp__cuda_put<1>(&n, norm, 0);
+    }
+};
+
+struct ddp__cuda_trust {
+    enum { WIDTH = 1 };
+    const ddp_exact_sum *sums; double lr, c, decay, *out;
+    template <int N> DDP__HD void run(size_t at) const {
+        double value = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at)), grad = ddp__cuda_sqrt(ddp__cuda_exact_value(sums + 2 * at + 1));
+        double below = decay < 0 ? grad : ddp__cuda_add(grad, ddp__cuda_mul(decay, value));
+        double rate = value == 0 || grad == 0 ? lr : ddp__cuda_mul(lr, ddp__cuda_div(ddp__cuda_mul(c, value), below));
+        ddp__cuda_put<1>(&rate, out, at);
+    }
+};
+
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
                                                                cudaStream_t stream, const char *function) {
     switch (dtype) {
@@ -1432,12 +1475,13 @@ template <class F, ddp_dtype G> static ddp_result ddp__cuda_step_run(const ddp_c
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, d->count, 4), stream, function);
 }
 
-/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB. Not the two above: those take 16-bit gradients and write copies. */
+/* What struct ddp_update says, in T, f32 or f64; ADAM is ADAMW and LAMB, plain SCALE. Not the two above: those take 16-bit gradients and write copies. */
 template <class T, int ADAM> struct ddp__cuda_update {
     enum { WIDTH = 16 / sizeof(T) };
     T *value, *grad, *state0, *state1;
     T rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
-    int lamb, first, nesterov;
+    int lamb, first, nesterov, plain;
+    const float *grad_scale_at; const double *scale_at;
 
     /* b + factor a */
     static DDP__HD T add(T b, T factor, T a) { return ddp__cuda_add(b, ddp__cuda_mul(factor, a)); }
@@ -1460,11 +1504,13 @@ template <class T, int ADAM> struct ddp__cuda_update {
         else ddp__cuda_put<N>(w, value, at);
     }
     template <int N> DDP__HD void sgd(T *w, T *g, size_t at) const {
-        T m[N] = {};
+        T m[N] = {}, factor = scale;
+        double there;
+        if (scale_at) ddp__cuda_get<1>(&there, scale_at, 0), factor = (T)there;
         if (state0 && !first) ddp__cuda_get<N>(m, state0, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) {
-            T d = ddp__cuda_mul(scale, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
+            T d = ddp__cuda_mul(factor, decay != 0 ? add(g[i], decay, w[i]) : g[i]);
             m[i] = first ? d : add(ddp__cuda_mul(beta1, m[i]), rest1, d);
             if (state0) d = nesterov ? add(d, beta1, m[i]) : m[i];
             w[i] = ddp__cuda_add(w[i], -ddp__cuda_mul(rate, d));
@@ -1473,11 +1519,14 @@ template <class T, int ADAM> struct ddp__cuda_update {
         ddp__cuda_put<N>(w, value, at);
     }
     template <int N> DDP__HD void run(size_t at) const {
-        T w[N], g[N];
-        ddp__cuda_get<N>(w, value, at);
+        T w[N], g[N], factor = grad_scale;
+        float there;
+        if (grad_scale_at) ddp__cuda_get<1>(&there, grad_scale_at, 0), factor = (T)there;
         ddp__cuda_get<N>(g, grad, at);
         DDP__UNROLL
-        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(grad_scale, g[i]);
+        for (int i = 0; i < N; i++) g[i] = ddp__cuda_mul(factor, g[i]);
+        if (plain) { ddp__cuda_put<N>(g, value, at); return; }
+        ddp__cuda_get<N>(w, value, at);
         if (ADAM) adam<N>(w, g, at);
         else sgd<N>(w, g, at);
     }
@@ -1486,7 +1535,7 @@ template <class T, int ADAM> struct ddp__cuda_update {
 template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
     ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->rest1, (T)u->beta2,
                                    (T)u->rest2, (T)u->root, (T)u->eps, (T)u->keep, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
-                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov};
+                                   u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov, u->kind == DDP_UPDATE_SCALE, u->grad_scale_at, u->scale_at};
     const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
     uint32_t mask = (1u << f.WIDTH) - 1;
     for (int i = 0; i < (ADAM ? 4 : u->state0 ? 3 : 2); i++) mask = ddp__cuda_heads(mask, arrays[i], (int)sizeof(T), f.WIDTH);
@@ -1976,6 +2025,10 @@ static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes)
         ddp__cuda_keep_error(cuda->synchronize(stream), "ddp_device_cuda copy", "cudaStreamSynchronize");
 }
 
+static void ddp__cuda_device_start_copy(void *dst, const void *src, size_t size_bytes) {
+    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream), "ddp_device_cuda start_copy", "cudaMemcpyAsync");
+}
+
 static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
     if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memset_async(dst, 0, size_bytes, ddp__cuda_mine.stream), "ddp_device_cuda fill_zero", "cudaMemsetAsync");
 }
@@ -2019,11 +2072,21 @@ static void ddp__cuda_device_sum_squares(ddp_exact_sum *sum, const void *data, s
 
 static void ddp__cuda_device_update(const ddp_update *u) {
     cudaStream_t stream = ddp__cuda_mine.stream;
-    int adam = u->kind != DDP_UPDATE_SGD;
+    int adam = u->kind == DDP_UPDATE_ADAMW || u->kind == DDP_UPDATE_LAMB;
     ddp_result result;
     if (u->dtype == DDP_F32) result = adam ? ddp__cuda_update_run<float, 1>(u, stream) : ddp__cuda_update_run<float, 0>(u, stream);
     else result = adam ? ddp__cuda_update_run<double, 1>(u, stream) : ddp__cuda_update_run<double, 0>(u, stream);
     ddp__cuda_keep(result);
+}
+
+static void ddp__cuda_device_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
+    const ddp__cuda_clip f = {sum, limit, factor, norm};
+    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, 1, 1), ddp__cuda_mine.stream, "ddp_device_cuda clip"));
+}
+
+static void ddp__cuda_device_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+    const ddp__cuda_trust f = {sums, lr, c, decay, out};
+    ddp__cuda_keep(ddp__cuda_each(f, ddp__cuda_split_of(1, count, 1), ddp__cuda_mine.stream, "ddp_device_cuda trust"));
 }
 
 /* The total makes the host wait. */
@@ -3911,7 +3974,8 @@ DDPDEF const ddp_device *ddp_device_cuda(void) {
                                     ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
                                     ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer,
-                                    ddp__cuda_device_alloc_host, ddp__cuda_device_free_host};
+                                    ddp__cuda_device_alloc_host, ddp__cuda_device_free_host, ddp__cuda_device_start_copy, ddp__cuda_device_clip,
+                                    ddp__cuda_device_trust};
     return &cuda;
 }
 

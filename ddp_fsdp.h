@@ -97,7 +97,9 @@ typedef enum ddp_fsdp_strategy {
 
 typedef enum ddp_fsdp_offload {
     DDP_FSDP_OFFLOAD_NONE = 0,
-    DDP_FSDP_OFFLOAD_HOST,   /* optimizer state and master copy lie in host memory; for devices that have their own */
+    DDP_FSDP_OFFLOAD_HOST,   /* optimizer state and master copy lie in host memory, and the host steps, piece by piece while others travel; for devices
+                                that have their own. Its memory is pinned, with room for this rank's gradients. Over several ranks LAMB and LARS wait
+                                for norms in between */
     DDP_FSDP_OFFLOAD_FILE    /* they lie in a file in offload_dir, mapped: a model larger than memory still steps */
 } ddp_fsdp_offload;
 
@@ -222,7 +224,8 @@ typedef struct ddp_fsdp_desc {
     ddp_fsdp_offload offload;
     const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, nothing stays behind */
     ddp_optimizer_desc optimizer;  /* zero = AdamW; its params, shard_group and allocators are not read */
-    ddp_scaler *scaler;            /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale, and a step with an infinity changes no value */
+    ddp_scaler *scaler;            /* NULL = none; outlives the ddp_fsdp. clip_grad_norm and step then unscale, and a step with an infinity changes no value: the host
+                                      waits in every step until it knows. BF16 needs none */
     /* Fills rows [first_row, first_row + row_count) of a parameter, in its dtype (param.value.dtype, or f32 where that is a 16-bit one): only this rank's rows */
     ddp_result (*init_fn)(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user);
     void *init_user;
@@ -286,16 +289,22 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit);
 /* on = 1: forward alone. Gathers bring no gradients and releases free, whatever keep_after_forward says; the order of gathers is not recorded. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Collective; after the last unit's last
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before. Collective; after the last unit's last
    reduce, before the step, which it waits for. Squares add per row in a fixed order and rows add exactly, so that the bits are those of any other sharding, and each
-   element counts once. A norm that is not finite scales nothing. DDP_ERR_INVALID names a unit that has not been reduced. */
+   element counts once. A norm that is not finite scales nothing. DDP_ERR_INVALID names a unit that has not been reduced. With norm NULL a device decides itself,
+   with the same bits, and the host does not wait for it. */
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm);
+
+/* The norm of the last ddp_fsdp_clip_grad_norm, until the next one. Waits until the device has come there, not for what was put behind it: asked for once the
+   next step's work is on its way, it costs nothing. Not collective. DDP_ERR_INVALID before the first; a failure of the group ends the wait. */
+DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm);
 
 /* With per_token, in every step between its last reduce and clip_grad_norm or step, which then divide by the tokens of all ranks, replicas and micro-batches.
    *loss: what this rank has added up, becomes the mean over all of them. Collective. As ddp_reducer_wait_mean. */
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 
-/* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards. Collective. Units that are
+/* Waits for the reductions, divides the sums once by ranks and micro-batches, and updates this rank's shards. Collective. From the second step on no call keeps the
+   host waiting for a device, but for a norm that is asked for, a scaler, OFFLOAD_HOST and staged groups; hosts of ranks meet here. Units that are
    gathered are released: their values are out of date. DDP_ERR_INVALID names a unit that has not been reduced micro_batch_count times; DDP_ERR_MISMATCH
    when ranks gathered or reduced in different orders. */
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
@@ -306,6 +315,14 @@ DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp);
 /* This rank's rows of a parameter: its master values and, between the last reduce and the step, their gradients (sums, not divided yet). Any of the three may be
    NULL. data is NULL where there are no rows. Not collective; waits for this rank's reductions when grad is asked for. */
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row);
+
+/* This rank's rows of optimizer state number `which` of a parameter, where the master values lie; a tied one has its source's. name (may be NULL), data and
+   errors: as ddp_optimizer_get_state and ddp_fsdp_get_shard; DDP_ERR_INVALID for a frozen parameter too. */
+DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name, ddp_tensor *state);
+
+/* Steps taken, which the bias correction counts: to set once init_fn has filled in values, and the caller get_state's state, of an earlier run. Values that are
+   written to get_shard's rows are not gathered before the next step. Not collective, but the same on every rank. DDP_ERR_INVALID when it is negative. */
+DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step);
 
 /* Writes a checkpoint to the folder dir: model-00001-of-0000N.safetensors with whole tensors in master precision under their names, model.safetensors.index.json,
    optimizer-*.safetensors with the moments, state.json. Collective. Written beside, synced and renamed: dir always is a whole checkpoint, old or new.
@@ -325,7 +342,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
 
-/* Waits for what is under way and frees everything. Collective. NULL is ignored. */
+/* Waits for what is under way, a clip that a peer has not come to as long as the group's timeout, and frees everything. Collective. NULL is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
 
 /* Groups parameters into units, in the order of each unit's first parameter. Returns the number of units, out[0] to out[cap - 1] are filled in; a negative
@@ -404,6 +421,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 //== errors ============================================================================================ >>impl-error
@@ -449,13 +467,8 @@ static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(grou
 /* A collective on host memory, in place, whatever the device is. */
 static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
     ddp_call call = DDP_ZERO;
-    call.kind = kind;
-    call.dtype = dtype;
-    call.op = op;
-    call.root = root;
-    call.tag = DDP_ON_HOST;
-    call.send = call.recv = data;
-    call.count = count;
+    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root, call.tag = DDP_ON_HOST;
+    call.send = call.recv = data, call.count = count;
     return ddp_group_call(group, &call, NULL);
 }
 
@@ -561,6 +574,10 @@ DDP__UPDATE_FNS(float, f32)
 DDP__UPDATE_FNS(double, f64)
 #undef DDP__UPDATE_FNS
 
+#if !defined(DDP__HOST_PIECE)
+#define DDP__HOST_PIECE ((size_t)1 << 20) /* elements that travel at once between a device and an optimizer on the host */
+#endif
+
 /* A parameter, or a later use of one. */
 typedef struct ddp__optimizer_param {
     int first_use;  /* the entry of the same value that is stepped; its own number where there is none earlier */
@@ -582,6 +599,9 @@ struct ddp_optimizer {
     ddp_exact_sum *squares;       /* on the device */
     ddp_exact_sum *sent;          /* those that travel: on the device of shard_group; squares where that is the same one */
     ddp_exact_sum *sums;          /* what came of them, in host memory */
+    ddp_result (*piece_fn)(void *user, int param, size_t from, size_t count, int stepped); /* NULL, or called before and after elements from to from + count of a
+                                     parameter are stepped; its user is desc.state_user */
+    double *rates;                /* lr times the trust ratio of each pair of them, on a device that has trust; otherwise the host computes it from sums */
 };
 
 static const char *const ddp__optimizer_states[][2] = {{"exp_avg", "exp_avg_sq"}, {"momentum_buffer", NULL}, {"exp_avg", "exp_avg_sq"},
@@ -682,8 +702,10 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->sums = (ddp_exact_sum *)ddp_group_malloc(o->group, bytes);
     if (!o->sums) return DDP_ERR_NO_MEMORY;
-    DDP__FSDP_TRY(o->device->alloc(o->group, bytes, &memory));
+    int there = o->device->trust && o->device->update && o->wire == o->device;
+    DDP__FSDP_TRY(o->device->alloc(o->group, bytes + (there ? (size_t)o->square_count / 2 * sizeof *o->rates : 0), &memory));
     o->squares = o->sent = (ddp_exact_sum *)memory;
+    if (there) o->rates = (double *)(void *)(o->squares + o->square_count);
     if (o->wire == o->device) return DDP_OK;
     o->sent = NULL;
     DDP__FSDP_TRY(o->wire->alloc(o->desc.shard_group, bytes, &memory));
@@ -698,9 +720,7 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     ddp_optimizer *o = (ddp_optimizer *)ddp_group_malloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
     memset(o, 0, sizeof *o);
-    o->desc = *desc;
-    o->group = group;
-    o->device = ddp_group_device(group);
+    o->desc = *desc, o->group = group, o->device = ddp_group_device(group);
     ddp_result result = ddp__optimizer_build(o);
     if (result == DDP_OK) *out = o;
     else ddp_optimizer_destroy(o);
@@ -747,8 +767,8 @@ static float ddp__optimizer_decay(const ddp_optimizer *o, int i) {
 
 static int ddp__optimizer_steps(const ddp_optimizer *o, int i) { return o->params[i].first_use == i && o->params[i].count > 0; }
 
-/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. */
-static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
+/* Sums of squares of all values and gradients (LAMB: updates) that have a trust ratio, over all ranks: rows add exactly. Then rates, where the device makes them. */
+static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
     size_t bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
     o->device->fill_zero(o->squares, bytes);
     for (int i = 0; i < o->desc.param_count; i++) {
@@ -763,14 +783,17 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o) {
         DDP__FSDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
         DDP__FSDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
     }
-    o->wire->copy(o->sums, o->sent, bytes);
-    return ddp__fsdp_enter(o->group);
+    if (!o->rates) o->wire->copy(o->sums, o->sent, bytes);
+    DDP__FSDP_TRY(ddp__fsdp_enter(o->group));
+    if (o->rates) o->device->trust(o->squares, (size_t)o->square_count / 2, (double)lr, (double)o->desc.trust_coefficient,
+                                   o->desc.kind == DDP_OPTIMIZER_LARS ? (double)o->desc.weight_decay : -1, o->rates);
+    return DDP_OK;
 }
 
 /* |w| over |update| for LAMB, over |g| + weight_decay |w| for LARS. Where either has no length there is nothing to compare: 1. */
 static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
     int squares = o->params[i].squares;
-    if (squares < 0) return 1;
+    if (squares < 0 || o->rates) return 1;
     double value = sqrt(ddp_exact_sum_value(o->sums + squares)), grad = sqrt(ddp_exact_sum_value(o->sums + squares + 1));
     if (value == 0 || grad == 0) return 1;
     double decayed = (double)ddp__optimizer_decay(o, i) * value;
@@ -780,36 +803,48 @@ static double ddp__optimizer_trust(const ddp_optimizer *o, int i) {
 
 /* A pass over parameter i; *u is what all have in common. LAMB has two: moments and update, then a step of plain SGD along the update. In LARS the rate is
    part of what the momentum adds up, as in the paper. */
-static void ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update u, float lr, int last) {
+static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update u, float lr, int last) {
     const ddp_param *param = &o->desc.params[i];
+    size_t count = o->params[i].count, piece = o->piece_fn ? DDP__HOST_PIECE : count, size = ddp_dtype_size(u.dtype);
     double decay = (double)ddp__optimizer_decay(o, i), rate = last ? ddp__in_dtype(u.dtype, (double)lr * ddp__optimizer_trust(o, i)) : 0;
-    u.value = param->value.data;
-    u.grad = param->grad.data;
-    u.state0 = o->params[i].state[0];
-    u.state1 = o->params[i].state[1];
-    u.count = o->params[i].count;
-    u.decay = decay;
+    u.state0 = o->params[i].state[0], u.state1 = o->params[i].state[1], u.decay = decay;
     if (o->desc.kind == DDP_OPTIMIZER_ADAMW) u.keep = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * decay));
     else if (o->desc.kind == DDP_OPTIMIZER_LARS) {
         u.scale = rate;
         u.rate = 1;
     } else if (o->desc.kind == DDP_OPTIMIZER_LAMB && last) {
-        u.kind = DDP_UPDATE_SGD;
-        u.rate = rate;
-        u.decay = 0;
-        u.state0 = NULL;
+        u.kind = DDP_UPDATE_SGD, u.scale = rate, u.rate = 1, u.decay = 0, u.state0 = NULL;
     }
-    if (o->device->update) o->device->update(&u);
-    else if (u.dtype == DDP_F32) ddp__update_f32(&u);
-    else ddp__update_f64(&u);
+    if (last && o->rates && o->params[i].squares >= 0) u.scale_at = o->rates + o->params[i].squares / 2;
+    for (size_t from = 0; from < count; from += piece) {
+        ddp_update part = u;
+        part.count = count - from < piece ? count - from : piece;
+        part.value = (char *)param->value.data + from * size;
+        part.grad = (char *)param->grad.data + from * size;
+        if (u.state0) part.state0 = (char *)u.state0 + from * size;
+        if (u.state1) part.state1 = (char *)u.state1 + from * size;
+        if (o->piece_fn && (!last || o->desc.kind != DDP_OPTIMIZER_LAMB)) DDP__FSDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 0));
+        if (o->device->update) o->device->update(&part);
+        else if (u.dtype == DDP_F32) ddp__update_f32(&part);
+        else ddp__update_f64(&part);
+        if (o->piece_fn && last) DDP__FSDP_TRY(o->piece_fn(o->desc.state_user, i, from, part.count, 1));
+    }
+    return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) { return ddp_optimizer_step_scaled(optimizer, lr, 1); }
+/* Gradients times factor, or times what lies at `at` on the device. */
+static void ddp__grad_scale(const ddp_device *device, void *grad, size_t count, ddp_dtype dtype, float factor, const float *at) {
+    ddp_update u = DDP_ZERO;
+    if (!at && factor != 1) device->scale(grad, count, dtype, factor);
+    if (!at) return;
+    u.kind = DDP_UPDATE_SCALE, u.dtype = dtype, u.value = u.grad = grad, u.count = count, u.grad_scale_at = at;
+    device->update(&u);
+}
 
 #define DDP__STEP_NEED(condition, ...) do { if (!(condition)) return ddp__fsdp_bad("ddp_optimizer_step", NULL, __VA_ARGS__); } while (0)
 
-DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale) {
-    ddp_optimizer *o = optimizer;
+/* at: NULL, or where the device has grad_scale. */
+static ddp_result ddp__optimizer_step(ddp_optimizer *o, float lr, float grad_scale, const float *at) {
     ddp_update common[2];
     DDP__STEP_NEED(o, "optimizer is NULL");
     DDP__STEP_NEED(ddp__is_amount(lr), "lr=%g; pass 0 or more", (double)lr);
@@ -822,19 +857,24 @@ DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, 
         void *first = o->desc.params[o->params[i].first_use].grad.data;
         if (o->params[i].first_use != i) o->device->add(first, first, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype);
     }
-    for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS && grad_scale != 1; i++)
-        if (ddp__optimizer_steps(o, i)) o->device->scale(o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype, grad_scale);
+    for (int i = 0; i < o->desc.param_count && o->desc.kind == DDP_OPTIMIZER_LARS; i++)
+        if (ddp__optimizer_steps(o, i)) ddp__grad_scale(o->device, o->desc.params[i].grad.data, o->params[i].count, o->desc.params[i].value.dtype, grad_scale, at);
     o->step++;
     common[0] = ddp__optimizer_factors(o, DDP_F32, lr);
     common[1] = ddp__optimizer_factors(o, DDP_F64, lr);
     for (int last = o->desc.kind != DDP_OPTIMIZER_LAMB; last < 2; last++) {
-        common[0].grad_scale = common[1].grad_scale = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB) ? 1 : grad_scale;
-        if (last && o->square_count) DDP__FSDP_TRY(ddp__optimizer_norms(o));
+        int scaled = o->desc.kind == DDP_OPTIMIZER_LARS || (last && o->desc.kind == DDP_OPTIMIZER_LAMB);
+        common[0].grad_scale = common[1].grad_scale = scaled ? 1 : grad_scale;
+        common[0].grad_scale_at = common[1].grad_scale_at = scaled ? NULL : at;
+        if (last && o->square_count) DDP__FSDP_TRY(ddp__optimizer_norms(o, lr));
         for (int i = 0; i < o->desc.param_count; i++)
-            if (ddp__optimizer_steps(o, i)) ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last);
+            if (ddp__optimizer_steps(o, i)) DDP__FSDP_TRY(ddp__optimizer_pass(o, i, common[o->desc.params[i].value.dtype == DDP_F64], lr, last));
     }
     return ddp__fsdp_check(o->group);
 }
+
+DDPDEF ddp_result ddp_optimizer_step(ddp_optimizer *optimizer, float lr) { return ddp__optimizer_step(optimizer, lr, 1, NULL); }
+DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, float grad_scale) { return ddp__optimizer_step(optimizer, lr, grad_scale, NULL); }
 
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state) {
     const ddp_optimizer *o = optimizer;
@@ -911,8 +951,7 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
     DDP__FSDP_NEED(d.growth_interval >= 1, "growth_interval=%d; pass 1 or more", d.growth_interval);
     DDP__FSDP_NEED(d.group_count >= 0 && d.group_count <= 4, "group_count=%d; pass 0 to 4", d.group_count);
     for (int i = 0; i < d.group_count; i++) DDP__FSDP_NEED(d.groups[i], "groups[%d] is NULL", i);
-    scaler->desc = d;
-    scaler->scale = d.init_scale;
+    scaler->desc = d, scaler->scale = d.init_scale;
     return DDP_OK;
 }
 
@@ -976,8 +1015,7 @@ static ddp_result ddp__scaler_unscale(ddp_scaler *scaler, ddp_group *group, cons
     }
     for (int i = 0; i < scaler->desc.group_count; i++) /* what one of them found reaches the members of the next one */
         DDP__FSDP_TRY(ddp__host_reduce(scaler->desc.groups[i], &found, 1, DDP_I32, DDP_OP_MAX));
-    scaler->found_inf = found;
-    scaler->unscaled = 1;
+    scaler->found_inf = found, scaler->unscaled = 1;
     return DDP_OK;
 }
 
@@ -1017,8 +1055,7 @@ DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler) {
 }
 
 DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
-    state->scale = (double)scaler->scale;
-    state->growth_tracker = scaler->growth_tracker;
+    state->scale = (double)scaler->scale, state->growth_tracker = scaler->growth_tracker;
 }
 
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
@@ -1296,9 +1333,7 @@ static char *ddp__draft_room(ddp__draft *d, size_t more) {
         char *grown = (char *)ddp_group_malloc(d->group, room);
         if (grown && d->length) memcpy(grown, d->at, d->length);
         ddp_group_mfree(d->group, d->at);
-        d->failed = !grown;
-        d->at = grown;
-        d->room = room;
+        d->failed = !grown, d->at = grown, d->room = room;
     }
     return d->failed ? NULL : d->at + d->length;
 }
@@ -1704,8 +1739,7 @@ typedef struct ddp__box_runs {
 
 static ddp__box_runs ddp__runs_of(const ddp__slice *s) {
     ddp__box_runs runs = DDP_ZERO;
-    runs.slice = s;
-    runs.length = runs.count = 1;
+    runs.slice = s, runs.length = runs.count = 1;
     for (runs.outer = s->ndim; runs.outer > 0;) {
         int d = --runs.outer;
         runs.length *= (uint64_t)s->extent[d];
@@ -1777,9 +1811,7 @@ static ddp_result ddp__slices_check(const ddp__slice *slices, int count, ddp__ke
             if (s->offset[d] < 0 || s->extent[d] < 0 || s->extent[d] > s->shape[d] || s->offset[d] > s->shape[d] - s->extent[d])
                 return ddp_fail(DDP_ERR_INVALID, "tensor '%.100s': %lld from %lld on is outside of dimension %d, which has %lld", s->name, (long long)s->extent[d],
                                 (long long)s->offset[d], d, (long long)s->shape[d]);
-        keys[i].name = ddp__words_of(s->name);
-        keys[i].kind = s->file_kind != 0;
-        keys[i].index = i;
+        keys[i].name = ddp__words_of(s->name), keys[i].kind = s->file_kind != 0, keys[i].index = i;
     }
     qsort(keys, (size_t)count, sizeof *keys, ddp__key_compare);
     for (int i = 1; i < count; i++)
@@ -1937,8 +1969,7 @@ static ddp_result ddp__save_plan(ddp__saving *s) {
         if (!file || file->kind != kind || bytes + entry > limit || used > limit - bytes - entry) {
             file = &s->files[s->file_count++];
             memset(file, 0, sizeof *file);
-            file->kind = kind;
-            file->first = i;
+            file->kind = kind, file->first = i;
             s->kind_count[kind]++;
             used = 64;
         }
@@ -2147,8 +2178,7 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
     ddp_result result = s->keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep) : DDP_OK;
     s->files = (ddp__out_file *)ddp_group_malloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
     if (!s->files) result = DDP_ERR_NO_MEMORY;
-    s->begin = (uint64_t *)(s->files + n);
-    s->order = (int *)(s->begin + n);
+    s->begin = (uint64_t *)(s->files + n), s->order = (int *)(s->begin + n);
     DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 1, result));
     ddp__beside_name(t->dir, DDP__NEW, s->tmp);
     result = ddp__save_plan(s);
@@ -2176,8 +2206,7 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     ddp__saving saving = DDP_ZERO;
     saving.draft.group = group;
     saving.task = ddp__task_of(group, "ddp_fsdp_save", slices, count);
-    saving.keep = keep ? keep : 1;
-    saving.max_file_bytes = max_file_bytes;
+    saving.keep = keep ? keep : 1, saving.max_file_bytes = max_file_bytes;
     ddp_result result = ddp__save_run(&saving, dir, state ? state : &none);
     ddp_group_mfree(group, saving.draft.at);
     ddp_group_mfree(group, saving.files);
@@ -2248,8 +2277,7 @@ static ddp__in_file *ddp__in_file_add(ddp__loading *l, ddp__words name, uint32_t
     if (file < l->files + l->file_count) return file;
     memset(file, 0, sizeof *file);
     l->file_count++;
-    file->name = name.at;
-    file->want_crc = want_crc;
+    file->name = name.at, file->want_crc = want_crc;
     return file;
 }
 
@@ -2414,8 +2442,7 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
     ddp__shown has = ddp__show(r->dtype->name, r->ndim, r->shape);
     ddp__key key;
     char what[500];
-    key.name = r->name;
-    key.kind = file->kind;
+    key.name = r->name, key.kind = file->kind;
     ddp__key *found = (ddp__key *)bsearch(&key, l->task.keys, (size_t)l->task.count, sizeof key, ddp__key_compare);
     if (!found) {
         snprintf(what, sizeof what, "(%s) is none of the %d tensors that are loaded", has.text, l->task.count);
@@ -2429,9 +2456,7 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
         return ddp__source_fail(l, DDP_ERR_MISMATCH, file, r, what);
     }
     if (source->file || (!l->foreign && !r->has_crc)) return ddp__source_fail(l, DDP_ERR_CORRUPT, file, r, source->file ? "is in another file too" : "has no checksum");
-    source->file = file;
-    source->record = r;
-    source->data = file->map + file->data_at + r->begin;
+    source->file = file, source->record = r, source->data = file->map + file->data_at + r->begin;
     source->bytes = r->end - r->begin;
     return DDP_OK;
 }
@@ -2635,7 +2660,7 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
 
 /* As the fields of ddp_fsdp_bytes, whose last is the total. */
 enum { DDP__OF_SHARDS, DDP__OF_GATHERED, DDP__OF_GRADIENTS, DDP__OF_OPTIMIZER, DDP__OF_COMMUNICATION, DDP__OF_BOOKKEEPING, DDP__PURPOSES };
-enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE };
+enum { DDP__MEMORY_HOST, DDP__MEMORY_DEVICE, DDP__MEMORY_GROUP, DDP__MEMORY_FILE, DDP__MEMORY_PINNED };
 enum { DDP__UNIT_GONE, DDP__UNIT_COMING, DDP__UNIT_THERE }; /* the whole values of a unit */
 enum { DDP__GRADS, DDP__CASTED, DDP__SUMS }; /* layouts of gradients: whole as backward writes them, whole with the wire's dtype, and this rank's rows */
 enum { DDP__LEVELS = 32 };                                 /* of the binary counter of micro-batches */
@@ -2696,9 +2721,14 @@ struct ddp_fsdp {
     int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
     ddp_group *copies[2];          /* over which they are replicated */
     int copy_count;
-    float grad_scale;              /* of the sums, still to be multiplied: clipping */
+    float grad_scale;              /* of the sums, still to be multiplied: clipping. Or, where the device decides: */
+    float *factor, *factor_now;    /* its memory for it, NULL = the host decides; and the same, or NULL while there is nothing to multiply */
+    float *norm, last_norm;        /* of the last clipping: memory that the device writes until `clipped`; the host's own */
+    void *clipped;                 /* an event */
+    int has_norm;
     uint64_t divisor;              /* ranks times micro-batches; per_token: the step's tokens, 0 = not known yet */
     int keeps_whole, reduces_each, direct, finished, no_grad;
+    int in_shard;                  /* FULL_SHARD of one rank on a device: a shard has every row, and is what a gather points to */
     ddp__unit *units;
     ddp__weight *weights;
     int unit_count, weight_count;
@@ -2722,8 +2752,10 @@ struct ddp_fsdp {
     ddp_group *lent[2];            /* groups that the scaler has from here */
     ddp_tensor *sums;              /* the sums of their gradients, on the device */
     ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
-    unsigned char *host_sums, *host_rows; /* there: gradients of this rank's rows; one parameter's rows on their way */
-    size_t host_rows_bytes;
+    unsigned char *host_sums, *host_rows; /* in memory that the device copies at once: gradients of this rank's rows; two pieces of values on their way */
+    size_t host_rows_bytes, host_sums_bytes;
+    void **arrived, *left[2];      /* events: pieces of gradients are there; the pieces of values have gone */
+    int pieces, piece, turn_up;    /* of gradients, in order; the next one that is stepped; the piece of values that is filled next */
     ddp_exact_sum *squares;        /* the device's memory */
     void *turn;                    /* an event, where a device has lanes and there are replicas */
     struct ddp__saver *saver;
@@ -2822,8 +2854,8 @@ static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size
     void *raw, *memory = NULL;
     if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
     if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
-    size = size ? size : 64;
-    behind = kind == DDP__MEMORY_HOST ? size : 0;
+    if (kind == DDP__MEMORY_PINNED && !f->device->alloc_host) kind = DDP__MEMORY_HOST;
+    size = size ? size : 64, behind = kind == DDP__MEMORY_HOST ? size : 0;
     memset(out, 0, sizeof memory);
     ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, node + behind, &raw, &counted);
     if (!h && kind == DDP__MEMORY_GROUP) ddp_group_poison(f->group, DDP_ERR_NO_MEMORY, ddp_last_error()); /* the others are about to wait for this rank */
@@ -2832,21 +2864,17 @@ static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size
     if (kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_FILE) result = (memory = ddp__fsdp_map(f, size)) != NULL ? DDP_OK : DDP_ERR_SYSTEM;
+    else if (kind == DDP__MEMORY_PINNED) result = f->device->alloc_host(f->group, size, &memory);
     else memory = (unsigned char *)h + node;
     if (result != DDP_OK) {
         ddp__fsdp_unhost(f, raw);
         return result;
     }
-    h->memory = memory;
-    h->raw = raw;
-    h->size = size;
-    h->extra = counted - behind;
-    h->purpose = purpose;
-    h->kind = kind;
-    h->next = f->holdings;
-    f->holdings = h;
+    h->memory = memory, h->raw = raw, h->size = size, h->extra = counted - behind, h->purpose = purpose;
+    h->kind = kind, h->next = f->holdings, f->holdings = h;
     ddp__holding_count(f, h, 1);
     memcpy(out, &memory, sizeof memory);
+    if (kind == DDP__MEMORY_PINNED) memset(memory, 0, size);
     return DDP_OK;
 }
 
@@ -2860,6 +2888,7 @@ static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
     if (h->kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
     else if (h->kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
     else if (h->kind == DDP__MEMORY_FILE) munmap(memory, h->size);
+    else if (h->kind == DDP__MEMORY_PINNED) f->device->free_host(memory);
     ddp__fsdp_unhost(f, h->raw);
 }
 
@@ -2942,14 +2971,15 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     w->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     w->grad_dtype = grad != DDP_DTYPE_DEFAULT ? grad : w->dtype;
     w->wire_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : w->grad_dtype;
+    if (f->world == 1 && !f->copy_count && w->wire_dtype == w->master_dtype && (f->reduces_each || f->desc.micro_batch_count == 1) && f->device != ddp_device_cpu())
+        w->wire_dtype = w->grad_dtype; /* nothing travels: one cast gives the sum */
     return ddp__weight_find_source(f, w);
 }
 
 /* This rank's rows of the master values. */
 static ddp_tensor ddp__weight_rows(const ddp__weight *w) {
     ddp_tensor rows = w->entry->param.value;
-    rows.data = ddp__mine(w) ? w->source->master : NULL;
-    rows.dtype = w->master_dtype;
+    rows.data = ddp__mine(w) ? w->source->master : NULL, rows.dtype = w->master_dtype;
     if (rows.ndim || !w->mine) rows.shape[0] = (int64_t)w->mine;
     if (!w->mine && !rows.ndim) rows.ndim = 1;
     return rows;
@@ -3023,17 +3053,52 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
     }
 }
 
+/* Marks an event; the host waits until a lane has come to it, or the group has failed. NULL where the device's calls are done when they return. */
+static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_lane lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
+static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event) {
+    const struct timespec nap = {0, 20000};
+    for (int done = !event; !done;) {
+        DDP__FSDP_TRY(f->device->event_test(f->group, event, &done));
+        if (!done) DDP__FSDP_TRY(ddp_group_status(f->group));
+        if (!done) nanosleep(&nap, NULL);
+    }
+    return DDP_OK;
+}
+
+/* OFFLOAD_HOST: sends elements of the master copy up, as they are gathered. One piece is filled while the other one travels. */
+static ddp_result ddp__host_publish(ddp_fsdp *f, const ddp__weight *w, size_t from, size_t count) {
+    for (size_t n, size = ddp_dtype_size(w->dtype); count; from += n, count -= n, f->turn_up ^= 1) {
+        unsigned char *near = f->host_rows + (size_t)f->turn_up * f->host_rows_bytes / 2;
+        n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
+        DDP__FSDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up]));
+        ddp_device_cpu()->cast(near, w->dtype, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
+        (f->device->start_copy ? f->device->start_copy : f->device->copy)(w->shard + from * size, near, n * size);
+        DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_LANE_COMPUTE, f->left[f->turn_up]));
+    }
+    return DDP_OK;
+}
+
+/* Casts on the device, of which neighbours on both sides are one: few launches where tensors are many. count 0 ends the last one. */
+typedef struct ddp__casting { unsigned char *dst; const unsigned char *src; ddp_dtype to, from; size_t count; } ddp__casting;
+
+static void ddp__cast_next(const ddp_device *d, ddp__casting *c, unsigned char *dst, ddp_dtype to, const unsigned char *src, ddp_dtype from, size_t count) {
+    int joins = count && to == c->to && from == c->from && dst == c->dst + c->count * ddp_dtype_size(to) && src == c->src + c->count * ddp_dtype_size(from);
+    if (c->count && !joins) d->cast(c->dst, c->to, c->src, c->from, c->count);
+    if (!joins) c->dst = dst, c->src = src, c->to = to, c->from = from, c->count = 0;
+    c->count += count;
+}
+
 /* Makes this rank's rows of a unit ready for its peers, once the master values have changed. */
-static void ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
+static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
+    ddp__casting run = DDP_ZERO;
     DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
         if (f->desc.quantize_gather) ddp__quantize(w, unit->quant + w->quant_at);
-        else if (f->host) {
-            ddp_device_cpu()->cast(f->host_rows, w->dtype, w->master, w->master_dtype, ddp__mine(w));
-            f->device->copy(w->shard, f->host_rows, ddp__mine(w) * ddp_dtype_size(w->dtype));
-        }
-        else if (w->shard != w->master) f->device->cast(w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
+        else if (f->host) DDP__FSDP_TRY(ddp__host_publish(f, w, 0, ddp__mine(w)));
+        else if (w->shard != w->master) ddp__cast_next(f->device, &run, w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
     }
+    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
+    return DDP_OK;
 }
 
 /* Bytes of one use's rows of one rank on their way. */
@@ -3101,20 +3166,16 @@ static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     ddp__slot *slot = f->whole_slots;
     while (slot && slot->busy) slot = slot->next;
     if (!slot) DDP__FSDP_TRY(ddp__slot_make(f, &f->whole_slots, DDP__OF_GATHERED, DDP__MEMORY_DEVICE, f->whole_slot_bytes, &slot));
-    slot->busy = 1;
-    unit->whole_slot = slot;
-    unit->whole = slot->memory;
+    slot->busy = 1, unit->whole_slot = slot, unit->whole = slot->memory;
     return DDP_OK;
 }
 
-static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->desc.keep_after_forward; }
+static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->in_shard || f->desc.keep_after_forward; }
 
 static ddp_result ddp__unit_forget(ddp__unit *unit, ddp_result result) {
     unit->state = DDP__UNIT_GONE;
     if (unit->whole_slot) {
-        unit->whole_slot->busy = 0;
-        unit->whole_slot = NULL;
-        unit->whole = NULL;
+        unit->whole_slot->busy = 0, unit->whole_slot = NULL, unit->whole = NULL;
     }
     return result;
 }
@@ -3129,8 +3190,8 @@ static ddp_result ddp__unit_arrive(ddp_fsdp *f, ddp__unit *unit) {
 /* Sends for the whole values of a unit; ahead: ddp__unit_arrive waits for them, otherwise they are there on return. */
 static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
     if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
-    ddp_result result = ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
-    unit->state = ahead ? DDP__UNIT_COMING : DDP__UNIT_THERE;
+    ddp_result result = f->in_shard ? DDP_OK : ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
+    unit->state = ahead && !f->in_shard ? DDP__UNIT_COMING : DDP__UNIT_THERE;
     if (result != DDP_OK) return ddp__unit_forget(unit, result);
     return DDP_OK;
 }
@@ -3351,6 +3412,7 @@ static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
 /* One micro-batch's gradients of a unit, where no rank reads another's. */
 static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *from = ddp__unit_cast(f, unit);
+    ddp__casting run = DDP_ZERO;
     if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
     if (!ddp__has_sum(f, unit)) return ddp__fsdp_check(f->group);
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
@@ -3358,8 +3420,9 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
         size_t at, count;
         ddp_dtype dtype = ddp__grads_at(w, unit->layout, &at, &count);
-        if (!w->in_place || unit->layout == DDP__CASTED) f->device->cast(ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
+        if (!w->in_place || unit->layout == DDP__CASTED) ddp__cast_next(f->device, &run, ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
     }
+    ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     return ddp__reduce_rest(f, unit);
 }
 
@@ -3445,9 +3508,7 @@ static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = ddp__reduce_end(f, unit);
     if (unit->reducing_slot) {
-        unit->reducing_slot->busy = 0;
-        unit->reducing_slot->reducing = NULL;
-        unit->reducing_slot = NULL;
+        unit->reducing_slot->busy = 0, unit->reducing_slot->reducing = NULL, unit->reducing_slot = NULL;
     }
     return result;
 }
@@ -3506,9 +3567,7 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     *link = slot;
     slot->next = NULL;
     if (f->turns) DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
-    slot->busy = 1;
-    unit->grad_slot = slot;
-    unit->grads = slot->memory;
+    slot->busy = 1, unit->grad_slot = slot, unit->grads = slot->memory;
     return DDP_OK;
 }
 
@@ -3526,9 +3585,7 @@ static ddp_result ddp__grads_attach(ddp_fsdp *f, ddp__unit *unit) {
 static void ddp__grads_drop(ddp_fsdp *f, ddp__unit *unit) {
     unit->attached = 0;
     if (!f->reduces_each || !unit->grad_slot) return;
-    unit->grad_slot->busy = 0;
-    unit->grad_slot = NULL;
-    unit->grads = NULL;
+    unit->grad_slot->busy = 0, unit->grad_slot = NULL, unit->grads = NULL;
 }
 
 //== sharding: the step =================================================================================== >>impl-step
@@ -3559,13 +3616,14 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
 
 /* What clipping left to the step, done now. */
 static void ddp__fsdp_scale(ddp_fsdp *f) {
-    for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count && f->grad_scale != 1; sum++)
-        if (ddp_tensor_count(sum)) f->device->scale(sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->grad_scale);
-    f->grad_scale = 1;
+    for (const ddp_tensor *sum = f->sums; sum < f->sums + f->master_count; sum++)
+        if (ddp_tensor_count(sum)) ddp__grad_scale(f->device, sum->data, (size_t)ddp_tensor_count(sum), sum->dtype, f->grad_scale, f->factor_now);
+    f->grad_scale = 1, f->factor_now = NULL;
 }
 
-/* The exact sum of squares of all gradients over the ranks that they are split over. Replicas have the same one. */
-static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
+/* The norm, from the exact sum of squares of all gradients over the ranks that they are split over, and what the step multiplies by, in its pass over the
+   gradients. Replicas have the same. */
+static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     ddp_exact_sum sum;
     ddp__fsdp_scale(f);
     f->device->fill_zero(f->squares, sizeof sum);
@@ -3574,9 +3632,16 @@ static ddp_result ddp__fsdp_norm(ddp_fsdp *f, float *norm) {
         if (ddp__mine(w)) f->device->sum_squares(f->squares, ddp__weight_sum(w, 0), w->mine, w->row_count, w->master_dtype);
     }
     if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
+    f->has_norm = 1;
+    if (f->factor) {
+        f->device->clip(f->squares, max_norm, f->factor_now = f->factor, f->norm);
+        return f->device->event_record(f->group, DDP_LANE_COMPUTE, f->clipped);
+    }
     f->device->copy(&sum, f->squares, sizeof sum);
-    *norm = (float)sqrt(ddp_exact_sum_value(&sum));
-    return ddp__fsdp_check(f->group);
+    f->last_norm = (float)sqrt(ddp_exact_sum_value(&sum));
+    if (f->last_norm > max_norm && f->last_norm <= 3.402823466e38f) f->grad_scale = max_norm / f->last_norm;
+    if (f->grad_scale == 0) ddp__fsdp_scale(f);
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
@@ -3594,17 +3659,22 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
 }
 
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
-    float length = 0;
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
-    if (result == DDP_OK) result = ddp__fsdp_norm(fsdp, &length);
+    if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
+    if (result == DDP_OK) result = ddp__fsdp_check(fsdp->group);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
-    if (norm) *norm = length;
-    if (length > max_norm && length <= 3.402823466e38f) fsdp->grad_scale = max_norm / length; /* the step multiplies, in its pass over the gradients */
-    if (fsdp->grad_scale == 0) ddp__fsdp_scale(fsdp);
-    return ddp__fsdp_check(fsdp->group);
+    return norm ? ddp_fsdp_get_norm(fsdp, norm) : DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
+    DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
+    DDP__FSDP_NEED(fsdp->has_norm, "no norm has been taken; call ddp_fsdp_clip_grad_norm first");
+    if (fsdp->factor) DDP__FSDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped));
+    *norm = fsdp->factor ? *fsdp->norm : fsdp->last_norm;
+    return DDP_OK;
 }
 
 /* Whether all ranks, replicas too, have the same number. own: how this rank has fared, before anything depends on it; where one failed, all do, with its text. */
@@ -3631,11 +3701,11 @@ static ddp_result ddp__fsdp_meet(ddp_fsdp *f, const char *who) {
                                           "ranks gathered or reduced units in different orders in this step; make the same calls on every rank");
 }
 
-/* Master values have changed: ranks may read each other's new rows once all have met. */
-static ddp_result ddp__fsdp_publish(ddp_fsdp *f) {
+/* Master values have changed: ranks may read each other's new rows once all have met. sent: they have gone up already. */
+static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int sent) {
     DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
     DDP__EACH_UNIT(f, unit) {
-        ddp__unit_publish(f, unit);
+        if (!sent) DDP__FSDP_TRY(ddp__unit_publish(f, unit));
         DDP__FSDP_TRY(ddp__unit_drop(f, unit));
         if (f->world == 1 && f->keeps_whole) unit->state = DDP__UNIT_THERE;
     }
@@ -3647,7 +3717,7 @@ static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int 
     DDP__EACH_WEIGHT(unit, w) {
         unsigned char *whole = ddp__is_alias(f, w) ? w->source->unit->whole : unit->whole;
         size_t at = ddp__is_alias(f, w) ? w->source->whole_at : w->whole_at;
-        w->entry->param.value.data = values && whole ? whole + at : NULL;
+        w->entry->param.value.data = values && f->in_shard ? w->source->shard : values && whole ? whole + at : NULL;
         w->entry->param.grad.data = grads && ddp__is_trained(w) && unit->grads ? unit->grads + w->grad_at : NULL;
     }
 }
@@ -3657,15 +3727,10 @@ static void ddp__fsdp_begin(ddp_fsdp *f) {
     int *now = f->order_now;
     DDP__EACH_UNIT(f, unit) unit->reduced = unit->depth = 0;
     if (f->finished) { /* a step that is begun anew, or a load, tells nothing of the order */
-        f->order_now = f->order;
-        f->order = now;
-        f->order_count = f->now_count;
+        f->order_now = f->order, f->order = now, f->order_count = f->now_count;
     }
     if (f->desc.per_token) f->divisor = 0;
-    f->finished = 0;
-    f->grad_scale = 1;
-    f->now_count = 0;
-    f->following = 1;
+    f->finished = 0, f->grad_scale = 1, f->factor_now = NULL, f->now_count = 0, f->following = 1;
     f->order_hash = UINT64_C(0xcbf29ce484222325);
 }
 
@@ -3680,18 +3745,45 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
     return DDP_OK;
 }
 
+/* OFFLOAD_HOST: gradients come down on the communication lane, which is idle, piece by piece: one is stepped while the next ones travel, and values go up on
+   the other lane. LARS, which begins with norms, waits for all. */
+static ddp_result ddp__host_fetch(ddp_fsdp *f) {
+    ddp_result result = DDP_OK, back;
+    ddp__fsdp_scale(f);
+    DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_LANE_COMPUTE, f->arrived[0]));
+    if (f->arrived[0]) DDP__FSDP_TRY(f->device->event_wait(f->group, DDP_LANE_COMM, f->arrived[0]));
+    DDP__FSDP_TRY(DDP__ON_DEVICE(f->group, enter, f->group, DDP_LANE_COMM));
+    f->piece = 0;
+    for (int i = 0; i < f->master_count && result == DDP_OK; i++) {
+        size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = ddp__mine(f->master_of[i]) * size, most = DDP__HOST_PIECE * size;
+        for (size_t at = 0; at < bytes && result == DDP_OK; at += most) {
+            void (*copy)(void *, const void *, size_t) = f->device->start_copy ? f->device->start_copy : f->device->copy;
+            copy((char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at, bytes - at < most ? bytes - at : most);
+            result = ddp__fsdp_mark(f, DDP_LANE_COMM, f->arrived[f->piece++]);
+        }
+    }
+    f->piece = 0;
+    back = ddp__fsdp_enter(f->group); /* whatever happened: this thread's own work does not belong on the communication lane */
+    if (result != DDP_OK || back != DDP_OK) return result != DDP_OK ? result : back;
+    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__fsdp_await(f, f->arrived[f->pieces - 1]) : DDP_OK;
+}
+
+static ddp_result ddp__host_piece(void *user, int i, size_t from, size_t count, int stepped) {
+    ddp_fsdp *f = (ddp_fsdp *)user;
+    return stepped ? ddp__host_publish(f, f->master_of[i], from, count) : ddp__fsdp_await(f, f->arrived[f->piece++]);
+}
+
 static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP__FSDP_TRY(ddp__fsdp_finish(fsdp, "ddp_fsdp_step"));
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, "ddp_fsdp_step"));
     if (!fsdp->desc.scaler || !ddp_scaler_found_inf(fsdp->desc.scaler)) {
         DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
-        for (int i = 0; i < fsdp->master_count && fsdp->host; i++)
-            fsdp->device->copy(fsdp->masters[i].grad.data, fsdp->sums[i].data, ddp__mine(fsdp->master_of[i]) * ddp_dtype_size(fsdp->sums[i].dtype));
-        if (fsdp->optimizer) DDP__FSDP_TRY(ddp_optimizer_step_scaled(fsdp->optimizer, lr, fsdp->grad_scale));
+        if (fsdp->pieces) DDP__FSDP_TRY(ddp__host_fetch(fsdp));
+        if (fsdp->optimizer) DDP__FSDP_TRY(ddp__optimizer_step(fsdp->optimizer, lr, fsdp->grad_scale, fsdp->factor_now));
         fsdp->step++;
         if (fsdp->desc.state) fsdp->desc.state->step = fsdp->step;
     }
-    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp, fsdp->host != NULL));
     DDP__EACH_UNIT(fsdp, unit) {
         unit->in_use = 0;
         ddp__grads_drop(fsdp, unit);
@@ -3737,9 +3829,7 @@ static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.check
 static ddp_result ddp__saver_create(ddp_fsdp *f) {
     ddp__saver *s;
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, sizeof *s, &f->saver));
-    s = f->saver;
-    s->fsdp = f;
-    s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
+    s = f->saver, s->fsdp = f, s->capacity = f->weight_count * (1 + DDP__STATES_MAX);
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * sizeof *s->slices, &s->slices));
     for (int i = 0; i < f->weight_count; i++) ddp__size_at_least(&s->name_room, strlen(f->weights[i].name) + DDP__STATE_ROOM);
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)s->capacity * s->name_room, &s->names));
@@ -3760,9 +3850,7 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     memset(slice, 0, sizeof *slice);
     slice->name = s->names + (size_t)s->count * s->name_room;
     snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
-    slice->dtype = tensor->dtype;
-    slice->ndim = value->ndim;
-    slice->file_kind = state != NULL;
+    slice->dtype = tensor->dtype, slice->ndim = value->ndim, slice->file_kind = state != NULL;
     for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
     slice->may_repeat = global != 0; /* who says nothing of a larger tensor may have forgotten to */
     for (int i = 0; i < value->ndim; i++) {
@@ -3856,8 +3944,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
     s->state.step = fsdp->step;
     if (fsdp->desc.scaler) ddp_scaler_save(fsdp->desc.scaler, &s->state.scaler);
     if (!fsdp->desc.save_in_background) return ddp__fsdp_share_result(fsdp, __func__, writes ? ddp__saver_write(s, ddp__fsdp_file_group(fsdp)) : DDP_OK);
-    s->told.result = DDP_OK;
-    s->running = 1;
+    s->told.result = DDP_OK, s->running = 1;
     if (writes && pthread_create(&s->thread, NULL, ddp__saver_main, s) == 0) s->running = 2;
     else if (writes) ddp__saver_main(s); /* no thread to be had: it is written now */
     return DDP_OK;
@@ -3880,7 +3967,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     fsdp->step = s->state.step;
     *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;
     if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
-    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp));
+    DDP__FSDP_TRY(ddp__fsdp_publish(fsdp, 0));
     return ddp_fsdp_drop_gradients(fsdp);
 }
 
@@ -3890,8 +3977,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     const char *who = "ddp_fsdp_create";
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
-    f->group = group;
-    f->file = -1;
+    f->group = group, f->file = -1;
     if (d->replicas == group) d->replicas = NULL;
     if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
     if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
@@ -3920,6 +4006,7 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     if (d->replicas && ddp_world_size(d->replicas) > 1) f->copies[f->copy_count++] = d->replicas;
     f->divisor = d->per_token ? 0 : (uint64_t)d->micro_batch_count * (uint64_t)ddp_world_size(group) * (uint64_t)(d->replicas ? ddp_world_size(d->replicas) : 1);
     f->keeps_whole = d->strategy != DDP_FSDP_FULL_SHARD;
+    f->in_shard = !f->keeps_whole && f->world == 1 && f->device != ddp_device_cpu();
     f->reduces_each = d->strategy == DDP_FSDP_FULL_SHARD || d->strategy == DDP_FSDP_SHARD_GRAD;
     return DDP_OK;
 }
@@ -3960,10 +4047,7 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     for (int u = 0; u < f->unit_count; u++) {
         const ddp_fsdp_unit_desc *d = &f->desc.units[u];
         ddp__unit *unit = &f->units[u];
-        unit->fsdp = f;
-        unit->index = u;
-        unit->weights = f->weights + next;
-        unit->count = d->param_count;
+        unit->fsdp = f, unit->index = u, unit->weights = f->weights + next, unit->count = d->param_count;
         if (d->name) snprintf(unit->name, sizeof unit->name, "%s", d->name);
         else snprintf(unit->name, sizeof unit->name, "unit %d", u);
         for (int i = 0; i < unit->count; i++, next++) {
@@ -4032,7 +4116,7 @@ static int ddp__fsdp_levels(const ddp_fsdp *f) {
 static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     int levels = ddp__fsdp_levels(f), shared = f->world > 1 ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
     unsigned char *master = NULL;
-    if (unit->whole_bytes && ddp__has_own_whole(f))
+    if (unit->whole_bytes && ddp__has_own_whole(f) && !f->in_shard)
         DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
     if (f->desc.quantize_gather && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, shared, unit->quant_bytes, &unit->quant));
     else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
@@ -4054,23 +4138,27 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
 /* Where the optimizer works beside the device. */
 static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
     ddp_group_desc alone = DDP_ZERO;
-    size_t sums = 0;
     alone.init_method = "self://";
     DDP__FSDP_TRY(ddp_group_create(&f->host, &alone));
     for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
-        size_t bytes = ddp__mine(w) * ddp_dtype_size(w->master_dtype);
-        ddp__size_at_least(&f->host_rows_bytes, bytes);
-        if (w->source == w && ddp__is_trained(w)) sums += ddp__fsdp_pad(bytes);
+        size_t count = ddp__mine(w), size = ddp_dtype_size(w->master_dtype);
+        ddp__size_at_least(&f->host_rows_bytes, 2 * ddp__fsdp_pad((count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE) * size));
+        if (w->source != w || !ddp__is_trained(w)) continue;
+        f->host_sums_bytes += ddp__fsdp_pad(count * size);
+        f->pieces += (int)((count + DDP__HOST_PIECE - 1) / DDP__HOST_PIECE);
     }
-    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_HOST, f->host_rows_bytes, &f->host_rows));
-    return ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_HOST, sums, &f->host_sums);
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, f->host_rows_bytes, &f->host_rows));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, f->host_sums_bytes, &f->host_sums));
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->pieces * sizeof *f->arrived, &f->arrived));
+    for (int i = 0; i < f->pieces + 2 && f->device->enter; i++) DDP__FSDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
+    return DDP_OK;
 }
 
 /* What all units share: the largest of them says how much. */
 static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     int packs = f->world > 1 && !f->direct;
     DDP__EACH_UNIT(f, unit) {
-        ddp__size_at_least(&f->whole_slot_bytes, unit->whole_bytes);
+        ddp__size_at_least(&f->whole_slot_bytes, f->in_shard ? 0 : unit->whole_bytes);
         ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
         DDP__EACH_TRAINED(unit, w) {
             if (w->wire_dtype != w->grad_dtype) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
@@ -4087,7 +4175,12 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
     if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
-    return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares, &f->squares);
+    int clips = f->device->clip && f->device->alloc_host && f->device->update && f->device->enter;
+    DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
+    if (!clips) return DDP_OK;
+    f->factor = (float *)(void *)(f->squares + 1);
+    DDP__FSDP_TRY(f->device->event_create(f->group, &f->clipped));
+    return ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_PINNED, 64, &f->norm);
 }
 
 /* The words by which ranks that read each other's memory keep in step. */
@@ -4135,8 +4228,12 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     if (!ddp__mine(w)) return DDP_OK;
     if (value->data) { /* from the device's memory, by way of the host's where the master copy is there */
         const unsigned char *from = (unsigned char *)value->data + ddp__weight_bytes(w, w->first, value->dtype);
-        if (f->host) f->device->copy(f->host_rows, from, ddp__mine(w) * ddp_dtype_size(value->dtype));
-        (f->host ? ddp_device_cpu() : f->device)->cast(w->master, w->master_dtype, f->host ? f->host_rows : from, value->dtype, ddp__mine(w));
+        size_t size = ddp_dtype_size(value->dtype), most = f->host ? DDP__HOST_PIECE : ddp__mine(w);
+        for (size_t at = 0, n; at < ddp__mine(w); at += n) {
+            n = ddp__mine(w) - at < most ? ddp__mine(w) - at : most;
+            if (f->host) f->device->copy(f->host_rows, from + at * size, n * size);
+            (f->host ? ddp_device_cpu() : f->device)->cast(w->master + at * ddp_dtype_size(w->master_dtype), w->master_dtype, f->host ? f->host_rows : from, value->dtype, n);
+        }
         return ddp__fsdp_check(f->group);
     }
     if (f->device == ddp_device_cpu() || f->host) return f->desc.init_fn(w->entry, (int64_t)w->first, (int64_t)w->mine, w->master, f->desc.init_user);
@@ -4164,21 +4261,16 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         ddp_param *p = &f->masters[f->master_count];
         if (w->source != w || !ddp__is_trained(w)) continue;
-        p->name = w->name;
-        p->value = p->grad = ddp__weight_rows(w);
-        p->grad.data = ddp__weight_sum(w, 0);
+        p->name = w->name, p->value = p->grad = ddp__weight_rows(w), p->grad.data = ddp__weight_sum(w, 0);
         f->sums[f->master_count] = p->grad;
         if (f->host) p->grad.data = f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
         f->master_of[f->master_count++] = w;
     }
     if (!f->master_count) return DDP_OK;
-    d.params = f->masters;
-    d.param_count = f->master_count;
-    d.shard_group = f->world > 1 ? f->group : NULL;
-    d.state_alloc_fn = ddp__fsdp_state_alloc;
-    d.state_free_fn = ddp__fsdp_state_free;
-    d.state_user = f;
+    d.params = f->masters, d.param_count = f->master_count, d.shard_group = f->world > 1 ? f->group : NULL;
+    d.state_alloc_fn = ddp__fsdp_state_alloc, d.state_free_fn = ddp__fsdp_state_free, d.state_user = f;
     ddp_result result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
+    if (result == DDP_OK && f->host) f->optimizer->piece_fn = ddp__host_piece;
     if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer), 1);
     return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp__told_again(&f->state_told);
 }
@@ -4192,13 +4284,11 @@ static ddp_result ddp__fsdp_build(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__saver_create(f));
     for (int i = 0; i < f->weight_count; i++) {
         ddp_param *p = &f->weights[i].entry->param;
-        p->value.dtype = f->weights[i].dtype;
-        p->grad = p->value;
-        p->grad.dtype = f->weights[i].grad_dtype;
+        p->value.dtype = f->weights[i].dtype, p->grad = p->value, p->grad.dtype = f->weights[i].grad_dtype;
     }
     DDP__EACH_UNIT(f, unit) ddp__unit_point(f, unit, f->keeps_whole, !f->reduces_each);
     DDP__FSDP_TRY(ddp__fsdp_meet(f, "ddp_fsdp_create"));
-    DDP__FSDP_TRY(ddp__fsdp_publish(f));
+    DDP__FSDP_TRY(ddp__fsdp_publish(f, 0));
     ddp__fsdp_begin(f);
     return DDP_OK;
 }
@@ -4210,6 +4300,12 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         ddp__reduce_wait(f, &f->units[u]);
         ddp__unit_arrive(f, &f->units[u]);
     }
+    for (int i = 0; i < 3; i++) { /* pinned memory is not in use any more */
+        void *event = i < 2 ? f->left[i] : f->clipped;
+        if (event) ddp__fsdp_await(f, event);
+        if (event) f->device->event_destroy(f->group, event);
+    }
+    for (int i = 0; i < f->pieces && f->arrived && f->arrived[i]; i++) f->device->event_destroy(f->group, f->arrived[i]);
     ddp__fsdp_leave_scaler(f);
     ddp_optimizer_destroy(f->optimizer);
     for (int i = 0; i < f->weight_count && f->weights; i++)
@@ -4272,21 +4368,19 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         else bytes[DDP__OF_GRADIENTS] += (1 + levels) * count * (double)ddp_dtype_size(p->grad_dtype) + (p->in_place || levels > 0 ? 0 : count * wide / w);
     }
     if (window > f->unit_count) window = f->unit_count;
-    if (f->desc.keep_after_forward && !f->keeps_whole) bytes[DDP__OF_GATHERED] += sum_whole;
+    if (f->desc.keep_after_forward && !f->keeps_whole && !f->in_shard) bytes[DDP__OF_GATHERED] += sum_whole;
     else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes);
+    bytes[DDP__OF_GRADIENTS] += (double)f->host_sums_bytes;
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes + f->host_rows_bytes);
     for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory) {
     DDP__FSDP_NEED(fsdp && memory, "fsdp or memory is NULL");
-    memory->now = fsdp->now;
-    memory->peak = fsdp->peak;
-    memory->predicted = ddp__fsdp_predict(fsdp);
-    memory->group_bytes = fsdp->group_bytes;
-    memory->file_bytes = fsdp->file_bytes;
+    memory->now = fsdp->now, memory->peak = fsdp->peak, memory->predicted = ddp__fsdp_predict(fsdp);
+    memory->group_bytes = fsdp->group_bytes, memory->file_bytes = fsdp->file_bytes;
     return DDP_OK;
 }
 
@@ -4349,9 +4443,7 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
         placed += count;
         if (units++ >= cap) continue;
         ddp_fsdp_unit_desc *unit = &out[units - 1];
-        unit->name = all ? first->unit : NULL;
-        unit->params = first;
-        unit->param_count = count;
+        unit->name = all ? first->unit : NULL, unit->params = first, unit->param_count = count;
         if (all) snprintf(first->unit, sizeof first->unit, "%.*s", length ? (int)length : 4, length ? params[i].name : "root");
     }
     DDP__FSDP_NEED(units <= cap, "there are %d units, out has room for %d", units, cap);
@@ -4421,10 +4513,7 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
     u->reduced++;
     u->attached = 0;
     if (fsdp->reduces_each) {
-        u->reducing_slot = u->grad_slot;
-        u->reducing_slot->reducing = u;
-        u->grad_slot = NULL;
-        u->grads = NULL;
+        u->reducing_slot = u->grad_slot, u->reducing_slot->reducing = u, u->grad_slot = NULL, u->grads = NULL;
         ddp__unit_point(fsdp, u, 1, 0);
     }
     ddp_result result = ddp__reduce_begin(fsdp, u);
@@ -4451,9 +4540,13 @@ DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
     return DDP_OK;
 }
 
+#define DDP__WEIGHT_NEED(fsdp, unit, param)                             \
+    DDP__UNIT_NEED(fsdp, unit);                                         \
+    DDP__FSDP_NEED((param) >= 0 && (param) < (fsdp)->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, (fsdp)->units[unit].name, \
+                   (fsdp)->units[unit].count - 1)
+
 DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_tensor *value, ddp_tensor *grad, int64_t *first_row) {
-    DDP__UNIT_NEED(fsdp, unit);
-    DDP__FSDP_NEED(param >= 0 && param < fsdp->units[unit].count, "param=%d, unit %s has parameters 0 to %d", param, fsdp->units[unit].name, fsdp->units[unit].count - 1);
+    DDP__WEIGHT_NEED(fsdp, unit, param);
     const ddp__weight *w = &fsdp->units[unit].weights[param];
     ddp_tensor rows = ddp__weight_rows(w);
     if (value) *value = rows;
@@ -4465,6 +4558,26 @@ DDPDEF ddp_result ddp_fsdp_get_shard(ddp_fsdp *fsdp, int unit, int param, ddp_te
     DDP__FSDP_TRY(ddp__fsdp_check(fsdp->group));
     rows.data = rows.data && ddp__is_trained(w) && w->unit->reduced == fsdp->desc.micro_batch_count ? ddp__weight_sum(w, 0) : NULL;
     *grad = rows;
+    return DDP_OK;
+}
+
+DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int which, const char **name, ddp_tensor *state) {
+    DDP__WEIGHT_NEED(fsdp, unit, param);
+    DDP__FSDP_NEED(state, "state is NULL");
+    const ddp__weight *w = &fsdp->units[unit].weights[param];
+    int master = 0;
+    DDP__FSDP_NEED(ddp__is_trained(w), "unit %s, parameter %.200s is frozen: it has no optimizer state", w->unit->name, w->name);
+    DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count, "which=%d, there are %d states of a parameter, numbered from 0", which,
+                   fsdp->optimizer->state_count);
+    while (fsdp->master_of[master] != w->source) master++;
+    return ddp_optimizer_get_state(fsdp->optimizer, master, which, name, state);
+}
+
+DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
+    DDP__FSDP_NEED(fsdp && step >= 0, "fsdp is NULL, or step=%lld is negative", (long long)step);
+    fsdp->step = step;
+    if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, step);
+    if (fsdp->desc.state) fsdp->desc.state->step = step;
     return DDP_OK;
 }
 

@@ -1,7 +1,327 @@
 /*  test_fsdp.cu - sharded training over device memory ends with the bits of one process on the CPU: parity/test_fsdp_parity.c, whose ranks
-    have a group over device memory, staged or by NCCL.
+    have a group over device memory, staged or by NCCL. And a step, once the first ones have shown what is needed, keeps no host waiting.
 
     test_fsdp processes|threads [W ...]     Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as test_conformance.cu. */
+#define DDP__HOST_PIECE ((size_t)64) /* many pieces with little data */
 #include "../support/device.h"
 #define FSDP_ON_DEVICE
+#pragma push_macro("main")
+#undef main
+#define main parity_main
 #include "../parity/test_fsdp_parity.c"
+#pragma pop_macro("main")
+
+//== steady steps ===========================================================================
+
+enum { STEADY_UNITS = 3, STEADY_PARAMS = 2 * STEADY_UNITS, STEADY_STEPS = 6, STEADY_MICRO = 2, STEADY_MOST = 13 * 64 };
+
+/* What a way of stepping ends with, and how much device memory it takes. */
+typedef struct steady { float norm[STEADY_STEPS]; double value[STEADY_PARAMS][STEADY_MOST]; size_t device_bytes; } steady;
+
+enum { WAITS, DECIDES, OFFLOADED, STEADY_WAYS }; /* the norm is asked for in the step; the device decides; and the optimizer is the host's */
+
+static int steady_rows(int i) { return i % 2 ? 64 : 13; }
+static int steady_columns(int i) { return i % 2 ? 1 : 64; }
+
+static ddp_result steady_fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    int columns = steady_columns(param->index);
+    (void)user;
+    for (int64_t i = 0; i < row_count * columns; i++) ((float *)out)[i] = (float)noise((uint64_t)(param->index * 1000 + first_row * columns + i));
+    return DDP_OK;
+}
+
+#if defined(DDP_TEST_ON_CPU)
+/* The allocation that a copy in the record names. */
+static const fake_block *steady_block(int device, const std::string &name) {
+    for (const std::pair<const uintptr_t, fake_block> &b : fake.blocks)
+        if (b.second.device == device && b.second.name == name.substr(0, name.find('+'))) return &b.second;
+    return NULL;
+}
+
+/* Offloaded, gradients come down in pieces on one stream, values go up on another. still: nothing else is copied, where one rank's shards are what is gathered. */
+static ddp_result steady_copies(ddp_group *world, int device, const std::string &record, int way, int still, const char *what) {
+    std::string downs, ups;
+    int down = 0, up = 0;
+    for (size_t at = 0; (at = record.find("cudaMemcpyAsync(", at)) != std::string::npos;) {
+        size_t comma = record.find(", ", at += 16), second = record.find(", ", comma + 2), end = record.find(")\n", at);
+        const fake_block *dst = steady_block(device, record.substr(at, comma - at)), *src = steady_block(device, record.substr(comma + 2, second - comma - 2));
+        std::string stream = record.substr(record.rfind(' ', end), end - record.rfind(' ', end));
+        RANKS_CHECK(world, dst && src, "%s: a copy of unknown memory in\n%s", what, record.c_str());
+        if (dst->is_device && src->is_device) RANKS_CHECK(world, !still, "%s: one rank copies in\n%s", what, record.c_str());
+        else dst->is_device ? (up++, ups = stream) : (down++, downs = stream);
+        if (!dst->is_device) RANKS_CHECK(world, downs == stream, "%s: gradients come down on several streams", what);
+        if (!src->is_device) RANKS_CHECK(world, ups == stream, "%s: values go up on several streams", what);
+    }
+    RANKS_CHECK(world, way == OFFLOADED ? down > 2 * STEADY_PARAMS && up == down && ups != downs : down + up == 0, "%s: %d copies down on %s, %d up on %s", what,
+                down, downs.c_str(), up, ups.c_str());
+    return DDP_OK;
+}
+
+static size_t steady_bytes(int device) {
+    size_t bytes = 0;
+    pthread_mutex_lock(&fake.lock);
+    for (const std::pair<const uintptr_t, fake_block> &b : fake.blocks)
+        if (b.second.live && b.second.is_device && b.second.device == device) bytes += b.second.bytes;
+    pthread_mutex_unlock(&fake.lock);
+    return bytes;
+}
+
+/* What the host of this rank has been kept waiting by, or has allocated, since fake_record_from_here. Staged groups wait: data go through the host. */
+static ddp_result steady_calls(ddp_group *world, int early, int way, int still, int most, const char *what) {
+    static const char *const words[] = {"Synchronize", "cudaMalloc", "cudaFree", "cudaHost", "cudaEventCreate", "cudaStreamCreate", "cudaEventDestroy",
+                                        "(host", ", host", "FAILS"};
+    const char *engine = getenv("DDP_TEST_ENGINE");
+    int device;
+    if (!engine || strcmp(engine, "nccl")) return DDP_OK;
+    RANKS_CHECK(world, way == OFFLOADED || fake_mine->early == early, "%s: the host asked %d times whether the device is done", what, fake_mine->early - early);
+    fake_get_device(&device);
+    std::string record = fake_record(device);
+    int kernels = 0;
+    for (size_t at = 0; (at = record.find("kernel(", at)) != std::string::npos; at++) kernels++;
+    RANKS_CHECK(world, kernels > 0 && kernels <= most, "%s: %d kernels, at most %d are needed", what, kernels, most);
+    for (const char *word : words) RANKS_CHECK(world, record.find(word) == std::string::npos, "%s: %s appears in\n%s", what, word, record.c_str());
+    pthread_mutex_lock(&fake.lock);
+    ddp_result result = steady_copies(world, device, record, way, still, what);
+    pthread_mutex_unlock(&fake.lock);
+    return result;
+}
+#endif
+
+static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, ddp_fsdp_param *params, const float *numbers, int step, float *norm) {
+    const ddp_device *device = ddp_device_cuda();
+    for (int m = 0; m < STEADY_MICRO; m++)
+        for (int pass = 0; pass < 2 * STEADY_UNITS; pass++) {
+            int back = pass >= STEADY_UNITS, u = back ? 2 * STEADY_UNITS - 1 - pass : pass;
+            RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
+            for (int i = 2 * u; i < 2 * u + 2 && back; i++) { /* gradients: some numbers plus the values */
+                const ddp_param *p = &params[i].param;
+                size_t count = (size_t)ddp_tensor_count(&p->value);
+                ddp_cuda_use_stream(d->stream);
+                device->cast(p->grad.data, p->grad.dtype, numbers + (step * 5 + m * 3 + ddp_rank(world)) * 7, DDP_F32, count);
+                device->add(p->grad.data, p->grad.data, p->value.data, count, p->value.dtype);
+            }
+            if (back) RANKS_OK(world, ddp_fsdp_unit_reduce(fsdp, u));
+            RANKS_OK(world, ddp_fsdp_unit_release(fsdp, u));
+        }
+    RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, step == 2 ? INFINITY : 0.25f, norm));
+    RANKS_OK(world, ddp_fsdp_step(fsdp, 0.01f));
+    return DDP_OK;
+}
+
+static ddp_fsdp_desc steady_desc(ddp_fsdp_param *params, ddp_fsdp_unit_desc *units, int turn, int way) {
+    ddp_fsdp_desc desc = DDP_ZERO;
+    memset(params, 0, STEADY_PARAMS * sizeof *params);
+    memset(units, 0, STEADY_UNITS * sizeof *units);
+    for (int i = 0; i < STEADY_PARAMS; i++) {
+        static const char *const names[STEADY_PARAMS] = {"a.w", "a.b", "b.w", "b.b", "c.w", "c.b"};
+        ddp_param *p = &params[i].param;
+        p->name = names[i];
+        p->value.dtype = DDP_F32;
+        p->value.ndim = 2 - i % 2;
+        p->value.shape[0] = steady_rows(i);
+        p->value.shape[1] = i % 2 ? 0 : steady_columns(i);
+        params[i].index = i;
+        units[i / 2].params = &params[i / 2 * 2];
+        units[i / 2].param_count = 2;
+    }
+    desc.units = units;
+    desc.unit_count = STEADY_UNITS;
+    desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+    desc.param_dtype = DDP_BF16;
+    desc.reduce_dtype = turn % 3 ? DDP_F32 : DDP_DTYPE_DEFAULT;
+    desc.micro_batch_count = STEADY_MICRO;
+    desc.optimizer.kind = (ddp_optimizer_kind)((turn + turn / 4) % 4);
+    desc.optimizer.weight_decay = 0.1f;
+    desc.optimizer.decay_matrices_only = 1;
+    desc.init_fn = steady_fill;
+    desc.offload = way == OFFLOADED ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;
+    return desc;
+}
+
+/* Where the host does not ask, the calls of steps 1 and 2 are looked at. */
+static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way, const float *numbers, steady *out) {
+    const ddp_device *device = ddp_device_cuda();
+    ddp_fsdp_param params[STEADY_PARAMS];
+    ddp_fsdp_unit_desc units[STEADY_UNITS];
+    ddp_fsdp_desc desc = steady_desc(params, units, turn, way);
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory before, after;
+#if defined(DDP_TEST_ON_CPU)
+    int early = 0, number;
+#endif
+    float norm;
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, d->group, &desc));
+    RANKS_CHECK(world, ddp_fsdp_get_norm(fsdp, &norm) == DDP_ERR_INVALID && strstr(ddp_last_error(), "ddp_fsdp_clip_grad_norm first"), "%s", ddp_last_error());
+    for (int s = 0; s < STEADY_STEPS; s++) {
+        if (s == 1) RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &before));
+#if defined(DDP_TEST_ON_CPU)
+        RANKS_OK(world, ddp_barrier(world));
+        if (s == 1 && ddp_rank(world) == 0) fake_record_from_here();
+        if (s == 1) early = fake_mine->early;
+        RANKS_OK(world, ddp_barrier(world));
+#endif
+        RANKS_OK(world, steady_step(world, d, fsdp, params, numbers, s, way == WAITS ? &norm : NULL));
+#if defined(DDP_TEST_ON_CPU)
+        int norms = way == OFFLOADED && desc.optimizer.kind >= DDP_OPTIMIZER_LAMB && ddp_world_size(world) > 1; /* of rows on the host, added by NCCL */
+        int still = ddp_world_size(world) == 1 && desc.strategy <= DDP_FSDP_SHARD_GRAD; /* the others keep micro-batches of whole gradients */
+        /* For each of 6 parameters and 2 micro-batches: 2 that make gradients here; for each parameter: micro-batches added, divided, squares, AdamW. For each
+           unit: a cast of the gradients of each micro-batch, one of the new values. And the norm. */
+        int most = still && turn == 0 ? 2 * (6 * 2 * 2 + 6 * 4 + 3 * 2 + 3 + 1) : INT32_MAX;
+        if (s == 2 && way != WAITS && !norms) RANKS_OK(world, steady_calls(world, early, way, still, most, strategies[desc.strategy]));
+#endif
+        if (way != WAITS) RANKS_OK(world, s == 1 ? DDP_OK : ddp_fsdp_get_norm(fsdp, &norm)); /* step 2 follows step 1 at once */
+        out->norm[s] = norm;
+    }
+    RANKS_OK(world, ddp_fsdp_get_memory(fsdp, &after));
+    RANKS_CHECK(world, memcmp(&before, &after, sizeof before) == 0, "%s: memory was taken in a later step", strategies[desc.strategy]);
+    for (int i = 0; i < STEADY_PARAMS; i++) {
+        ddp_tensor rows;
+        float near[STEADY_MOST];
+        RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, NULL));
+        if (rows.data && way == OFFLOADED) memcpy(near, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof near[0]);
+        else if (rows.data) device->copy(near, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof near[0]);
+        for (int k = 0; k < (int)ddp_tensor_count(&rows); k++) out->value[i][k] = (double)near[k];
+    }
+    RANKS_OK(world, ddp_cuda_check());
+#if defined(DDP_TEST_ON_CPU)
+    fake_get_device(&number);
+    out->device_bytes = steady_bytes(number);
+#endif
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
+static ddp_result steady_main(ddp_group *world, void *user) {
+    float numbers[STEADY_MOST + 512];
+    static thread_local steady ended[STEADY_WAYS];
+    device_rank d;
+    void *memory;
+    (void)user;
+    RANKS_OK(world, device_rank_open(&d, world, 64));
+    RANKS_OK(world, ddp_device_cuda()->alloc(d.group, sizeof numbers, &memory));
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) numbers[i] = (float)noise(77 + i);
+    ddp_device_cuda()->copy(memory, numbers, sizeof numbers);
+    for (int turn = 0; turn < 8; turn++) {
+        memset(ended, 0, sizeof ended);
+        for (int way = WAITS; way < STEADY_WAYS; way++) RANKS_OK(world, steady_run(world, &d, turn, way, (const float *)memory, &ended[way]));
+        RANKS_CHECK(world, ended[WAITS].norm[0] > 0.25f, "turn %d: norm %g clips nothing", turn, (double)ended[WAITS].norm[0]);
+        for (int way = DECIDES; way < STEADY_WAYS; way++) {
+            for (int s = 0; s < STEADY_STEPS; s++)
+                RANKS_CHECK(world, s == 1 || memcmp(&ended[WAITS].norm[s], &ended[way].norm[s], sizeof(float)) == 0, "turn %d, way %d, step %d: norm %.9g, want %.9g",
+                            turn, way, s, (double)ended[way].norm[s], (double)ended[WAITS].norm[s]);
+            RANKS_CHECK(world, memcmp(ended[WAITS].value, ended[way].value, sizeof ended[way].value) == 0, "turn %d, way %d: other values", turn, way);
+        }
+        size_t mine = 0; /* elements of state on this rank: two moments and a master copy where the optimizer is AdamW */
+        for (int i = 0, shares = turn % 4 == DDP_FSDP_NO_SHARD ? 1 : ddp_world_size(world); i < STEADY_PARAMS; i++) /* the last rank has fewest */
+            mine += (size_t)((steady_rows(i) - (shares - 1) * ((steady_rows(i) + shares - 1) / shares)) * steady_columns(i));
+        RANKS_CHECK(world, ended[OFFLOADED].device_bytes + (turn ? 0 : 12 * mine) <= ended[DECIDES].device_bytes, "turn %d: offloaded, %zu bytes of the device, otherwise %zu",
+                    turn, ended[OFFLOADED].device_bytes, ended[DECIDES].device_bytes);
+    }
+    ddp_device_cuda()->free(d.group, memory);
+    return device_rank_close(&d);
+}
+
+#if defined(DDP_TEST_ON_CPU)
+/* One call of CUDA or NCCL fails, each in its turn: an error tells of it, or it was one that gives back; and nothing is left behind. */
+static ddp_result steady_faults(ddp_group *world, void *user) {
+    int fired = 1, shows = 0;
+    (void)user;
+    for (int n = 1; fired; n += DDP_TEST_SLOWDOWN) {
+        ddp_fsdp_param params[STEADY_PARAMS];
+        ddp_fsdp_unit_desc units[STEADY_UNITS];
+        ddp_fsdp_desc desc = steady_desc(params, units, 0, OFFLOADED);
+        ddp_fsdp *fsdp;
+        device_rank d;
+        float norm;
+        void *memory;
+        RANKS_OK(world, device_rank_open(&d, world, 64));
+        RANKS_OK(world, ddp_device_cuda()->alloc(d.group, 4096, &memory));
+        desc.micro_batch_count = 1;
+        fake_fail(NULL, 0, n, 0, 0);
+        ddp_result result = ddp_fsdp_create(&fsdp, d.group, &desc);
+        for (int u = 0; u < STEADY_UNITS && result == DDP_OK; u++) {
+            result = ddp_fsdp_unit_gather(fsdp, u);
+            if (result == DDP_OK) result = ddp_fsdp_unit_reduce(fsdp, u);
+        }
+        if (result == DDP_OK) result = ddp_fsdp_clip_grad_norm(fsdp, 0.25f, &norm);
+        if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.01f);
+        ddp_fsdp_destroy(fsdp);
+        fired = fake_fault_fired(1);
+        if (result == DDP_OK) result = ddp_cuda_check();
+        else (void)ddp_cuda_check();
+        int gives = strstr(fake.fault.text.c_str(), "cudaFree") || strstr(fake.fault.text.c_str(), "Destroy") || strstr(fake.fault.text.c_str(), "IsCapturing") ||
+                    strstr(fake.fault.text.c_str(), "cudaSetDevice");
+        RANKS_CHECK(world, !fired || result != DDP_OK || gives, "call %d fails unseen: %s", n, fake.fault.text.c_str());
+        shows += fired && result != DDP_OK;
+        ddp_device_cuda()->free(d.group, memory);
+        RANKS_OK(world, device_rank_close(&d));
+    }
+    RANKS_CHECK(world, shows > 50 / DDP_TEST_SLOWDOWN, "only %d calls failed", shows);
+    return DDP_OK;
+}
+
+/* A rank that does not come to the clipping: the other one is told when it asks for the norm that its device waits for, and everything can be given back. */
+static ddp_result steady_lost(ddp_group *world, void *user) {
+    const char *engine = getenv("DDP_TEST_ENGINE");
+    ddp_fsdp_param params[STEADY_PARAMS];
+    ddp_fsdp_unit_desc units[STEADY_UNITS];
+    ddp_fsdp_desc desc = steady_desc(params, units, 0, DECIDES);
+    ddp_cuda_desc cuda = DDP_ZERO;
+    ddp_group *group;
+    ddp_fsdp *fsdp;
+    device_rank d;
+    float norm = -7;
+    (void)user;
+    if (!engine || strcmp(engine, "nccl")) return DDP_OK; /* staged, the clipping itself waits */
+    RANKS_OK(world, device_rank_open(&d, world, 64));
+    fake.patient = 1;
+    cuda.engine = DDP_CUDA_ENGINE_NCCL;
+    cuda.order = DDP_ORDER_TREE;
+    cuda.allow_shared = 1;
+    cuda.timeout_ms = 500 * DDP_TEST_SLOWDOWN;
+    cuda.stream = d.stream;
+    RANKS_OK(world, ddp_cuda_group_create(&group, world, &cuda));
+    desc.micro_batch_count = 1;
+    RANKS_OK(world, ddp_fsdp_create(&fsdp, group, &desc));
+    for (int u = 0; u < STEADY_UNITS; u++) {
+        RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_unit_reduce(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_unit_release(fsdp, u));
+    }
+    RANKS_OK(world, ddp_barrier(world));
+    for (int turn = 0; turn < 2 && ddp_rank(world) == 0; turn++) {
+        if (turn == 0) RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, 1, NULL));
+        ddp_result result = ddp_fsdp_get_norm(fsdp, &norm);
+        RANKS_CHECK(world, result == DDP_ERR_TIMEOUT && norm == -7, "turn %d: %s, norm %g", turn, ddp_result_name(result), (double)norm);
+    }
+    RANKS_OK(world, ddp_barrier(world));
+    ddp_fsdp_destroy(fsdp);
+    ddp_group_destroy(group);
+    return device_rank_close(&d);
+}
+#endif
+
+int main(int argc, char **argv) {
+    int failed = parity_main(argc, argv), worlds = 0;
+    for (int world = 1; world <= 4; world++)
+        for (int i = 2; i < argc; i++)
+            if (atoi(argv[i]) == world) worlds |= 1 << world;
+    for (int world = 1; world <= 4; world++) {
+        ranks_mode mode = argc > 1 && strcmp(argv[1], "processes") == 0 ? RANKS_PROCESSES : RANKS_THREADS;
+        if (worlds && !(worlds >> world & 1)) continue;
+        if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, steady_main, NULL) == DDP_OK) continue;
+        fprintf(stderr, "FAIL steady steps on %d %s: %s\n", world, ranks_mode_name(mode), ddp_last_error());
+        failed = 1;
+    }
+#if defined(DDP_TEST_ON_CPU)
+    if ((!worlds || worlds & 2) && ranks_run(RANKS_THREADS, 1, 60000 * DDP_TEST_SLOWDOWN, steady_faults, NULL) != DDP_OK) {
+        fprintf(stderr, "FAIL one failing call: %s\n", ddp_last_error());
+        failed = 1;
+    }
+    if ((!worlds || worlds & 12) && ranks_run(RANKS_THREADS, 2, 60000 * DDP_TEST_SLOWDOWN, steady_lost, NULL) != DDP_OK) {
+        fprintf(stderr, "FAIL a rank that does not come: %s\n", ddp_last_error());
+        failed = 1;
+    }
+#endif
+    return failed;
+}

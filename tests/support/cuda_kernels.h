@@ -469,7 +469,11 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
     unsigned char *got = (unsigned char *)malloc(bytes + 64);
     static const char *const names[4] = {"value", "grad", "state0", "state1"};
     int without = !u.state0;
-    buffer b[4];
+    buffer b[4], factors = buffer_make(16); /* some read them from the device's memory */
+    float grad_scale = (float)(u.grad_scale != 0 ? u.grad_scale : 1);
+    memcpy(factors.host, &grad_scale, sizeof grad_scale);
+    memcpy(factors.host + 8, &u.scale, sizeof u.scale);
+    buffer_up(&factors);
     if (shift == 2) { at[1] = size; at[2] = 3 * size; } /* no head makes all of them aligned */
     for (int k = 0; k < 4; k++) {
         b[k] = buffer_make(bytes);
@@ -490,6 +494,11 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
         device.grad = b[1].device + at[1];
         device.state0 = without ? NULL : b[2].device + at[2];
         device.state1 = b[3].device + at[3];
+        if (shift == 1) {
+            device.grad_scale_at = (const float *)(const void *)factors.device;
+            device.scale_at = (const double *)(const void *)(factors.device + 8);
+            device.grad_scale = device.scale = 0.123;
+        }
         if (u.dtype == DDP_F32) ddp__update_f32(&host);
         else ddp__update_f64(&host);
         gpu->update(&device);
@@ -500,6 +509,7 @@ static void update_case(ddp_update u, size_t count, size_t shift) {
                    names[k]);
         buffer_free(&b[k]);
     }
+    buffer_free(&factors);
     free(got);
 }
 
@@ -588,6 +598,62 @@ static void check_quantise(void) {
                     if (kind == 0 || dtypes[d] != DDP_F16) quantise_case(dtypes[d], counts[c], shift, kind);
 }
 
+/* ---- what sums of squares tell ---- */
+
+enum { STEERS = 512 };
+
+/* Sums of all sizes, cells that have been added over ranks, zeros, infinities, a NaN. */
+static void steer_sums(ddp_exact_sum *sums) {
+    for (int i = 0; i < STEERS; i++) {
+        int terms = i % 16 == 15 ? 0 : 1 + (int)(random_u64() % 40), scale = (int)(random_u64() % 2100) - 1070;
+        ddp_exact_sum_clear(&sums[i]);
+        for (int k = 0; k < terms; k++) {
+            ddp_exact_sum part;
+            double x = ldexp((double)(random_u64() >> 11), scale + (int)(random_u64() % (i % 3 ? 8 : 200)) - 53);
+            ddp_exact_sum_clear(&part);
+            ddp_exact_sum_add(&part, x);
+            ddp_exact_sum_merge(&sums[i], &part);
+        }
+        if (i % 32 < 8) { /* between two floats, or just beside the middle */
+            ddp_exact_sum_clear(&sums[i]);
+            ddp_exact_sum_add(&sums[i], ldexp((double)(random_u64() >> 11), 60));
+            ddp_exact_sum_add(&sums[i], ldexp(0.5, 60));
+            if (i % 2) ddp_exact_sum_add(&sums[i], ldexp(1, -900));
+        }
+        if (i % 64 == 20) ddp_exact_sum_add(&sums[i], HUGE_VAL);
+        if (i % 64 == 21) ddp_exact_sum_add(&sums[i], (double)NAN);
+    }
+}
+
+static void check_steer(void) {
+    static const float limits[] = {1, 1e-30f, 1e30f, INFINITY, 1e-44f};
+    static const double decays[] = {-1, 0, 0.1};
+    buffer sums = buffer_make(STEERS * sizeof(ddp_exact_sum)), out = buffer_make(STEERS * sizeof(double));
+    ddp_exact_sum *host = (ddp_exact_sum *)(void *)sums.host;
+    steer_sums(host);
+    buffer_up(&sums);
+    const ddp_exact_sum *there = (const ddp_exact_sum *)(const void *)sums.device;
+    for (int i = 0; i < STEERS; i++) {
+        float limit = limits[i % 5], n = (float)sqrt(ddp_exact_sum_value(&host[i])), got[2] = {7, 7}, want[2] = {n > limit && n <= FLT_MAX ? limit / n : 1, n};
+        gpu->clip(there + i, limit, (float *)(void *)out.device, (float *)(void *)(out.device + 4));
+        gpu->copy(got, out.device, sizeof got);
+        check_that(same(got, want, 2, DDP_F32), "clip %d: %.9g %.9g, want %.9g %.9g", i, (double)got[0], (double)got[1], (double)want[0], (double)want[1]);
+    }
+    for (int d = 0; d < 3; d++) {
+        double want[STEERS / 2], lr = (double)0.03f, c = (double)0.001f;
+        for (int i = 0; i < STEERS / 2; i++) {
+            double value = sqrt(ddp_exact_sum_value(&host[2 * i])), grad = sqrt(ddp_exact_sum_value(&host[2 * i + 1])), decayed = decays[d] * value;
+            double trust = value == 0 || grad == 0 ? 1 : c * value / (decays[d] < 0 ? grad : grad + decayed);
+            want[i] = lr * trust;
+        }
+        gpu->trust(there, STEERS / 2, lr, c, decays[d], (double *)(void *)out.device);
+        buffer_down(&out);
+        check_that(same(out.host, want, STEERS / 2, DDP_F64), "trust with decay %g differs", decays[d]);
+    }
+    buffer_free(&sums);
+    buffer_free(&out);
+}
+
 /* ---- the device table ---- */
 
 static void check_device(void) {
@@ -627,6 +693,21 @@ static void check_device(void) {
         gpu->scale(a.device + shift, COUNT, dtype, 1.3f);
         gpu->copy(got, a.device + shift, COUNT * size);
         check_that(same(got, want, COUNT, dtype), "scale %s", ddp_dtype_name(dtype));
+        if (dtype == DDP_F32 || dtype == DDP_F64) { /* by a factor in the device's memory */
+            float factor = 0.7f;
+            ddp_update u;
+            memset(&u, 0, sizeof u);
+            gpu->copy(c.device, &factor, sizeof factor);
+            u.kind = DDP_UPDATE_SCALE;
+            u.dtype = dtype;
+            u.value = u.grad = a.device + shift;
+            u.count = COUNT;
+            u.grad_scale_at = (const float *)(const void *)c.device;
+            gpu->update(&u);
+            cpu->scale(want, COUNT, dtype, factor);
+            gpu->copy(got, a.device + shift, COUNT * size);
+            check_that(same(got, want, COUNT, dtype), "scale %s by a factor there", ddp_dtype_name(dtype));
+        }
         for (int to = 0; to < 4 && ddp__cuda_is_float(dtype); to++) {
             cpu->cast(want, float_dtypes[to], b.host + shift, dtype, COUNT);
             gpu->cast(c.device, float_dtypes[to], b.device + shift, dtype, COUNT);
@@ -666,6 +747,7 @@ static int kernel_checks(void) {
     failed += table_line("unscale, sum of squares", check_squares);
     failed += table_line("AdamW, SGD", check_optimizers);
     failed += table_line("optimizers of the table", check_updates);
+    failed += table_line("clip, trust ratios", check_steer);
     failed += table_line("8-bit blocks", check_quantise);
     return failed;
 }

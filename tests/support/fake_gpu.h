@@ -67,7 +67,7 @@ struct fake_block {
 
 struct fake_graph;
 /* What one cudaEventRecord records. */
-struct fake_version { int done = 0; fake_clock clock; cudaStream_t stream = NULL; fake_graph *graph = NULL; };
+struct fake_version { int done = 0; fake_clock clock; cudaStream_t stream = NULL; fake_graph *graph = NULL; int works = 0; /* that had run */ };
 typedef std::shared_ptr<fake_version> fake_version_ref;
 
 struct fake_kernel; /* of NCCL */
@@ -88,14 +88,26 @@ struct CUstream_st {
     std::deque<fake_op> queue;
     fake_clock clock;
 };
-struct CUevent_st { int device, live, number; fake_version_ref version; };
-struct fake_graph { cudaStream_t origin; std::vector<std::pair<cudaStream_t, fake_op> > ops; };
+struct CUevent_st { int device, live, number; fake_version_ref version; int timing = 0; };
+struct fake_graph {
+    cudaStream_t origin;
+    std::vector<std::pair<cudaStream_t, fake_op> > ops;
+    int mode, thread, owned = 0; /* of the capture; owned: 1 = somebody has to destroy it */
+};
+typedef std::map<cudaStream_t, cudaStream_t> fake_players; /* streams of a capture, and those that play them */
+struct fake_exec { fake_graph *graph; int device, live; fake_players players; };
 
 struct fake_line { int device, quiet; std::string text; };
-struct fake_device { int streams, events, blocks, comms, calls; CUstream_st *legacy; fake_clock host; };
+struct fake_device {
+    int streams, events, blocks, comms, calls;
+    CUstream_st *legacy;
+    fake_clock host;
+    size_t total, held, most; /* bytes of memory; most: that it ever held */
+};
 
 struct fake_thread {
-    int device, timeline, relaxed, asked; /* asked: how often it heard that something is not done yet */
+    int device, timeline, relaxed, asked, captures; /* asked: how often it heard that something is not done yet; captures: in mode thread-local */
+    int early;              /* of these, asking for a stream or an event */
     cudaStream_t waits_for; /* what this thread is blocked on */
     fake_clock clock;
 };
@@ -103,7 +115,7 @@ struct fake_thread {
 static struct fake_machine {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-    int device_count, generation, timelines, strict, captures;
+    int device_count, generation, timelines, strict, captures, works; /* works: how many have run */
     int patient; /* 1 = deadlocks are not looked for: something else will end them */
     int mute;    /* 1 + the device on which ncclCommGetAsyncError does not return */
     size_t from; /* fake_record begins at this line */
@@ -116,6 +128,7 @@ static struct fake_machine {
     std::deque<CUstream_st> streams;
     std::deque<CUevent_st> events;
     std::deque<fake_graph> graphs;
+    std::deque<fake_exec> execs;
     std::deque<fake_thread> threads;
     std::vector<fake_line> lines;
     std::vector<std::string> failures;
@@ -235,7 +248,9 @@ static std::string fake_name(const void *p) {
 static void *fake_allocate(size_t bytes, int is_device) {
     int device = fake_me.device;
     size_t pages = (bytes + 4095) / 4096 * 4096 + 4096;
-    if (fake.used[is_device] + pages > FAKE_ARENA / 2) return NULL;
+    fake_device &d = fake.device[device];
+    if (fake.used[is_device] + pages > FAKE_ARENA / 2 || (is_device && bytes > d.total - d.held)) return NULL;
+    if (is_device) d.most = std::max(d.most, d.held += bytes);
     char *at = fake.base + (is_device ? 0 : FAKE_ARENA / 2) + fake.used[is_device];
     fake.used[is_device] += pages;
     memset(fake_real(at), 0xee, bytes);
@@ -247,6 +262,7 @@ static void *fake_allocate(size_t bytes, int is_device) {
 
 static void fake_release(fake_block *block) {
     block->live = 0;
+    if (block->is_device) fake.device[block->device].held -= block->bytes;
     if (block->registered) fake_failed("%s is freed while %d registrations with NCCL hold it", block->name.c_str(), block->registered);
     if (!block->is_device) mprotect(block->at, (block->bytes + 4095) / 4096 * 4096, PROT_NONE);
     ASAN_POISON_MEMORY_REGION(block->at, block->bytes);
@@ -371,7 +387,8 @@ static void fake_run(cudaStream_t s) {
         if (fake_check_range(range.at, range.bytes, -1, op.line)) fake_touch(range, s->timeline, s->clock, op.line);
     fake.running = s;
     if (op.run) op.run();
-    if (op.kind == FAKE_RECORD) { op.version->clock = s->clock; op.version->done = 1; }
+    fake.works += op.kind == FAKE_WORK || op.kind == FAKE_NCCL;
+    if (op.kind == FAKE_RECORD) { op.version->clock = s->clock; op.version->works = fake.works; op.version->done = 1; }
     s->queue.pop_front();
     pthread_cond_broadcast(&fake.changed);
 }
@@ -466,9 +483,9 @@ static int fake_drain_device(int device, int line) {
     return drained;
 }
 
-/* A call that would spoil a capture: one of any thread that has not relaxed, or one on a stream that captures. */
+/* A call that would spoil a capture: one of any thread that has not relaxed (thread-local: of the thread that captures), or one on a stream that captures. */
 static int fake_spoils(cudaStream_t s, int line) {
-    if (!(s && s->graph) && !(fake.captures && !fake_me.relaxed)) return 0;
+    if (!(s && s->graph) && (fake_me.relaxed || !(fake.captures || fake_me.captures))) return 0;
     fake_failed("not allowed while a stream captures: %s", fake_where(line).c_str());
     return 1;
 }
@@ -654,13 +671,33 @@ static cudaEvent_t fake_event_of(cudaEvent_t event, int line) {
     return NULL;
 }
 
-static cudaError_t fake_event_create(cudaEvent_t *out) {
-    FAKE_CALL(0, "cudaEventCreateWithFlags(no timing)");
+static cudaError_t fake_event_create_any(cudaEvent_t *out, int timing, fake_call &call) {
     *out = NULL;
     if (call.fault) return call.error();
-    fake.events.push_back({fake_me.device, 1, ++fake.device[fake_me.device].events, nullptr});
+    fake.events.push_back({fake_me.device, 1, ++fake.device[fake_me.device].events, nullptr, timing});
     *out = &fake.events.back();
     fake.lines[(size_t)call.line].text += " = " + fake_name(*out);
+    return cudaSuccess;
+}
+static cudaError_t fake_event_create(cudaEvent_t *out) {
+    FAKE_CALL(0, "cudaEventCreateWithFlags(no timing)");
+    return fake_event_create_any(out, 0, call);
+}
+static inline cudaError_t fake_event_create_timing(cudaEvent_t *out) {
+    FAKE_CALL(0, "cudaEventCreate()");
+    return fake_event_create_any(out, 1, call);
+}
+
+/* There is no time here: how many pieces of work of the whole machine ran between the two. */
+static inline cudaError_t fake_event_elapsed(float *ms, cudaEvent_t start, cudaEvent_t end) {
+    FAKE_CALL(0, "cudaEventElapsedTime(%s, %s)", fake_name(start).c_str(), fake_name(end).c_str());
+    if (call.fault || !fake_event_of(start, call.line) || !fake_event_of(end, call.line)) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
+    if (!start->timing || !end->timing || !start->version || !end->version) {
+        fake_failed("an event takes no time, or was never recorded: %s", fake_where(call.line).c_str());
+        return cudaErrorInvalidResourceHandle;
+    }
+    if (!start->version->done || !end->version->done) return cudaErrorNotReady;
+    *ms = (float)(end->version->works - start->version->works);
     return cudaSuccess;
 }
 
@@ -707,7 +744,7 @@ static cudaError_t fake_stream_query(cudaStream_t stream) {
     if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
     if (fake_spoils(s, call.line)) return cudaErrorStreamCaptureUnsupported;
     fake_chance();
-    call.not_yet = !s->queue.empty();
+    fake_me.early += call.not_yet = !s->queue.empty();
     if (call.not_yet) return cudaErrorNotReady;
     fake_join(fake_me.clock, s->clock);
     return cudaSuccess;
@@ -733,7 +770,7 @@ static cudaError_t fake_event_ask(cudaEvent_t event, fake_call &call, int wait) 
     if (!event->version) return cudaSuccess;
     if (wait) return fake_force_version(event->version, call.line) ? cudaSuccess : cudaErrorLaunchTimeout;
     fake_chance();
-    call.not_yet = !event->version->done;
+    fake_me.early += call.not_yet = !event->version->done;
     if (call.not_yet) return cudaErrorNotReady;
     fake_join(fake_me.clock, event->version->clock);
     return cudaSuccess;
@@ -802,11 +839,23 @@ static cudaError_t fake_host_work(void (*run)(void *copy), const void *argument,
 
 /* ---- capture ---- */
 
-static inline void fake_capture_begin(cudaStream_t stream) {
+static inline void fake_capture_count(const fake_graph &graph, int by) {
+    if (graph.mode == cudaStreamCaptureModeGlobal) fake.captures += by;
+    if (graph.mode == cudaStreamCaptureModeThreadLocal) fake_me.captures += by;
+}
+
+static inline cudaError_t fake_capture_begin(cudaStream_t stream, cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal) {
     FAKE_CALL(0, "cudaStreamBeginCapture(%s)", fake_name(stream).c_str());
-    fake.graphs.push_back({stream, {}});
+    cudaStream_t s = fake_stream_of(stream, call.line);
+    if (call.fault || !s) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
+    if (s == fake.device[s->device].legacy || s->graph) {
+        fake_failed("the legacy stream, or one that captures already, cannot capture: %s", fake_where(call.line).c_str());
+        return s->graph ? cudaErrorIllegalState : cudaErrorStreamCaptureUnsupported;
+    }
+    fake.graphs.push_back({stream, {}, mode, fake_me.timeline});
     stream->graph = &fake.graphs.back();
-    fake.captures++;
+    fake_capture_count(fake.graphs.back(), 1);
+    return cudaSuccess;
 }
 
 /* Every stream that the capture drew in must have come back to the one where it began. */
@@ -816,6 +865,8 @@ static inline fake_graph *fake_capture_end(cudaStream_t stream) {
     std::map<cudaStream_t, fake_clock> clocks;
     std::map<fake_version *, fake_clock> versions;
     if (!graph || graph->origin != stream) { fake_failed("this stream began no capture: %s", fake_where(call.line).c_str()); return NULL; }
+    if (graph->mode != cudaStreamCaptureModeRelaxed && graph->thread != fake_me.timeline)
+        fake_failed("another thread began the capture: %s", fake_where(call.line).c_str());
     for (std::pair<cudaStream_t, fake_op> &entry : graph->ops) {
         fake_clock &clock = clocks[entry.first];
         if (entry.second.kind == FAKE_WAIT) fake_join(clock, versions[entry.second.version.get()]);
@@ -826,17 +877,19 @@ static inline fake_graph *fake_capture_end(cudaStream_t stream) {
         if (fake_at(entry.second, entry.first->timeline) > fake_at(clocks[stream], entry.first->timeline))
             fake_failed("%s was drawn into the capture and has not joined again: %s", fake_name(entry.first).c_str(), fake_where(call.line).c_str());
     for (CUstream_st &s : fake.streams) if (s.graph == graph) s.graph = NULL;
-    fake.captures--;
-    return graph;
+    fake_capture_count(*graph, -1);
+    return call.fault ? NULL : graph;
 }
 
 static std::shared_ptr<fake_kernel> fake_nccl_again(const std::shared_ptr<fake_kernel> &kernel);
 
-/* Each stream of the capture is played by one that lives for this launch. */
-static inline void fake_graph_launch(fake_graph *graph, cudaStream_t stream) {
+/* Each stream of the capture is played by another one: in every launch, or of those who keep players, where a launch comes behind the one before it. */
+static inline cudaError_t fake_graph_launch(fake_graph *graph, cudaStream_t stream, fake_players *kept = NULL) {
     FAKE_CALL(0, "cudaGraphLaunch(%s)", fake_name(stream).c_str());
     cudaStream_t onto = fake_stream_of(stream, call.line);
-    std::map<cudaStream_t, cudaStream_t> player;
+    if (call.fault || !onto) return call.fault ? call.error() : cudaErrorInvalidResourceHandle;
+    fake_players mine, &player = kept ? *kept : mine;
+    std::vector<cudaStream_t> begun;
     std::map<fake_version *, fake_version_ref> version;
     for (std::pair<cudaStream_t, fake_op> &entry : graph->ops) {
         cudaStream_t &s = player[entry.first];
@@ -844,18 +897,22 @@ static inline void fake_graph_launch(fake_graph *graph, cudaStream_t stream) {
         if (!s) {
             s = fake_stream_new(entry.first->device, 0, entry.first->number);
             s->live = 0;
+        }
+        if (std::find(begun.begin(), begun.end(), s) == begun.end()) {
             fake_marker(onto, s);
+            begun.push_back(s);
         }
         op.issued = fake_me.clock;
         if (op.version) {
-            fake_version_ref &mine = version[op.version.get()];
-            if (!mine) { mine = std::make_shared<fake_version>(); mine->stream = s; }
-            op.version = mine;
+            fake_version_ref &played = version[op.version.get()];
+            if (!played) { played = std::make_shared<fake_version>(); played->stream = s; }
+            op.version = played;
         }
         if (op.kernel) op.kernel = fake_nccl_again(op.kernel);
         fake_push(s, op);
     }
     if (player[graph->origin]) fake_marker(player[graph->origin], onto);
+    return cudaSuccess;
 }
 
 /* ---- what tests say and ask ---- */
@@ -885,11 +942,12 @@ static inline void fake_start(int device_count, uint64_t seed) {
     fake.streams.clear();
     fake.events.clear();
     fake.graphs.clear();
+    fake.execs.clear();
     fake.threads.clear();
     fake.lines.clear();
     fake.failures.clear();
     fake.generation++;
-    fake.timelines = fake.strict = fake.captures = fake.patient = fake.mute = 0;
+    fake.timelines = fake.strict = fake.captures = fake.patient = fake.mute = fake.works = 0;
     fake.from = 0;
     fake.seed = seed;
     fake.random = seed * UINT64_C(0x9e3779b97f4a7c15) + UINT64_C(0x2545f4914f6cdd1d);
@@ -898,6 +956,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
     for (int i = 0; i < FAKE_DEVICES; i++) {
         fake.device[i] = fake_device();
         fake.device[i].legacy = fake_stream_new(i, 1, 0);
+        fake.device[i].total = FAKE_ARENA / 2;
     }
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they have handlers of their own */
     struct sigaction action = {};
@@ -932,6 +991,13 @@ static inline cudaError_t fake_launch_work(cudaStream_t stream, const char *name
     if (s && s->device != fake_me.device) fake_failed("the stream is another device's: %s", fake_where(call.line).c_str());
     for (const fake_range &range : ranges) fake_check_range(range.at, range.bytes, fake_me.device, call.line);
     return fake_enqueue_work(stream, call.line, ranges, body);
+}
+
+/* How much memory the device has from now on; what is left of it, and how much was ever held at once, is in fake.device[device]. */
+static inline void fake_set_memory(int device, size_t total) {
+    pthread_mutex_lock(&fake.lock);
+    fake.device[device].total = total;
+    pthread_mutex_unlock(&fake.lock);
 }
 
 /* Device memory as the CPU can reach it. Says nothing about order: fake_host_access does. */
@@ -998,6 +1064,8 @@ static inline std::string fake_left(void) {
     for (CUevent_st &e : fake.events) if (e.live) left += fake_format("device %d: event e%d\n", e.device, e.number);
     for (std::pair<const uintptr_t, fake_block> &b : fake.blocks)
         if (b.second.live) left += fake_format("device %d: %zu bytes %s\n", b.second.device, b.second.bytes, b.second.name.c_str());
+    for (const fake_graph &graph : fake.graphs) if (graph.owned) left += fake_format("device %d: a graph\n", graph.origin->device);
+    for (const fake_exec &exec : fake.execs) if (exec.live) left += fake_format("device %d: an instance of a graph\n", exec.device);
     left += fake_nccl_left();
     pthread_mutex_unlock(&fake.lock);
     return left;

@@ -10,8 +10,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-static const uint3 threadIdx __attribute__((unused)) = {}, blockIdx __attribute__((unused)) = {};
-static const dim3 blockDim __attribute__((unused)), gridDim __attribute__((unused));
+static uint3 threadIdx __attribute__((unused)) = {}, blockIdx __attribute__((unused)) = {}; /* fake_kernel.h sets them */
+static dim3 blockDim __attribute__((unused)), gridDim __attribute__((unused));
 void __syncthreads(void);
 #define DDP__CUDA_KERNEL(...) ((const void *)"a kernel")
 #define __CUDACC__ /* ddp_cuda.cuh asks for it */

@@ -44,6 +44,7 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 #define DDP__MACHINE_SALT (machine_salt + pretended_machine())
 #define DDP__MPI_CHUNK_BYTES (inner.mpi_chunk_bytes)
 #define DDP__MPI_PIECE_BYTES (inner.mpi_piece_bytes)
+#define DDP__HOST_PIECE ((size_t)64) /* many pieces with little data */
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #undef send

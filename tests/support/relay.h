@@ -1,7 +1,8 @@
 /*  relay.h - a backend that hands every call to another group and shows nobody each other's memory: what a layer does when data has to travel.
 
     ddp_group *far;
-    relay_over(&far, group);      collective; destroy far before group */
+    relay_over(&far, group);      collective; destroy far before group
+    relay_over_device(&far, group, &device);      its memory is that device's, which is the host's */
 #ifndef DDP_TEST_RELAY_H
 #define DDP_TEST_RELAY_H
 
@@ -60,12 +61,15 @@ static void relay_close(ddp_group *group, void *state) {
     (void)state;
 }
 
-static ddp_result relay_over(ddp_group **out, ddp_group *group) {
+static ddp_result relay_over_device(ddp_group **out, ddp_group *group, const ddp_device *device) {
     static const ddp_backend relay = {"relay", relay_open, relay_run, NULL, NULL, NULL, NULL, relay_alloc, relay_free, relay_status, relay_poison, relay_close, 0,
                                       DDP_ORDER_TREE, NULL, NULL, NULL, NULL, NULL};
     ddp_group_desc desc = DDP_ZERO;
     desc.backend = &relay;
+    desc.device = device;
     return ddp_group_create_on(out, group, &desc);
 }
+
+static ddp_result relay_over(ddp_group **out, ddp_group *group) { return relay_over_device(out, group, NULL); }
 
 #endif

@@ -254,8 +254,13 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_step(fsdp, INFINITY), DDP_ERR_INVALID, "lr=");
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, 0, &norm), DDP_ERR_INVALID, "max_norm=0");
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, NAN, NULL), DDP_ERR_INVALID, "max_norm");
+    FAILS(group, ddp_fsdp_get_norm(NULL, &norm), DDP_ERR_INVALID, "fsdp or norm is NULL");
+    FAILS(group, ddp_fsdp_get_norm(fsdp, NULL), DDP_ERR_INVALID, "fsdp or norm is NULL");
+    FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "no norm has been taken", "ddp_fsdp_clip_grad_norm first");
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, &norm));
     RANKS_CHECK(group, norm > 0, "norm %g", (double)norm);
+    RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &half));
+    RANKS_CHECK(group, half == norm, "norm %g, asked again %g", (double)norm, (double)half);
     RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &t, NULL));
     first = ddp_tensor_count(&t) ? ((float *)t.data)[0] : 0;
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, norm / 2, NULL));
@@ -267,6 +272,8 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_CHECK(group, fabsf(half - norm / 4) < 1e-6f * norm, "norm %g, clipped to its fourth %g", (double)norm, (double)half);
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1e-45f, NULL));
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
+    RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* stays until the next one */
+    RANKS_CHECK(group, norm == half, "norm %g, after the step %g", (double)half, (double)norm);
     FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
@@ -438,6 +445,155 @@ static ddp_result odd_tensors(ddp_group *group) {
                 RANKS_CHECK(group, want[kind] == have, "strategy %d packed=%d reduce=%d micro_batches=%d has other bits", (int)o.strategy, o.packed, reduce, micro_batches);
             }
         }
+    return DDP_OK;
+}
+
+//== optimizer state ========================================================================
+
+/* After the first step the moments are what AdamW makes of the gradients that get_shard showed before it, row by row; a use has its source's. */
+static ddp_result states(ddp_group *group) {
+    static const char *const names[] = {"exp_avg", "exp_avg_sq"};
+    for (int strategy = 0; strategy < 4; strategy++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_tensor grad, state, tied;
+        const char *name;
+        float grads[2][15], rest[] = {(float)(1.0 - (double)0.9f), (float)(1.0 - (double)0.999f)};
+        memset(&m, 0, sizeof m);
+        add(&m, "a", "emb", DDP_F32, 5, 3);
+        add(&m, NULL, "frozen", DDP_F32, 3, 0)->frozen = 1;
+        add(&m, "b", "w", DDP_F32, 4, 2);
+        add(&m, NULL, "use", DDP_F32, 5, 3)->tied_to = "emb";
+        m.desc.strategy = (ddp_fsdp_strategy)strategy;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, pass(group, fsdp, &m, 4));
+        RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, INFINITY, NULL)); /* divides */
+        for (int u = 0; u < 2; u++) {
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
+            if (grad.data) memcpy(grads[u], grad.data, (size_t)ddp_tensor_count(&grad) * sizeof(float));
+        }
+        RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+        for (int i = 0; i < 4; i++) {
+            int u = i / 2, which = i % 2;
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, &grad, NULL, NULL));
+            RANKS_OK(group, ddp_fsdp_get_state(fsdp, u, 0, which, &name, &state));
+            RANKS_CHECK(group, !strcmp(name, names[which]) && state.dtype == DDP_F32 && state.ndim == 2 && state.shape[0] == grad.shape[0] &&
+                               state.shape[1] == grad.shape[1] && !state.data == !ddp_tensor_count(&state), "strategy %d, unit %d: %s", strategy, u, name);
+            for (int64_t k = 0; k < ddp_tensor_count(&state); k++) {
+                float g = grads[u][k], want = rest[which] * (which ? (float)(g * g) : g);
+                RANKS_CHECK(group, ((float *)state.data)[k] == want && want != 0, "strategy %d, %s of unit %d: element %d is %.9g, want %.9g", strategy, name, u,
+                            (int)k, (double)((float *)state.data)[k], (double)want);
+            }
+            RANKS_OK(group, ddp_fsdp_get_state(fsdp, 1, 1, which, NULL, &tied));
+            RANKS_CHECK(group, u || (tied.data == state.data && tied.shape[0] == state.shape[0]), "strategy %d: a tied parameter has a state of its own", strategy);
+        }
+        FAILS(group, ddp_fsdp_get_state(NULL, 0, 0, 0, &name, &state), DDP_ERR_INVALID, "fsdp is NULL");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 2, 0, 0, &name, &state), DDP_ERR_INVALID, "unit=2", "0 to 1");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 2, 0, &name, &state), DDP_ERR_INVALID, "param=2", "unit a");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 1, 0, &name, &state), DDP_ERR_INVALID, "unit a, parameter frozen", "no optimizer state");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, 2, &name, &state), DDP_ERR_INVALID, "ddp_fsdp_get_state", "which=2", "2 states");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, -1, &name, &state), DDP_ERR_INVALID, "which=-1");
+        FAILS(group, ddp_fsdp_get_state(fsdp, 0, 0, 0, &name, NULL), DDP_ERR_INVALID, "state is NULL");
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
+/* What an earlier run has come to, by name: values. */
+typedef struct earlier { ddp_fsdp *fsdp; const model *m; } earlier;
+
+static ddp_result fill_again(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+    const earlier *e = (const earlier *)user;
+    for (int i = 0; i < e->m->count; i++) {
+        ddp_tensor rows;
+        int64_t first;
+        ddp_result result = ddp_fsdp_get_shard(e->fsdp, i / 2, i % 2, &rows, NULL, &first);
+        if (result != DDP_OK) return result;
+        if (strcmp(e->m->params[i].param.name, param->param.name)) continue;
+        if (first != first_row || rows.shape[0] != row_count) return ddp_fail(DDP_ERR_INVALID, "rows from %d on are asked for", (int)first_row);
+        memcpy(out, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof(float));
+    }
+    return DDP_OK;
+}
+
+/* Values, state and steps that are handed on go on as if nothing had been between; with a step that is another one they do not. */
+static ddp_result steps_set(ddp_group *group) {
+    for (int turn = 0; turn < 5; turn++) {
+        model m[2];
+        earlier e;
+        ddp_fsdp *fsdp[2];
+        ddp_fsdp_state state = DDP_ZERO;
+        uint64_t hash[2];
+        for (int k = 0; k < 2; k++) {
+            memset(&m[k], 0, sizeof m[k]);
+            add(&m[k], "a", "a", DDP_F32, 5, 3);
+            add(&m[k], NULL, "b", DDP_F32, 7, 0);
+            add(&m[k], "c", "c", DDP_F32, 4, 2);
+            add(&m[k], NULL, "d", DDP_F32, 1, 9);
+            m[k].desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+        }
+        RANKS_OK(group, ddp_fsdp_create(&fsdp[0], group, &m[0].desc));
+        RANKS_OK(group, train(group, fsdp[0], &m[0], 3, 5));
+        e.fsdp = fsdp[0];
+        e.m = &m[0];
+        m[1].desc.init_fn = fill_again;
+        m[1].desc.init_user = &e;
+        m[1].desc.state = &state;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp[1], group, &m[1].desc));
+        for (int i = 0; i < 8; i++) {
+            ddp_tensor from, to;
+            RANKS_OK(group, ddp_fsdp_get_state(fsdp[0], i / 4, i / 2 % 2, i % 2, NULL, &from));
+            RANKS_OK(group, ddp_fsdp_get_state(fsdp[1], i / 4, i / 2 % 2, i % 2, NULL, &to));
+            if (to.data) memcpy(to.data, from.data, (size_t)ddp_tensor_count(&to) * sizeof(float));
+        }
+        FAILS(group, ddp_fsdp_set_step(NULL, 3), DDP_ERR_INVALID, "ddp_fsdp_set_step", "fsdp is NULL");
+        FAILS(group, ddp_fsdp_set_step(fsdp[1], -1), DDP_ERR_INVALID, "ddp_fsdp_set_step", "step=-1");
+        RANKS_OK(group, ddp_fsdp_set_step(fsdp[1], turn < 4 ? 3 : 2));
+        RANKS_CHECK(group, state.step == (turn < 4 ? 3 : 2), "state.step %d", (int)state.step);
+        for (int k = 0; k < 2; k++) RANKS_OK(group, train(group, fsdp[k], &m[k], 2, 6));
+        for (int k = 0; k < 2; k++) RANKS_OK(group, digest(group, fsdp[k], &m[k], &hash[k]));
+        RANKS_CHECK(group, (hash[0] == hash[1]) == (turn < 4) && state.step == (turn < 4 ? 5 : 4), "turn %d: after step %d values are %s", turn, (int)state.step,
+                    hash[0] == hash[1] ? "equal" : "others");
+        for (int k = 0; k < 2; k++) ddp_fsdp_destroy(fsdp[k]);
+    }
+    return DDP_OK;
+}
+
+//== devices ================================================================================
+
+/* A device that has nothing but what every device has, calls that are done when they return: the bits of the CPU, offloaded to the host or not. */
+static ddp_result plain_devices(ddp_group *group) {
+    ddp_device plain = *ddp_device_cpu();
+    ddp_group *far;
+    plain.name = "plain";
+    RANKS_OK(group, relay_over_device(&far, group, &plain));
+    for (int turn = 0; turn < 16; turn++) {
+        uint64_t hash[3];
+        float norm[3];
+        for (int way = 0; way < 3; way++) {
+            model m;
+            ddp_fsdp *fsdp;
+            blocks(&m, 3, 7, 3);
+            m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
+            m.desc.optimizer.kind = (ddp_optimizer_kind)(turn / 4);
+            m.desc.offload = way == 2 ? DDP_FSDP_OFFLOAD_HOST : DDP_FSDP_OFFLOAD_NONE;
+            m.desc.param_dtype = turn & 1 ? DDP_BF16 : DDP_DTYPE_DEFAULT;
+            m.desc.micro_batch_count = 2;
+            RANKS_OK(group, ddp_fsdp_create(&fsdp, way ? far : group, &m.desc));
+            for (int s = 0; s < 3; s++) {
+                for (int k = 0; k < 2; k++) RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)(2 * s + k)));
+                RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, NULL));
+                RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
+            }
+            RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm[way]));
+            RANKS_OK(group, digest(group, fsdp, &m, &hash[way]));
+            ddp_fsdp_destroy(fsdp);
+        }
+        for (int way = 1; way < 3; way++)
+            RANKS_CHECK(group, hash[way] == hash[0] && memcmp(&norm[way], &norm[0], sizeof norm[0]) == 0 && norm[0] > 0.5f, "turn %d, way %d: norm %.9g, want %.9g",
+                        turn, way, (double)norm[way], (double)norm[0]);
+    }
+    ddp_group_destroy(far);
     return DDP_OK;
 }
 
@@ -1557,6 +1713,9 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(descs_differ);
     CASE(wrapping);
     CASE(odd_tensors);
+    CASE(states);
+    CASE(steps_set);
+    CASE(plain_devices);
     CASE(orders_change);
     CASE(detours);
     CASE(one_looks);
