@@ -54,7 +54,7 @@ static void plot_axes(plot *p) {
                 plot_y(p, y), PLOT_RIGHT, PLOT_LEFT - 8, plot_y(p, y) + 4, y);
     fprintf(p->file, "<path d='M%.1f %.1fV%.1fH%.1f' class='axis'/>\n", PLOT_LEFT, PLOT_TOP, PLOT_BOTTOM, PLOT_RIGHT);
     fprintf(p->file, "<text x='%.1f' y='%.1f' text-anchor='middle'>step</text>\n", (PLOT_LEFT + PLOT_RIGHT) / 2, PLOT_BOTTOM + 44);
-    fprintf(p->file, "<text transform='translate(20 %.1f) rotate(-90)' text-anchor='middle'>loss, nats per byte</text>\n",
+    fprintf(p->file, "<text transform='translate(20 %.1f) rotate(-90)' text-anchor='middle'>loss, nats per token</text>\n",
             (PLOT_TOP + PLOT_BOTTOM) / 2);
 }
 

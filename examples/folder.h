@@ -1,4 +1,4 @@
-/*  folder.h - the checkpoints of train_gpt_fsdp and train_gpt_3d: a folder that ddp_fsdp_save writes.
+/*  folder.h - what the trainers on ddp_fsdp.h share: names of strategies, and checkpoints that are a folder that ddp_fsdp_save writes.
 
     Tensors are whole, whatever ranks had which part of them. What decides the bits of the run is in the state: whole numbers in `user`, others in `rng`. */
 #ifndef DDP_EXAMPLE_FOLDER_H
@@ -8,11 +8,26 @@
 #include "train.h"
 
 #define FOLDER_MAGIC UINT64_C(0x6770742d66736470)
+enum { STRATEGY_COUNT = 4 };
+
+/* What --strategy calls a ddp_fsdp_strategy. */
+static inline const char *strategy_name(int strategy) {
+    static const char *const names[STRATEGY_COUNT] = {"full", "grad", "optim", "none"};
+    return names[strategy];
+}
+
+/* NULL = the default; STRATEGY_COUNT = there is none of that name. */
+static inline int find_strategy(const char *name) {
+    int s = 0;
+    while (s < STRATEGY_COUNT && name && strcmp(name, strategy_name(s))) s++;
+    return s;
+}
 
 static void folder_state(ddp_fsdp_state *s, const run_plan *p) {
     const run_config *c = &p->config;
     const int32_t numbers[] = {c->layers, c->heads, c->channels, c->context, c->batch, c->micro_batch, c->steps};
     for (int i = 0; i < 7; i++) s->user[i] = numbers[i];
+    s->user[7] = c->vocab;
     s->rng[0] = (uint64_t)c->seed;
     s->rng[1] = p->text_hash;
     memcpy(&s->rng[2], &c->lr, sizeof c->lr);
@@ -23,6 +38,7 @@ static void folder_state_read(const ddp_fsdp_state *s, run_saved *saved) {
     run_config *c = &saved->config;
     int32_t *const numbers[] = {&c->layers, &c->heads, &c->channels, &c->context, &c->batch, &c->micro_batch, &c->steps};
     for (int i = 0; i < 7; i++) *numbers[i] = s->user[i] >= 1 && s->user[i] <= 1e9 ? (int32_t)s->user[i] : 1;
+    c->vocab = s->user[7] >= 1 && s->user[7] <= 65536 ? (int32_t)s->user[7] : 0;
     c->seed = (int64_t)s->rng[0];
     memcpy(&c->lr, &s->rng[2], sizeof c->lr);
     saved->text_hash = s->rng[1];
@@ -49,7 +65,7 @@ static int numbers_after(const char *text, const char *key, int count, uint64_t 
 static ddp_result folder_read(const run_options *o, run_saved *saved) {
     const char *path = o->resume;
     char name[4096], text[8192];
-    uint64_t user[7], step;
+    uint64_t user[8], step;
     ddp_fsdp_state state = DDP_ZERO;
     size_t size;
     FILE *file;
@@ -59,7 +75,7 @@ static ddp_result folder_read(const run_options *o, run_saved *saved) {
     size = fread(text, 1, sizeof text - 1, file);
     text[size] = 0;
     fclose(file);
-    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng) || !numbers_after(text, "\"user\"", 7, user) ||
+    if (!numbers_after(text, "\"step\"", 1, &step) || !numbers_after(text, "\"rng\"", 4, state.rng) || !numbers_after(text, "\"user\"", 8, user) ||
         state.rng[3] != FOLDER_MAGIC)
         return WRONG("--resume %s: this is no checkpoint of %s; give a folder that --checkpoint has written", path, o->program->name);
     state.step = (int64_t)step;

@@ -59,6 +59,8 @@ DETERMINISM
 #define GPT_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define GPT_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__CUDACC__)
+#define GPT_UNROLL
 #else
 #define GPT_UNROLL _Pragma("GCC unroll 16")
 #endif

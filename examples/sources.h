@@ -352,22 +352,20 @@ static inline ddp_result source__add_windows(source *s, source_file *f, const ui
     return DDP_OK;
 }
 
-enum { SOURCE_SHARD_MAGIC = 20240520, SOURCE_SHARD_HEADER = 256 * 4 };
-
 /* 256 int32: magic, version, count of tokens; then so many uint16. */
 static inline ddp_result source__shard(source *s, source_file *f, int64_t context) {
     int32_t header[3];
-    if (f->size_bytes < SOURCE_SHARD_HEADER)
-        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header of %d bytes; make the shard again", f->path, SOURCE_SHARD_HEADER);
+    if (f->size_bytes < TEXT_SHARD_HEADER)
+        return ddp_fail(DDP_ERR_CORRUPT, "%.300s ends inside its header of %d bytes; make the shard again", f->path, TEXT_SHARD_HEADER);
     memcpy(header, f->base, sizeof header);
-    if (header[0] != SOURCE_SHARD_MAGIC)
+    if (header[0] != TEXT_SHARD_MAGIC)
         return ddp_fail(DDP_ERR_CORRUPT, "%.300s is no token shard of llm.c: it begins with %d, not %d; make it with llm.c's scripts for GPT-2", f->path,
-                        (int)header[0], SOURCE_SHARD_MAGIC);
+                        (int)header[0], TEXT_SHARD_MAGIC);
     if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%.300s: version %d; only 1 is known", f->path, (int)header[1]);
-    if (header[2] < 0 || f->size_bytes != SOURCE_SHARD_HEADER + 2 * (int64_t)header[2])
+    if (header[2] < 0 || f->size_bytes != TEXT_SHARD_HEADER + 2 * (int64_t)header[2])
         return ddp_fail(DDP_ERR_CORRUPT, "%.300s has %lld bytes after its header, which says %d tokens of 2; make the shard again", f->path,
-                        (long long)(f->size_bytes - SOURCE_SHARD_HEADER), (int)header[2]);
-    return source__add_windows(s, f, f->base + SOURCE_SHARD_HEADER, header[2], context);
+                        (long long)(f->size_bytes - TEXT_SHARD_HEADER), (int)header[2]);
+    return source__add_windows(s, f, f->base + TEXT_SHARD_HEADER, header[2], context);
 }
 
 /* Opens the token shards that match a pattern of glob, in the order of their paths' bytes. A sample is context + 1 tokens of DDP_I32: what the model

@@ -161,13 +161,59 @@ static ddp_result text_load(text_buffer *t, const char **paths, int path_count) 
     return result;
 }
 
-/* Nats per byte that a model reaches which knows how often each byte comes, and nothing else. */
-static inline double text_unigram_entropy(const text_buffer *t) {
-    int64_t count[256] = {0};
+/* Token shards of llm.c: 256 int32 (magic, version, count of tokens), then the tokens in 16 bits, little-endian. Theirs is the vocabulary of GPT-2. */
+#define TEXT_SHARD_MAGIC 20240520
+#define TEXT_SHARD_HEADER 1024
+#define TEXT_SHARD_VOCAB 50257
+
+/* A pipe is none, and nothing is taken out of it. */
+static inline int text_is_shard(const char *path) {
+    int32_t magic = 0;
+    struct stat info;
+    FILE *file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "rb") : NULL;
+    size_t got = file ? fread(&magic, sizeof magic, 1, file) : 0;
+    if (file) fclose(file);
+    return got == 1 && magic == TEXT_SHARD_MAGIC;
+}
+
+/* Appends a shard's tokens, 2 bytes each. */
+static inline ddp_result text_add_shard(text_buffer *t, const char *path, int vocab) {
+    int64_t start = t->count, tokens;
+    int32_t header[3];
+    if (!text_is_shard(path)) return ddp_fail(DDP_ERR_INVALID, "%s is no token shard, and another path is one; give shards alone, or text alone", path);
+    ddp_result result = text_add_file(t, path, 0);
+    if (result != DDP_OK) return result;
+    tokens = (t->count - start - TEXT_SHARD_HEADER) / 2;
+    if (t->count - start < TEXT_SHARD_HEADER) return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
+    memcpy(header, t->bytes + start, sizeof header);
+    if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1", path, (int)header[1]);
+    if (header[2] != tokens || (t->count - start) % 2)
+        return ddp_fail(DDP_ERR_CORRUPT, "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again", path,
+                        (long long)(t->count - start - TEXT_SHARD_HEADER), (int)header[2]);
+    memmove(t->bytes + start, t->bytes + start + TEXT_SHARD_HEADER, (size_t)tokens * 2);
+    t->count = start + tokens * 2;
+    for (int64_t i = 0; i < tokens; i++) {
+        uint16_t token;
+        memcpy(&token, t->bytes + start + 2 * i, 2);
+        if (token >= vocab)
+            return ddp_fail(DDP_ERR_CORRUPT, "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again", path, (long long)i, token, vocab - 1);
+    }
+    return DDP_OK;
+}
+
+/* Nats per token of 1 or 2 bytes that a model reaches which knows how often each token comes, and nothing else. */
+static inline double text_unigram_entropy(const text_buffer *t, int token_bytes) {
+    static const int different[] = {0, 256, 65536};
+    int64_t *count = (int64_t *)calloc((size_t)different[token_bytes], sizeof *count), tokens = t->count / token_bytes;
     double sum = 0;
-    for (int64_t i = 0; i < t->count; i++) count[t->bytes[i]]++;
-    for (int i = 0; i < 256; i++)
-        if (count[i]) sum -= (double)count[i] / (double)t->count * log((double)count[i] / (double)t->count);
+    for (int64_t i = 0; count && i < tokens; i++) {
+        uint16_t token = t->bytes[i * token_bytes];
+        if (token_bytes == 2) memcpy(&token, t->bytes + 2 * i, 2);
+        count[token]++;
+    }
+    for (int i = 0; count && i < different[token_bytes]; i++)
+        if (count[i]) sum -= (double)count[i] / (double)tokens * log((double)count[i] / (double)tokens);
+    free(count);
     return sum;
 }
 

@@ -28,21 +28,29 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#ifndef SAMPLE_BYTES
 #define SAMPLE_BYTES 400
+#endif
+#ifndef VALIDATION_WINDOWS
 #define VALIDATION_WINDOWS 128
+#endif
 #define SVG_PATH "loss.svg"
 #define HASH_START UINT64_C(0xcbf29ce484222325)
 #ifndef TRAIN_PROMISE /* the last line of --help */
 #define TRAIN_PROMISE "The same --batch and --micro-batch give the same weights on any number of ranks, bit for bit."
+#endif
+#ifndef TRAIN_RANKS /* how many are started without --ranks */
+#define TRAIN_RANKS "one per core"
 #endif
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 #define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
 //== options ============================================================================================== >>options
 
-/* What decides the bits of a run: a checkpoint stores it and a resumed run shares it. 0 (seed -1) = not given. */
+/* What decides the bits of a run: a checkpoint stores it and a resumed run shares it. 0 (seed -1) = not given; vocab 0: bytes, otherwise the text is token
+   shards of so many different tokens. */
 typedef struct run_config {
-    int32_t layers, heads, channels, context, batch, micro_batch, steps, reserved;
+    int32_t layers, heads, channels, context, batch, micro_batch, steps, vocab;
     int64_t seed;
     double lr;
 } run_config;
@@ -57,6 +65,10 @@ typedef struct run_options {
     const char **paths;
     int path_count;
     int dealt;       /* micro-batches go to the ranks one by one in turn; 0 = in blocks */
+    int reads_tokens; /* this program trains on token shards too */
+    /* of train_gpt_cuda */
+    int32_t offload, memory_limit, no_graphs, profile;
+    const char *gpus, *schedule, *dtype, *timeline, *init, *write_random;
     char wrong[512]; /* what is wrong with the command line, or "" */
 } run_options;
 
@@ -80,7 +92,7 @@ struct run_program {
 
 #define AT(field) offsetof(run_options, field)
 #define TRAIN_FLAGS \
-    {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: one per core"}, \
+    {"--ranks", FLAG_INT32, NOT_SAVED, AT(ranks), 1, DDP_MAX_LOCAL_RANKS, "N ranks to start; default: " TRAIN_RANKS}, \
     {"--threads-as-ranks", FLAG_SWITCH, NOT_SAVED, AT(threads_as_ranks), 0, 1, "ranks are threads of one process"}, \
     {"--steps", FLAG_INT32, SAVED, AT(config.steps), 1, 1e9, "N optimizer steps; default 500"}, \
     {"--batch", FLAG_INT32, FIXED, AT(config.batch), 1, 1e6, "N windows per step, over all ranks; default near 16"}, \
@@ -161,10 +173,10 @@ typedef struct run_plan {
     run_config config;
     ddp_sampler_state data;    /* resumed: where the sampler stood */
     int64_t first_step;        /* > 0: resumed */
-    int64_t text_bytes;        /* all of it, of which */
+    int64_t text_bytes;        /* all of it, in tokens (bytes, but for shards), of which */
     int64_t train_bytes;       /* the start is trained on, the rest is for validation */
     uint64_t text_hash;
-    double entropy;            /* nats per byte */
+    double entropy;            /* nats per token */
 } run_plan;
 
 /* What a checkpoint remembers of its run. */
@@ -262,7 +274,26 @@ static ddp_result check_writable(const char *path) {
 static ddp_result check_options(const run_options *o, int ranks) {
     if (o->wrong[0]) return WRONG("%s", o->wrong);
     if (o->ranks && o->ranks != ranks) return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
+    if (ranks > DDP_MAX_LOCAL_RANKS) return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks, DDP_MAX_LOCAL_RANKS);
     return check_writable(SVG_PATH);
+}
+
+/* What a token is called, how many different ones there are, and how many bytes each takes in the text. */
+static const char *plan_token(const run_plan *p) { return p->config.vocab ? "token" : "byte"; }
+static int plan_vocab(const run_plan *p) { return p->config.vocab ? p->config.vocab : 256; }
+static int plan_token_bytes(const run_plan *p) { return p->config.vocab ? 2 : 1; }
+
+/* The text, and what its tokens are. */
+static ddp_result plan_text(run_plan *p, const run_options *o, const run_saved *saved, text_buffer *t) {
+    p->config.vocab = 0;
+    for (int i = 0; i < o->path_count && o->reads_tokens; i++)
+        if (text_is_shard(o->paths[i])) p->config.vocab = TEXT_SHARD_VOCAB;
+    if (saved && saved->config.vocab != p->config.vocab)
+        return WRONG("%s was trained on %s, and this is %s; %s", o->resume, saved->config.vocab ? "token shards" : "bytes",
+                     p->config.vocab ? "a token shard" : "text", o->reads_tokens ? "give what it was trained on" : "go on with train_gpt_cuda");
+    if (!p->config.vocab) return text_load(t, o->paths, o->path_count);
+    for (int i = 0; i < o->path_count; i++) TRY(text_add_shard(t, o->paths[i], p->config.vocab));
+    return DDP_OK;
 }
 
 /* Rank 0: the rest of what can be wrong with the input, before anything is written. saved: what --resume says, or NULL. */
@@ -278,16 +309,16 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const 
     TRY(config_resolve(&p->config, ranks, o->dealt));
     if (p->first_step > p->config.steps)
         return WRONG("%s has %lld steps behind it; use --steps %lld or more", o->resume, (long long)p->first_step, (long long)p->first_step);
-    TRY(text_load(t, o->paths, o->path_count));
+    TRY(plan_text(p, o, saved, t));
     window = p->config.context + 1;
-    validation = t->count / 10 > window ? t->count / 10 : window;
-    if (t->count < 2 * window)
-        return WRONG("the text has %lld bytes, and training and validation need %lld each with --context %d; "
+    p->text_bytes = t->count / plan_token_bytes(p);
+    validation = p->text_bytes / 10 > window ? p->text_bytes / 10 : window;
+    if (p->text_bytes < 2 * window)
+        return WRONG("the text has %lld %ss, and training and validation need %lld each with --context %d; "
                      "give more text or use a shorter --context",
-                     (long long)t->count, (long long)window, p->config.context);
-    p->text_bytes = t->count;
-    p->train_bytes = t->count - validation;
-    p->entropy = text_unigram_entropy(t);
+                     (long long)p->text_bytes, plan_token(p), (long long)window, p->config.context);
+    p->train_bytes = p->text_bytes - validation;
+    p->entropy = text_unigram_entropy(t, plan_token_bytes(p));
     p->text_hash = hash_bytes(HASH_START, t->bytes, (size_t)t->count);
     if (saved && p->text_hash != saved->text_hash) return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
     return DDP_OK;
@@ -383,12 +414,11 @@ static ddp_result run_start(run *r, ddp_result made) {
     TRY(share_result(r->world, made));
     TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
     if (r->rank != 0) {
-        r->text.count = r->text.capacity = r->plan.text_bytes;
-        r->text.bytes = (uint8_t *)malloc((size_t)r->plan.text_bytes);
-        if (!r->text.bytes)
-            return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)r->plan.text_bytes);
+        r->text.count = r->text.capacity = r->plan.text_bytes * plan_token_bytes(&r->plan);
+        r->text.bytes = (uint8_t *)malloc((size_t)r->text.count);
+        if (!r->text.bytes) return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)r->text.count);
     }
-    return ddp_broadcast(r->world, r->text.bytes, (size_t)r->plan.text_bytes, DDP_U8, 0, NULL);
+    return ddp_broadcast(r->world, r->text.bytes, (size_t)r->text.count, DDP_U8, 0, NULL);
 }
 
 /* Validation windows: so many that they cover the validation text once, at most VALIDATION_WINDOWS, in whole micro-batches. */
@@ -401,7 +431,7 @@ static int64_t validation_micro_batches(const run_plan *p) {
 static gpt_config run_model_config(const run *r) {
     const run_config *c = &r->plan.config;
     gpt_config config;
-    config.vocab = 256; config.context = c->context; config.layers = c->layers; config.heads = c->heads; config.channels = c->channels;
+    config.vocab = plan_vocab(&r->plan); config.context = c->context; config.layers = c->layers; config.heads = c->heads; config.channels = c->channels;
     return config;
 }
 
@@ -448,14 +478,19 @@ static void run_describe(const run *r, int index, ddp_param *param) {
 }
 
 /* The windows of one of `replicas` parts of each global batch, in the same order whatever replicas is. */
-static ddp_result run_build_sampler(run *r, int replicas, int replica) {
+static ddp_sampler_desc run_sampler_desc(const run *r, int replicas, int replica) {
     ddp_sampler_desc sampler = DDP_ZERO;
-    sampler.dataset_size = r->plan.train_bytes - r->plan.config.context; /* every start of a window of context + 1 bytes */
+    sampler.dataset_size = r->plan.train_bytes - r->plan.config.context; /* every start of a window of context + 1 tokens */
     sampler.num_replicas = replicas;
     sampler.rank = replica;
     sampler.seed = (uint64_t)r->plan.config.seed;
     sampler.shuffle = DDP_SHUFFLE_HASHED;
     sampler.global_batch = r->plan.config.batch;
+    return sampler;
+}
+
+static ddp_result run_build_sampler(run *r, int replicas, int replica) {
+    ddp_sampler_desc sampler = run_sampler_desc(r, replicas, replica);
     TRY(ddp_sampler_init(&r->sampler, &sampler));
     r->epoch = r->plan.data.epoch;
     return r->plan.first_step > 0 ? ddp_sampler_load(&r->sampler, &r->plan.data) : DDP_OK;
@@ -471,17 +506,24 @@ static void run_free(run *r) {
     free(r->losses);
 }
 
-/* Row `row` of the micro-batch: context bytes from start on, and for each the byte that follows. */
+/* Token number `at` of the text. */
+static int run_token(const run *r, int64_t at) {
+    uint16_t token;
+    if (!r->plan.config.vocab) return r->text.bytes[at];
+    memcpy(&token, r->text.bytes + 2 * at, 2);
+    return token;
+}
+
+/* Row `row` of the micro-batch: context tokens from start on, and for each the one that follows. */
 static void take_window(run *r, int row, int64_t start) {
-    int context = r->plan.config.context;
-    const uint8_t *from = r->text.bytes + start;
+    int context = r->plan.config.context, next = run_token(r, start);
     for (int i = 0; i < context; i++) {
-        r->tokens[row * context + i] = from[i];
-        r->targets[row * context + i] = from[i + 1];
+        r->tokens[row * context + i] = next;
+        r->targets[row * context + i] = next = run_token(r, start + i + 1);
     }
 }
 
-static int64_t next_window(run *r) {
+static inline int64_t next_window(run *r) {
     int64_t start = ddp_sampler_next(&r->sampler, NULL);
     if (start >= 0) return start;
     ddp_sampler_set_epoch(&r->sampler, ++r->epoch);
@@ -528,7 +570,7 @@ static void run_report_start(run *r) {
     const char *threads = r->options->threads_as_ranks ? " as threads" : "";
     if (r->rank != 0) return;
     report_start(&r->report, &r->plan);
-    printf("%lld parameters, %lld bytes of text, %d %s%s\n", (long long)r->parameter_count, (long long)r->plan.text_bytes, r->world_size,
+    printf("%lld parameters, %lld %ss of text, %d %s%s\n", (long long)r->parameter_count, (long long)r->plan.text_bytes, plan_token(&r->plan), r->world_size,
            r->world_size == 1 ? "rank" : "ranks", threads);
     if (r->plan.first_step > 0) printf("%s goes on from step %lld\n", r->options->resume, (long long)r->plan.first_step);
 }
@@ -546,16 +588,19 @@ static int is_validation_step(const run *r, int64_t step) {
 
 //== the end ================================================================================================== >>end
 
-/* What the model goes on from: the first bytes of the validation text. Returns how many. */
+/* What the model goes on from: the first tokens of the validation text. Returns how many. */
 static int sample_prompt(const run *r, int *tokens) {
     int prompt = r->plan.config.context < 32 ? r->plan.config.context : 32;
-    for (int i = 0; i < prompt; i++) tokens[i] = r->text.bytes[r->plan.train_bytes + i];
+    for (int i = 0; i < prompt; i++) tokens[i] = run_token(r, r->plan.train_bytes + i);
     return prompt;
 }
 
-static void print_sample(const int *tokens, int prompt) {
-    printf("\n--- the model goes on from %d bytes of the validation text ---\n", prompt);
-    for (int i = 0; i < prompt + SAMPLE_BYTES; i++) putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
+/* Bytes as text, other tokens as numbers. */
+static void print_sample(const run_plan *p, const int *tokens, int prompt) {
+    printf("\n--- the model goes on from %d %ss of the validation text ---\n", prompt, plan_token(p));
+    for (int i = 0; i < prompt + SAMPLE_BYTES; i++)
+        if (p->config.vocab) printf("%d%c", tokens[i], i % 20 == 19 ? '\n' : ' ');
+        else putchar(tokens[i] == '\n' || (tokens[i] >= ' ' && tokens[i] < 127) ? tokens[i] : '?');
     printf("\n---\n");
 }
 
@@ -587,7 +632,8 @@ static ddp_result run_finish(run *r, double validation, uint64_t hash) {
     TRY(share_result(r->world, result));
     if (r->rank == 0) {
         printf("%s: the loss curve\n", SVG_PATH);
-        printf("unigram entropy: %.4f nats per byte\nvalidation loss: %.4f nats per byte\n", r->plan.entropy, validation);
+        printf("unigram entropy: %.4f nats per %s\n", r->plan.entropy, plan_token(&r->plan));
+        printf("validation loss: %.4f nats per %s\n", validation, plan_token(&r->plan));
         printf("weights hash: %016llx\n", (unsigned long long)hashes[0]);
     }
     return DDP_OK;

@@ -276,7 +276,7 @@ static ddp_result finish(trainer *t, double validation) {
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
-        print_sample(tokens, prompt);
+        print_sample(&r->plan, tokens, prompt);
         print_table(r, exposed);
         run_print_recompute(r);
         print_hook(t);

@@ -513,7 +513,7 @@ static ddp_result finish(trainer *t, double validation) {
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
-        print_sample(tokens, prompt);
+        print_sample(&r->plan, tokens, prompt);
     }
     TRY(print_table(t));
     return run_finish(r, validation, hash);

@@ -38,16 +38,6 @@ static const flag FLAGS[] = {
 };
 static const run_program PROGRAM = {"train_gpt_fsdp", "trains a byte-level GPT on text with sharded ranks", FLAGS, (int)(sizeof FLAGS / sizeof FLAGS[0])};
 
-static const char *const STRATEGIES[] = {"full", "grad", "optim", "none"}; /* by ddp_fsdp_strategy */
-enum { STRATEGY_COUNT = 4 };
-
-/* NULL = the default; STRATEGY_COUNT = there is none of that name. */
-static int find_strategy(const char *name) {
-    int s = 0;
-    while (s < STRATEGY_COUNT && name && strcmp(name, STRATEGIES[s])) s++;
-    return s;
-}
-
 /* What follows from the strategy before ranks start. */
 static void check_strategy(run_options *o) {
     int s = find_strategy(o->strategy);
@@ -283,7 +273,7 @@ static ddp_result generate(trainer *t) {
         done = at - start;
         tokens[at] = r->rank ? 0 : gpt_sample(r->model.head.logits, 256, 0.8f, gpt_sample_draw((uint64_t)r->plan.config.seed, at));
     }
-    if (r->rank == 0) print_sample(tokens, prompt);
+    if (r->rank == 0) print_sample(&r->plan, tokens, prompt);
     return ddp_fsdp_no_grad(t->fsdp, 0);
 }
 
@@ -298,7 +288,7 @@ static void print_table(const trainer *t, const double *exposed, const ddp_fsdp_
     double mean = 0;
     for (int i = 0; i < r->world_size; i++) mean += exposed[i] / r->world_size;
     printf("\n  strategy   ranks   tokens/s   waiting for parameters\n");
-    printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", STRATEGIES[t->strategy], r->world_size, tokens_per_second(r, r->plan.config.steps), 100 * mean);
+    printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", strategy_name(t->strategy), r->world_size, tokens_per_second(r, r->plan.config.steps), 100 * mean);
     printf("\n  bytes of rank 0        now        peak   predicted\n");
     print_bytes("shards", now->shards, peak->shards, predicted->shards);
     print_bytes("gathered", now->gathered, peak->gathered, predicted->gathered);

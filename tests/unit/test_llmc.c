@@ -1,0 +1,470 @@
+/* examples/llmc.h: checkpoints against a layout that is spelled out here, whole and in parts, in f32 and bf16; shards; and everything that can be wrong with
+   a file, named with it. No large file is written: those of GPT-2's sizes are holes. */
+#include "../support/unit.h"
+#include "../support/watchdog.h"
+
+#include "../../examples/llmc.h"
+#include <sys/resource.h>
+
+#define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+//== files of a test ========================================================================================
+
+static char folder[64], path_of_text[256];
+
+static const char *path_of(const char *name) {
+    snprintf(path_of_text, sizeof path_of_text, "%s/%s", folder, name);
+    return path_of_text;
+}
+
+static void put(const char *name, const void *bytes, size_t size_bytes) {
+    FILE *file = fopen(path_of(name), "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(bytes, 1, size_bytes, file), size_bytes);
+    assert_int_equal(fclose(file), 0);
+}
+
+/* The whole file; the caller frees it. */
+static uint8_t *get(const char *name, size_t *size_bytes) {
+    FILE *file = fopen(path_of(name), "rb");
+    uint8_t *bytes = (uint8_t *)malloc(1 << 22);
+    assert_non_null(file);
+    assert_non_null(bytes);
+    *size_bytes = fread(bytes, 1, 1 << 22, file);
+    fclose(file);
+    return bytes;
+}
+
+static int make_folder(void **state) {
+    (void)state;
+    snprintf(folder, sizeof folder, "llmc.XXXXXX");
+    return mkdtemp(folder) ? 0 : -1;
+}
+
+static int remove_folder(void **state) {
+    char command[128];
+    (void)state;
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    return system(command);
+}
+
+static void says(ddp_result result, ddp_result wanted, const char *name, const char *words) {
+    if (result != wanted || !strstr(ddp_last_error(), name) || !strstr(ddp_last_error(), words))
+        fail_msg("%s: %s `%s`, wanted %s with `%s`", name, ddp_result_name(result), result ? ddp_last_error() : "", ddp_result_name(wanted), words);
+}
+
+static int is_there(const char *name) { return access(path_of(name), F_OK) == 0; }
+
+static llmc_header shape(int vocab, int padded, int context, int layers, int heads, int channels, ddp_dtype dtype) {
+    llmc_header h;
+    memset(&h, 0, sizeof h);
+    h.config.vocab = vocab, h.config.context = context, h.config.layers = layers, h.config.heads = heads, h.config.channels = channels;
+    h.padded_vocab = padded;
+    h.dtype = dtype;
+    return h;
+}
+
+/* Element i of parameter index: exact in bf16 too, and different from its neighbours in the list, the layer and the row. */
+static float value_of(int index, int64_t i) { return (float)((index * 37 + i * 11) % 251 - 125) / 8; }
+
+typedef struct asked { const gpt_config *config; int calls, fail_at; int64_t most; } asked;
+
+static ddp_result give_rows(void *user, int index, int64_t first, int64_t count, float *out) {
+    asked *a = (asked *)user;
+    gpt_param p;
+    assert_int_equal(gpt_param_info(a->config, index, &p), 0);
+    assert_true(p.tied_to < 0 && first >= 0 && count > 0 && first + count <= p.shape[0]);
+    if (a->calls++ == a->fail_at) return ddp_fail(DDP_ERR_TIMEOUT, "the rows of %s did not come", p.name);
+    if (count * p.shape[1] > a->most) a->most = count * p.shape[1];
+    for (int64_t i = 0; i < count * p.shape[1]; i++) out[i] = value_of(index, first * p.shape[1] + i);
+    return DDP_OK;
+}
+
+static void write_model(const char *name, const llmc_header *h, asked *a) {
+    memset(a, 0, sizeof *a);
+    a->config = &h->config;
+    a->fail_at = -1;
+    assert_int_equal(llmc_write(path_of(name), h, give_rows, a), DDP_OK);
+    assert_false(is_there("m.bin.tmp"));
+}
+
+//== checkpoints ============================================================================================
+
+/* One number of a file, as f32. */
+static float number_at(const uint8_t *bytes, ddp_dtype dtype, int64_t element) {
+    float value;
+    uint16_t half;
+    uint32_t bits;
+    if (dtype == DDP_F32) return memcpy(&value, bytes + LLMC_HEADER_BYTES + 4 * element, 4), value;
+    memcpy(&half, bytes + LLMC_HEADER_BYTES + 2 * element, 2);
+    bits = (uint32_t)half << 16;
+    return memcpy(&value, &bits, 4), value;
+}
+
+/* The bytes of a small file are those of llm.c's documentation: header, wte with its padding, wpe, each kind with all its layers, the last norm. */
+static void test_layout(void **state) {
+    static const int64_t kinds[12] = {6, 6, 108, 18, 36, 6, 6, 6, 144, 24, 144, 6}; /* elements per layer of C = 6 */
+    static const ddp_dtype dtypes[2] = {DDP_F32, DDP_BF16};
+    (void)state;
+    for (int d = 0; d < 2; d++) {
+        llmc_header h = shape(5, 8, 3, 2, 2, 6, dtypes[d]);
+        int32_t head[256], wanted[256] = {20240326, d ? 5 : 3, 3, 5, 2, 2, 6, 8};
+        int64_t at = 0;
+        size_t size;
+        asked a;
+        uint8_t *bytes;
+        write_model("m.bin", &h, &a);
+        bytes = get("m.bin", &size);
+        assert_int_equal(size, llmc_file_bytes(&h));
+        memcpy(head, bytes, sizeof head);
+        assert_memory_equal(head, wanted, sizeof head);
+        for (int i = 0; i < 48; i++, at++) assert_true(number_at(bytes, h.dtype, at) == (i < 30 ? value_of(0, i) : 0));
+        for (int i = 0; i < 18; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(1, i));
+        for (int kind = 0; kind < 12; kind++)
+            for (int layer = 0; layer < 2; layer++)
+                for (int i = 0; i < kinds[kind]; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(2 + 12 * layer + kind, i));
+        for (int i = 0; i < 12; i++, at++) assert_true(number_at(bytes, h.dtype, at) == value_of(26 + i / 6, i % 6));
+        assert_int_equal(size, LLMC_HEADER_BYTES + at * (d ? 2 : 4));
+        free(bytes);
+    }
+}
+
+/* Every run of rows of every parameter comes as written, and nothing behind it is touched. */
+static void test_rows(void **state) {
+    static const llmc_header shapes[] = {{{5, 3, 2, 2, 6}, 8, DDP_F32}, {{5, 3, 2, 2, 6}, 8, DDP_BF16}, {{4, 1, 1, 1, 2}, 4, DDP_BF16},
+                                         {{3, 2, 0, 1, 4}, 3, DDP_F32}};
+    (void)state;
+    for (int k = 0; k < COUNT(shapes); k++) {
+        const llmc_header *h = &shapes[k];
+        llmc_model m;
+        asked a;
+        write_model("m.bin", h, &a);
+        assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
+        assert_memory_equal(&m.header.config, &h->config, sizeof h->config);
+        assert_int_equal(m.header.padded_vocab, h->padded_vocab);
+        assert_int_equal(m.header.dtype, h->dtype);
+        for (int index = 0; index < gpt_param_count(&h->config); index++) {
+            gpt_param p;
+            int64_t rows;
+            gpt_param_info(&h->config, index, &p);
+            rows = index == 0 || p.tied_to == 0 ? h->padded_vocab : p.shape[0];
+            for (int64_t first = 0; first <= rows; first++)
+                for (int64_t n = 0; n <= rows - first; n++) {
+                    float out[256];
+                    out[n * p.shape[1]] = 77;
+                    assert_int_equal(llmc_read(&m, index, first, n, out), DDP_OK);
+                    for (int64_t i = 0; i < n * p.shape[1]; i++) {
+                        int64_t at = first * p.shape[1] + i;
+                        assert_true(out[i] == (at < p.count ? value_of(p.tied_to == 0 ? 0 : index, at) : 0));
+                    }
+                    assert_true(out[n * p.shape[1]] == 77);
+                }
+        }
+        llmc_close(&m);
+        llmc_close(&m); /* a closed one is fine too */
+    }
+}
+
+/* Pieces: a table of several, rows longer than one, and no more memory than that. */
+static void test_pieces(void **state) {
+    llmc_header h = shape(40001, 0, 1, 1, 1, 8, DDP_BF16), wide = shape(1, 1, 1, 0, 1, LLMC_PIECE / 4 + 1, DDP_F32);
+    llmc_model m;
+    asked a;
+    float *all = (float *)malloc(40064 * 8 * sizeof *all), row[8];
+    (void)state;
+    assert_non_null(all);
+    write_model("m.bin", &h, &a);
+    assert_int_equal(a.most, LLMC_PIECE);
+    assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
+    assert_int_equal(m.header.padded_vocab, 40064); /* the next multiple of 128 */
+    assert_int_equal(llmc_read(&m, 0, 0, 40064, all), DDP_OK);
+    for (int i = 0; i < 40064 * 8; i++) assert_true(all[i] == (i < 40001 * 8 ? value_of(0, i) : 0));
+    assert_int_equal(llmc_read(&m, 0, 39999, 1, row), DDP_OK);
+    assert_memory_equal(row, all + 39999 * 8, sizeof row);
+    llmc_close(&m);
+    free(all);
+    write_model("m.bin", &wide, &a);
+    assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
+    llmc_close(&m);
+}
+
+static float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Nearest, ties to even; what overflows is infinite, and NaN stays NaN even where its bits would round to infinity. */
+static void test_bf16(void **state) {
+    static const uint32_t cases[][2] = {{0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81}, {0x3f818000, 0x3f82}, {0x3f817fff, 0x3f81}, {0, 0},
+        {0x80000000, 0x8000}, {0x7f7fffff, 0x7f80}, {0x7f800000, 0x7f80}, {0xff800000, 0xff80}, {0x00008000, 0}, {0x00018000, 2}, {0xbf80ffff, 0xbf81}};
+    (void)state;
+    for (int i = 0; i < COUNT(cases); i++) {
+        if (llmc_to_bf16(from_bits(cases[i][0])) != cases[i][1])
+            fail_msg("%08x becomes %04x, not %04x", (unsigned)cases[i][0], (unsigned)llmc_to_bf16(from_bits(cases[i][0])), (unsigned)cases[i][1]);
+    }
+    assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0x7f800001)))));
+    assert_true(isnan(llmc_from_bf16(llmc_to_bf16(from_bits(0xffffffff)))));
+    for (uint32_t half = 0; half < 65536; half++) { /* each bf16 is its own nearest, and so is what lies a third of the way to its neighbour */
+        float value = llmc_from_bf16((uint16_t)half);
+        if (isnan(value)) continue;
+        assert_int_equal(llmc_to_bf16(value), half);
+        if ((half & 0x7fff) < 0x7f80) assert_int_equal(llmc_to_bf16(from_bits(half << 16 | 0x5555)), half);
+    }
+}
+
+/* A random file has the values of gpt_param_init, as a model of the same seed has them. */
+static void test_random(void **state) {
+    llmc_header h = shape(11, 16, 4, 2, 2, 8, DDP_DTYPE_DEFAULT);
+    llmc_model m;
+    (void)state;
+    assert_int_equal(llmc_write_random(path_of("m.bin"), &h, 7), DDP_OK);
+    assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
+    assert_int_equal(m.header.dtype, DDP_F32);
+    for (int index = 0; index < gpt_param_count(&h.config); index++) {
+        float out[256], wanted[256];
+        gpt_param p;
+        gpt_param_info(&h.config, index, &p);
+        gpt_param_init(&h.config, 7, index, 0, p.count, wanted);
+        assert_int_equal(llmc_read(&m, index, 0, p.shape[0], out), DDP_OK);
+        assert_memory_equal(out, wanted, (size_t)p.count * sizeof *out);
+    }
+    llmc_close(&m);
+}
+
+/* A file of this size that is one hole behind its header. */
+static void put_hole(const char *name, const int32_t *head, int64_t size_bytes) {
+    int32_t header[256] = {0};
+    memcpy(header, head, 8 * sizeof *head);
+    put(name, header, sizeof header);
+    assert_int_equal(truncate(path_of(name), (off_t)size_bytes), 0);
+}
+
+/* The sizes of llm.c's own files: gpt2_124M.bin and gpt2_124M_bf16.bin. */
+static void test_124m(void **state) {
+    static const int32_t f32[8] = {20240326, 3, 1024, 50257, 12, 12, 768, 50304}, bf16[8] = {20240326, 5, 1024, 50257, 12, 12, 768, 50304};
+    llmc_header h = llmc_gpt2_124m();
+    llmc_model m;
+    float row[768];
+    (void)state;
+    h.dtype = DDP_F32;
+    assert_int_equal(llmc_file_bytes(&h), 1024 + 4 * INT64_C(124475904));
+    put_hole("big.bin", f32, llmc_file_bytes(&h));
+    assert_int_equal(llmc_open(&m, path_of("big.bin")), DDP_OK);
+    assert_memory_equal(&m.header.config, &h.config, sizeof h.config);
+    assert_int_equal(m.header.padded_vocab, 50304);
+    assert_int_equal(llmc_read(&m, gpt_param_head(&h.config) - 1, 0, 768, row), DDP_OK);
+    llmc_close(&m);
+    h.dtype = DDP_BF16;
+    assert_int_equal(llmc_file_bytes(&h), 1024 + 2 * INT64_C(124475904));
+    put_hole("big.bin", bf16, llmc_file_bytes(&h));
+    assert_int_equal(llmc_open(&m, path_of("big.bin")), DDP_OK);
+    llmc_close(&m);
+    put_hole("big.bin", bf16, llmc_file_bytes(&h) + 2);
+    says(llmc_open(&m, path_of("big.bin")), DDP_ERR_CORRUPT, "big.bin", "has 248952834 bytes, and its header describes 248952832");
+    unlink(path_of("big.bin"));
+}
+
+/* GPT-2 1.5B in f32 takes more than 4 GiB: the last row is found there. */
+static void test_beyond_4_gib(void **state) {
+    static const int32_t head[8] = {20240326, 3, 1024, 50257, 48, 25, 1600, 50304};
+    llmc_header h = shape(50257, 50304, 1024, 48, 25, 1600, DDP_F32);
+    const float last[2] = {2.5f, -3};
+    float out[2];
+    llmc_model m;
+    FILE *file;
+    (void)state;
+    assert_int_equal(llmc_file_bytes(&h), INT64_C(6230746624));
+    put_hole("big.bin", head, llmc_file_bytes(&h));
+    file = fopen(path_of("big.bin"), "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseeko(file, -8, SEEK_END), 0);
+    assert_int_equal(fwrite(last, 1, 8, file), 8);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(llmc_open(&m, path_of("big.bin")), DDP_OK);
+    assert_int_equal(llmc_read(&m, gpt_param_head(&h.config) - 1, 1598, 2, out), DDP_OK);
+    assert_memory_equal(out, last, sizeof last);
+    llmc_close(&m);
+    unlink(path_of("big.bin"));
+}
+
+//== what is refused ========================================================================================
+
+static void test_open_refused(void **state) {
+    static const struct { int32_t head[8]; int64_t size; ddp_result result; const char *words; } cases[] = {
+        {{20240520, 1, 100}, 4096, DDP_ERR_CORRUPT, "is a token shard of llm.c: it begins with 20240520, not 20240326"},
+        {{20240327, 2}, 4096, DDP_ERR_CORRUPT, "is a debug state of llm.c"},
+        {{20240328, 2}, 4096, DDP_ERR_CORRUPT, "is a tokenizer of llm.c"},
+        {{20240803, 3}, 4096, DDP_ERR_CORRUPT, "is a file of llm.c for Llama 3"},
+        {{0, 3}, 4096, DDP_ERR_CORRUPT, "is no checkpoint of llm.c: it begins with 0"},
+        {{20240326, 1, 3, 5, 2, 2, 6}, 4096, DDP_ERR_UNSUPPORTED, "version 1; 3 (f32) and 5 (bf16) can be read"},
+        {{20240326, 4, 3, 5, 2, 2, 6, 8}, 4096, DDP_ERR_UNSUPPORTED, "version 4;"},
+        {{20240326, 3, 0, 5, 2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "context=0 vocab=5 layers=2 heads=2 channels=6 padded_vocab=8, but vocab, context"},
+        {{20240326, 3, 3, -5, 2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "vocab=-5"},
+        {{20240326, 3, 3, 5, -2, 2, 6, 8}, 4096, DDP_ERR_CORRUPT, "layers=-2"},
+        {{20240326, 3, 3, 5, 2, 0, 6, 8}, 4096, DDP_ERR_CORRUPT, "heads=0"},
+        {{20240326, 3, 3, 5, 2, 4, 6, 8}, 4096, DDP_ERR_CORRUPT, "channels must be a multiple of heads"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 4}, 4096, DDP_ERR_CORRUPT, "padded_vocab must not be less than vocab"},
+        {{20240326, 3, 1, 1, 2147483647, 1, 2147483647, 1}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
+        {{20240326, 5, 1, 1, 2147483647, 1, 1, 1}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
+        {{20240326, 3, 2147483647, 2147483647, 1, 1, 2147483647, 2147483647}, 4096, DDP_ERR_CORRUPT, "so large a model fits no file"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 1024, DDP_ERR_CORRUPT, "has 1024 bytes, and its header describes 5416"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5415, DDP_ERR_CORRUPT, "has 5415 bytes"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 5417, DDP_ERR_CORRUPT, "has 5417 bytes"},
+        {{20240326, 5, 3, 5, 2, 2, 6, 8}, 5416, DDP_ERR_CORRUPT, "has 5416 bytes, and its header describes 3220"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 1023, DDP_ERR_CORRUPT, "ends inside its header of 1024 bytes, at byte 1023"},
+        {{20240326, 3, 3, 5, 2, 2, 6, 8}, 0, DDP_ERR_CORRUPT, "ends inside its header of 1024 bytes, at byte 0"}};
+    llmc_model m;
+    (void)state;
+    for (int i = 0; i < COUNT(cases); i++) {
+        put_hole("bad.bin", cases[i].head, cases[i].size);
+        says(llmc_open(&m, path_of("bad.bin")), cases[i].result, "bad.bin", cases[i].words);
+        assert_false(m.is_open);
+    }
+    says(llmc_open(&m, path_of("missing.bin")), DDP_ERR_INVALID, "missing.bin", "give a checkpoint of llm.c that can be read");
+    says(llmc_open(&m, folder), DDP_ERR_INVALID, folder, "is no file");
+    llmc_close(&m);
+}
+
+static void test_read_refused(void **state) {
+    llmc_header h = shape(5, 8, 3, 2, 2, 6, DDP_BF16);
+    float out[64];
+    llmc_model m;
+    asked a;
+    (void)state;
+    write_model("m.bin", &h, &a);
+    assert_int_equal(llmc_open(&m, path_of("m.bin")), DDP_OK);
+    says(llmc_read(&m, -1, 0, 1, out), DDP_ERR_INVALID, "m.bin", "parameter -1, but there are 29");
+    says(llmc_read(&m, 29, 0, 1, out), DDP_ERR_INVALID, "m.bin", "parameter 29, but there are 29");
+    says(llmc_read(&m, 1, 2, 2, out), DDP_ERR_INVALID, "m.bin", "2 rows from 2 of wpe, which has 3");
+    says(llmc_read(&m, 0, 8, 1, out), DDP_ERR_INVALID, "m.bin", "1 rows from 8 of wte, which has 8");
+    says(llmc_read(&m, 14, -1, 1, out), DDP_ERR_INVALID, "m.bin", "1 rows from -1 of h.1.ln1.weight");
+    says(llmc_read(&m, 14, INT64_MAX, 1, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
+    says(llmc_read(&m, 14, 1, INT64_MAX, out), DDP_ERR_INVALID, "m.bin", "of h.1.ln1.weight, which has 6");
+    assert_int_equal(truncate(path_of("m.bin"), 3000), 0); /* cut while it is open */
+    says(llmc_read(&m, 27, 0, 6, out), DDP_ERR_CORRUPT, "m.bin", "while it is read");
+    assert_int_equal(llmc_read(&m, 0, 0, 5, out), DDP_OK);
+    llmc_close(&m);
+    says(llmc_read(&m, 0, 0, 1, out), DDP_ERR_INVALID, "llmc_read", "call llmc_open first");
+}
+
+/* A writing that fails gives the cause, leaves what was there, and no half of a file. */
+static void test_write_refused(void **state) {
+    llmc_header h = shape(5, 8, 3, 2, 2, 6, DDP_F32), bad;
+    struct rlimit limit, small;
+    char longest[5000];
+    size_t before, after;
+    uint8_t *kept, *now;
+    asked a;
+    (void)state;
+    write_model("m.bin", &h, &a);
+    assert_int_equal(a.calls, 28);
+    kept = get("m.bin", &before);
+    for (int call = 0; call < 28; call += 9) {
+        a.calls = 0;
+        a.fail_at = call;
+        says(llmc_write(path_of("m.bin"), &h, give_rows, &a), DDP_ERR_TIMEOUT, "the rows of", "did not come");
+        assert_int_equal(a.calls, call + 1);
+        assert_false(is_there("m.bin.tmp"));
+    }
+    a.calls = 0;
+    a.fail_at = -1;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    small = limit;
+    small.rlim_cur = 4096;
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    says(llmc_write(path_of("m.bin"), &h, give_rows, &a), DDP_ERR_SYSTEM, "m.bin cannot be written: File too large", "untouched");
+    says(llmc_write_random_tokens(path_of("m.bin"), 100000, 256, 1), DDP_ERR_SYSTEM, "m.bin cannot be written: File too large", "untouched");
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    assert_false(is_there("m.bin.tmp"));
+    now = get("m.bin", &after);
+    assert_int_equal(after, before);
+    assert_memory_equal(now, kept, before);
+    free(kept);
+    free(now);
+    says(llmc_write("nowhere/m.bin", &h, give_rows, &a), DDP_ERR_SYSTEM, "nowhere/m.bin", "cannot be written: No such file");
+    says(llmc_write(folder, &h, give_rows, &a), DDP_ERR_SYSTEM, folder, "cannot be written");
+    memset(longest, 'x', sizeof longest - 1);
+    longest[sizeof longest - 1] = 0;
+    says(llmc_write(longest, &h, give_rows, &a), DDP_ERR_INVALID, "xxx", "choose a shorter one");
+    bad = h, bad.dtype = DDP_F16;
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "f32 or bf16 only");
+    bad = h, bad.padded_vocab = 4;
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
+    bad = h, bad.config.heads = 5;
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "multiple of heads");
+    bad = h, bad.config.vocab = INT32_MAX, bad.padded_vocab = 0; /* no multiple of 128 in 32 bits */
+    says(llmc_write(path_of("n.bin"), &bad, give_rows, &a), DDP_ERR_INVALID, "n.bin", "padded_vocab must not be less than vocab");
+    assert_false(is_there("n.bin") || is_there("n.bin.tmp"));
+}
+
+//== shards =================================================================================================
+
+/* What is written is what sources.h reads: in several pieces, from bytes, from int32, and at random. */
+static void test_shards(void **state) {
+    static int32_t tokens[10001];
+    static uint8_t bytes[3] = {0, 128, 255};
+    int32_t window[2];
+    void *fields[1] = {window};
+    size_t size[2];
+    uint8_t *file[2];
+    source s;
+    (void)state;
+    for (int i = 0; i < COUNT(tokens); i++) tokens[i] = (i * 7919) % 65536;
+    tokens[5000] = 65535;
+    assert_int_equal(llmc_write_tokens(path_of("t.bin"), tokens, DDP_I32, COUNT(tokens)), DDP_OK);
+    assert_int_equal(source_open_tokens(&s, path_of("t.bin"), 1), DDP_OK);
+    assert_int_equal(s.count, COUNT(tokens) - 1);
+    for (int i = 0; i < COUNT(tokens) - 1; i++) {
+        assert_int_equal(source_fetch(&s, i, fields), DDP_OK);
+        assert_memory_equal(window, tokens + i, sizeof window);
+    }
+    source_close(&s);
+    assert_int_equal(llmc_write_tokens(path_of("t.bin"), bytes, DDP_U8, 3), DDP_OK);
+    assert_int_equal(source_open_tokens(&s, path_of("t.bin"), 1), DDP_OK);
+    assert_int_equal(s.count, 2);
+    assert_int_equal(source_fetch(&s, 1, fields), DDP_OK);
+    assert_true(window[0] == 128 && window[1] == 255);
+    source_close(&s);
+    for (int k = 0; k < 2; k++) {
+        assert_int_equal(llmc_write_random_tokens(path_of("t.bin"), 9000, 50257, 3), DDP_OK);
+        file[k] = get("t.bin", &size[k]);
+    }
+    assert_int_equal(size[0], 1024 + 18000);
+    assert_memory_equal(file[0], file[1], size[0]);
+    for (int k = 0, seen = 0, most = 0; k < 9000; k++) {
+        uint16_t token;
+        memcpy(&token, file[0] + 1024 + 2 * k, 2);
+        assert_true(token < 50257);
+        seen += token < 25000;
+        if (token > most) most = token;
+        if (k == 8999) assert_true(seen > 4000 && seen < 5000 && most > 50000);
+    }
+    free(file[0]);
+    free(file[1]);
+}
+
+static void test_shards_refused(void **state) {
+    static const int32_t tokens[2][3] = {{1, -2, 3}, {1, 2, 65536}};
+    (void)state;
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I32, 3), DDP_ERR_INVALID, "u.bin", "token 1 is -2; a shard holds 0 to 65535");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[1], DDP_I32, 3), DDP_ERR_INVALID, "u.bin", "token 2 is 65536");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_I64, 1), DDP_ERR_INVALID, "u.bin", "of dtype u8 or i32");
+    says(llmc_write_tokens(path_of("u.bin"), NULL, DDP_U8, 1), DDP_ERR_INVALID, "u.bin", "of dtype u8 or i32");
+    says(llmc_write_tokens(path_of("u.bin"), tokens[0], DDP_U8, 0), DDP_ERR_INVALID, "u.bin", "0 tokens; a shard holds 1 to 2147483647");
+    says(llmc_write_random_tokens(path_of("u.bin"), INT64_C(1) << 31, 256, 1), DDP_ERR_INVALID, "u.bin", "2147483648 tokens");
+    says(llmc_write_random_tokens(path_of("u.bin"), 5, 0, 1), DDP_ERR_INVALID, "u.bin", "vocab=0; tokens of a shard take 1 to 65536");
+    says(llmc_write_random_tokens(path_of("u.bin"), 5, 65537, 1), DDP_ERR_INVALID, "u.bin", "vocab=65537");
+    says(llmc_write_random_tokens("nowhere/u.bin", 5, 256, 1), DDP_ERR_SYSTEM, "nowhere/u.bin", "cannot be written");
+    assert_false(is_there("u.bin") || is_there("u.bin.tmp"));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_layout), cmocka_unit_test(test_rows), cmocka_unit_test(test_pieces), cmocka_unit_test(test_bf16), cmocka_unit_test(test_random),
+        cmocka_unit_test(test_124m), cmocka_unit_test(test_beyond_4_gib), cmocka_unit_test(test_open_refused), cmocka_unit_test(test_read_refused),
+        cmocka_unit_test(test_write_refused), cmocka_unit_test(test_shards), cmocka_unit_test(test_shards_refused)};
+    watchdog_start(60);
+    return cmocka_run_group_tests(tests, make_folder, remove_folder);
+}
