@@ -1,34 +1,57 @@
 #!/bin/sh
-# Measures ddp_cuda.cuh on the GPU here, in a few minutes: kernels against the copy bandwidth of the device and, where PyTorch is installed, against
-# its fused AdamW and foreach norm; NCCL through ddp against bare NCCL, and a reducer against none, both in a world of 1.
-#   sh bench/gpu/run.sh [--out DIR]   gpu.jsonl and gpu.txt go to DIR, bench/results by default
-#   sh bench/gpu/run.sh build         only compile the program, without the bodies of the headers: what a machine without a device can do
-# $NVCC names the compiler. Status 77: there is no device.
+# Measures on the GPU here: ddp_cuda.cuh, then GPT-2. Some 8 minutes in all.
+#   sh bench/gpu/run.sh [--out DIR]             both; results go to DIR, bench/results by default
+#   sh bench/gpu/run.sh --kernels [--out DIR]   kernels against the copy bandwidth and, where PyTorch is installed, its fused AdamW and foreach norm;
+#                                               NCCL through ddp against bare NCCL, and a reducer against none, in a world of 1: gpu.jsonl, gpu.txt
+#   sh bench/gpu/run.sh --gpt [...]             GPT-2 by train_gpt_cuda beside PyTorch, and its step by kernel: gpt.json, gpt.md. 5 minutes, or --minutes N;
+#                                               --dry-run prints the commands. Needs python3
+#   sh bench/gpu/run.sh build                   only compile, without the bodies of the headers: what a machine without a device can do
+# $NVCC names the compiler, $PYTHON the python that has PyTorch. Status 77: there is no device.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$here/../results
 nvcc=${NVCC:-nvcc}
+python=${PYTHON:-python3}
 target=-arch=native level=-O3
+part=both
+usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 1; }
 case ${1:-} in
-'') ;;
-build) target="-c -arch=compute_90 -DDDP_IMPLEMENTATION_INCLUDED -DDDP_CUDA_IMPLEMENTATION_INCLUDED" level=-O0 ;;
---out) out=${2:?--out needs a folder} ;;
-*) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 1 ;;
+--kernels | --gpt) part=${1#--}; shift ;;
+build) part=build target="-c -arch=compute_90 -Xcicc -O0 -DDDP_IMPLEMENTATION_INCLUDED -DDDP_CUDA_IMPLEMENTATION_INCLUDED" level=-O0; shift ;;
 esac
 if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
+nccl=-lnccl
+if ! printf '#include <nccl.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then
+    echo "NCCL is not installed: left out" >&2
+    nccl=-DDDP_NO_NCCL
+fi
+gpt() { GPT_NCCL=$nccl "$python" "$here/gpt.py" "$@"; }
+if [ $part = gpt ]; then gpt "$@"; exit; fi
+case ${1:-} in
+'') ;;
+--out) out=${2:?--out needs a folder} ;;
+*) usage ;;
+esac
 build=$(mktemp -d) || exit 1
 trap 'rm -rf "$build"' EXIT
 trap 'exit 130' INT TERM
 
-compile() { "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/bench_gpu.cu" -o "$build/bench_gpu"; }
-if printf '#include <nccl.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then
-    compile $target $([ "${1:-}" = build ] || echo -lnccl) || exit 1
-else
-    echo "NCCL is not installed: left out"
-    compile $target -DDDP_NO_NCCL || exit 1
+compile() { # program; the rest are flags
+    program=$1
+    shift
+    "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/$program.cu" -o "$build/$program"
+}
+if [ $part = build ]; then
+    programs="bench_gpu bench_gpt"
+    if ! printf '#include <cublasLt.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then echo "cuBLASLt is not installed: bench_gpt is left out"; programs=bench_gpu; fi
+    for program in $programs; do
+        compile $program $target $([ $nccl = -lnccl ] || echo $nccl) || exit 1
+        echo "compiled $program"
+    done
+    exit 0
 fi
-if [ "${1:-}" = build ]; then echo "compiled bench_gpu"; exit 0; fi
 
+compile bench_gpu $target $nccl || exit 1
 mkdir -p "$out" || exit 1
 rm -f "$out/gpu.jsonl"
 "$build/bench_gpu" "$out/gpu.jsonl" >"$build/table"
@@ -37,6 +60,7 @@ cat "$build/table"
 [ $status -eq 0 ] || exit $status
 date -u +%Y-%m-%d >"$out/gpu.txt"
 cat "$build/table" >>"$out/gpu.txt"
-python3 "$here/peer_torch.py" "$out/gpu.jsonl" >"$build/torch" 2>&1
+"$python" "$here/peer_torch.py" "$out/gpu.jsonl" >"$build/torch" 2>&1
 cat "$build/torch"
 cat "$build/torch" >>"$out/gpu.txt"
+if [ $part = both ]; then gpt --out "$out"; fi

@@ -1,0 +1,238 @@
+/*  bench_gpt.cu - a step of examples/gpt_cuda.cuh with nothing around it: what a reducer or shards cost is the time of train_gpt_cuda beyond this.
+
+    bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024] [--recompute] [--no-graphs] [--notes]
+
+    Reads lines "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by events, the last loss, bytes of
+    device memory. A step is forward, backward, the sum of the two gradients of the tied matrix, the norm of all gradients and AdamW on f32 master
+    values with a bf16 copy: the arithmetic of a trainer on one GPU that has no gradients to reduce. The batch stays the same; the norm is not used.
+    Values and tokens are random. Nothing waits for the device inside a step.
+    --notes prints the model's own count of FLOPs and bytes, kernel by kernel, of one step, as lines of JSON, and ends. Status 77: there is no device. */
+#define DDP_IMPLEMENTATION
+#include "../../examples/gpt_cuda.cuh"
+#include "../../examples/options.h"
+
+#define NOTES 256
+
+/* What kernels of one name do in a step. */
+typedef struct note_line { char name[96]; int launches; double flops, bytes; } note_line;
+
+typedef struct bench {
+    gpt_config config;
+    int batch, length, recompute, no_graphs, notes;
+    gpt_cuda *model;
+    cudaStream_t stream;
+    size_t count, matrices;             /* elements: all, and those of matrices, which come first; the head's matrix is that of the embedding */
+    unsigned char *values, *grads;      /* bf16, count each; behind grads the head's own */
+    float *master, *first, *second;
+    void **value, **grad;               /* three per parameter, as gpt_cuda_unit_forward wants them */
+    int32_t *tokens;
+    double *loss;                       /* pinned */
+    ddp_cuda_norm *norm;
+    int64_t step;
+    note_line lines[NOTES];
+    int line_count;
+} bench;
+
+static void must(cudaError_t error, const char *what) {
+    if (error == cudaSuccess) return;
+    fprintf(stderr, "bench_gpt: %s: %s\n", what, cudaGetErrorString(error));
+    exit(1);
+}
+
+static void ok(ddp_result result) {
+    if (result == DDP_OK) return;
+    fprintf(stderr, "bench_gpt: %s\n", ddp_last_error());
+    exit(1);
+}
+
+static void *device_memory(size_t size_bytes) {
+    void *memory;
+    must(cudaMalloc(&memory, size_bytes), "cudaMalloc");
+    must(cudaMemset(memory, 0, size_bytes), "cudaMemset");
+    return memory;
+}
+
+static void take_note(void *user, const char *kernel, double flops, double bytes) {
+    bench *b = (bench *)user;
+    int i = 0;
+    while (i < b->line_count && strcmp(b->lines[i].name, kernel)) i++;
+    if (i == NOTES) return;
+    if (i == b->line_count) snprintf(b->lines[b->line_count++].name, sizeof b->lines[i].name, "%s", kernel);
+    b->lines[i].launches++, b->lines[i].flops += flops, b->lines[i].bytes += bytes;
+}
+
+/* Places for parameters: matrices in front, which alone decay, each on 16 bytes; the head's matrix has a gradient of its own. */
+static void place_parameters(bench *b) {
+    int params = gpt_param_count(&b->config);
+    size_t head = 0;
+    b->value = (void **)calloc((size_t)params * 3, sizeof *b->value);
+    b->grad = (void **)calloc((size_t)params * 3, sizeof *b->grad);
+    size_t *at = (size_t *)calloc((size_t)params, sizeof *at);
+    if (!b->value || !b->grad || !at) exit(1);
+    for (int pass = 2; pass >= 1; pass--) {
+        for (int i = 0; i < params; i++) {
+            gpt_param p;
+            gpt_param_info(&b->config, i, &p);
+            if (p.tied_to >= 0) head = (size_t)p.count;
+            if (p.ndim == pass && p.tied_to < 0) { at[i] = b->count; b->count += ((size_t)p.count + 7) / 8 * 8; }
+        }
+        if (pass == 2) b->matrices = b->count;
+    }
+    b->values = (unsigned char *)device_memory(b->count * 2);
+    b->grads = (unsigned char *)device_memory((b->count + head) * 2);
+    b->master = (float *)device_memory(b->count * 4);
+    b->first = (float *)device_memory(b->count * 4);
+    b->second = (float *)device_memory(b->count * 4);
+    for (int i = 0; i < params; i++) {
+        gpt_param p;
+        gpt_param_info(&b->config, i, &p);
+        b->value[3 * i] = b->values + 2 * at[p.tied_to >= 0 ? p.tied_to : i];
+        b->grad[3 * i] = p.tied_to >= 0 ? b->grads + 2 * b->count : b->grads + 2 * at[i];
+        if (p.tied_to >= 0) continue;
+        float *drawn = (float *)malloc((size_t)p.count * sizeof(float));
+        if (!drawn) exit(1);
+        gpt_param_init(&b->config, 1, i, 0, p.count, drawn);
+        must(cudaMemcpy(b->master + at[i], drawn, (size_t)p.count * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
+        free(drawn);
+    }
+    ddp_device_cuda()->cast(b->values, DDP_BF16, b->master, DDP_F32, b->count);
+    ok(ddp_cuda_check());
+    free(at);
+}
+
+/* One batch of random tokens, sorted as the model wants it, on the device. */
+static void place_tokens(bench *b) {
+    int n = b->batch * b->length;
+    size_t ints = gpt_cuda_batch_ints(n);
+    int32_t *host = (int32_t *)malloc(ints * sizeof *host);
+    if (!host) exit(1);
+    for (int i = 0; i < n; i++) {
+        host[i] = (int32_t)(gpt_random(2, (uint64_t)i) % (uint64_t)b->config.vocab);
+        host[n + i] = (int32_t)(gpt_random(2, (uint64_t)i + 1) % (uint64_t)b->config.vocab);
+    }
+    if (gpt_cuda_batch_sort(host, n, b->config.vocab) != 0) exit(1);
+    b->tokens = (int32_t *)device_memory(ints * sizeof *host);
+    must(cudaMemcpy(b->tokens, host, ints * sizeof *host, cudaMemcpyHostToDevice), "cudaMemcpy");
+    free(host);
+}
+
+/* Sum of squares of all gradients, and AdamW on matrices and on vectors. */
+static void update(bench *b) {
+    ddp_cuda_step_desc d = DDP_ZERO;
+    size_t head = (size_t)b->config.vocab * (size_t)b->config.channels;
+    void *tied = b->grads;
+    const void *uses[2] = {b->grads, b->grads + 2 * b->count};
+    ok(ddp_cuda_reduce_tree(&tied, 1, uses, 2, head, DDP_BF16, DDP_OP_SUM, 0, b->stream));
+    must(cudaMemsetAsync(b->norm, 0, sizeof *b->norm, b->stream), "cudaMemsetAsync");
+    ddp_device_cuda()->sum_squares(&b->norm->squares, b->grads, b->count / (size_t)b->config.channels, (size_t)b->config.channels, DDP_BF16);
+    ok(ddp_cuda_check());
+    d.grad_dtype = DDP_BF16;
+    d.step = ++b->step;
+    d.lr = 6e-4f;
+    d.beta2 = 0.95f;
+    for (int vectors = 0; vectors < 2; vectors++) {
+        size_t from = vectors ? b->matrices : 0;
+        d.master = b->master + from, d.first = b->first + from, d.second = b->second + from;
+        d.grad = b->grads + 2 * from, d.copy = b->values + 2 * from;
+        d.count = vectors ? b->count - b->matrices : b->matrices;
+        d.weight_decay = vectors ? 0 : 0.1f;
+        ok(ddp_cuda_adamw(&d, b->stream));
+    }
+}
+
+static int first_param(const bench *b, int unit) {
+    return unit == 0 ? 0 : unit == b->config.layers + 1 ? gpt_param_count(&b->config) - 3 : gpt_block_first_param(unit - 1);
+}
+
+static void step(bench *b) {
+    int units = b->config.layers + 2;
+    for (int u = 0; u < units; u++) ok(gpt_cuda_unit_forward(b->model, u, 0, b->value + 3 * first_param(b, u), b->tokens, NULL, NULL));
+    ok(gpt_cuda_loss(b->model, 0, b->loss));
+    for (int u = units - 1; u >= 0; u--) {
+        int first = 3 * first_param(b, u);
+        ok(gpt_cuda_unit_backward(b->model, u, 0, b->value + first, b->grad + first, b->tokens, NULL, NULL, NULL));
+    }
+    update(b);
+}
+
+static void answer(bench *b, int count) {
+    cudaEvent_t *events = (cudaEvent_t *)calloc((size_t)count + 1, sizeof *events);
+    double n = (double)b->batch * b->length;
+    size_t free_bytes, total_bytes;
+    if (!events) exit(1);
+    for (int i = 0; i <= count; i++) must(cudaEventCreate(&events[i]), "cudaEventCreate");
+    must(cudaEventRecord(events[0], b->stream), "cudaEventRecord");
+    for (int i = 1; i <= count; i++) {
+        step(b);
+        must(cudaEventRecord(events[i], b->stream), "cudaEventRecord");
+    }
+    must(cudaStreamSynchronize(b->stream), "cudaStreamSynchronize");
+    must(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    printf("{\"ms\": [");
+    for (int i = 0; i < count; i++) {
+        float ms = 0;
+        must(cudaEventElapsedTime(&ms, events[i], events[i + 1]), "cudaEventElapsedTime");
+        printf("%s%.4f", i ? ", " : "", (double)ms);
+    }
+    printf("], \"loss\": %.4f, \"peak_bytes\": %zu}\n", *b->loss / n, total_bytes - free_bytes);
+    fflush(stdout);
+    for (int i = 0; i <= count; i++) cudaEventDestroy(events[i]);
+    free(events);
+}
+
+static void open_model(bench *b) {
+    gpt_cuda_desc d = DDP_ZERO;
+    const char *wrong;
+    d.config = b->config, d.batch = b->batch, d.length = b->length;
+    d.recompute = b->recompute, d.graphs = !b->no_graphs && !b->notes;
+    d.stream = b->stream;
+    if (b->notes) { d.note = take_note; d.note_user = b; }
+    wrong = gpt_cuda_check(&d);
+    if (wrong) { fprintf(stderr, "bench_gpt: %s\n", wrong); exit(1); }
+    ok(gpt_cuda_create(&b->model, &d));
+    place_parameters(b);
+    place_tokens(b);
+    must(cudaHostAlloc((void **)&b->loss, sizeof *b->loss, cudaHostAllocDefault), "cudaHostAlloc");
+    b->norm = (ddp_cuda_norm *)device_memory(sizeof *b->norm);
+    must(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f}\n", b->count, gpt_cuda_flops(&d));
+    fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    bench b = DDP_ZERO;
+    ddp_cuda_pick_desc pick = DDP_ZERO;
+    char line[64];
+    int device, count, status;
+    b.config.vocab = 50257, b.config.layers = 12, b.config.heads = 12, b.config.channels = 768, b.batch = 32, b.length = 1024;
+    const option options[] = {
+        {"--layers", "N", &b.config.layers, NULL, NULL, 1, 1000, "blocks"},
+        {"--heads", "N", &b.config.heads, NULL, NULL, 1, 1000, "attention heads"},
+        {"--channels", "N", &b.config.channels, NULL, NULL, 1, 65536, "width"},
+        {"--vocab", "N", &b.config.vocab, NULL, NULL, 1, 1 << 20, "tokens there are"},
+        {"--batch", "N", &b.batch, NULL, NULL, 1, 4096, "sequences"},
+        {"--length", "N", &b.length, NULL, NULL, 1, 65536, "tokens in each"},
+        {"--recompute", NULL, &b.recompute, NULL, NULL, 0, 1, "keep only the inputs of blocks"},
+        {"--no-graphs", NULL, &b.no_graphs, NULL, NULL, 0, 1, "launch kernels one by one"},
+        {"--notes", NULL, &b.notes, NULL, NULL, 0, 1, "print what each kernel has to do, and end"}};
+    status = options_read("bench_gpt: steps of the GPT on a GPU with nothing around them", options, (int)(sizeof options / sizeof *options), argc, argv, NULL);
+    if (status >= 0) return status;
+    b.config.context = b.length;
+    if (ddp_cuda_pick(NULL, &pick, &device) != DDP_OK) { fprintf(stderr, "bench_gpt: %s\n", ddp_last_error()); return 77; }
+    must(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    ddp_cuda_use_stream(b.stream);
+    open_model(&b);
+    if (b.notes) {
+        step(&b);
+        must(cudaStreamSynchronize(b.stream), "cudaStreamSynchronize");
+        for (int i = 0; i < b.line_count; i++)
+            printf("{\"kernel\": \"%s\", \"launches\": %d, \"flops\": %.0f, \"bytes\": %.0f}\n", b.lines[i].name, b.lines[i].launches, b.lines[i].flops,
+                   b.lines[i].bytes);
+        return 0;
+    }
+    while (fgets(line, sizeof line, stdin)) {
+        if (sscanf(line, "steps %d", &count) != 1 || count < 1) { fprintf(stderr, "bench_gpt: %.40s is no command; give lines \"steps N\"\n", line); return 1; }
+        answer(&b, count);
+    }
+    return 0;
+}

@@ -1,0 +1,443 @@
+#!/usr/bin/env python3
+"""gpt.py - GPT-2 on one GPU: examples/train_gpt_cuda.cu beside PyTorch, in turns, and where its step goes. bench/gpu/run.sh starts it.
+
+    gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--dry-run] [--build DIR]
+
+1. Compiles the trainer, bench_gpt.cu and examples/llmc.c, and makes a random shard and random first values, while PyTorch compiles its model.
+   --dry-run prints these and all other commands, and ends.
+2. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split), PyTorch with f32 weights and bf16
+   products, PyTorch with bf16 weights, a bare step without a reducer (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens
+   of steps, whose median counts, the first ones left out; a ratio is the median over rounds of the ratio within a round.
+3. 1.5B, 16 x 1024, recomputing blocks: the trainer and PyTorch in turns.
+4. One step of the trainer by kernel, and the timeline of three: how long the host takes to put a step on the streams, and how long the device waits.
+
+Required: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3 on one rank 3% at most; the host
+ahead of the device. Writes gpt.json and gpt.md to DIR. Steps of the trainer are timed by its progress lines, each printed when the device has done the
+step: from one to the next, where no validation lies between; the others' by events. MFU counts gpt_cuda_flops over 989 TFLOP/s, dense bf16 by the
+datasheet of an H100 or H200. What the minutes do not suffice for is left out, and said."""
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+sys.path.insert(0, HERE)
+import predict_gpt  # noqa: E402
+
+PEAK = 989e12
+SHAPES = {"124M": ["--layers", "12", "--heads", "12", "--channels", "768"], "1.5B": ["--layers", "48", "--heads", "25", "--channels", "1600"]}
+BATCH = {"124M": 32, "1.5B": 16}
+STEPS = {"124M": 100, "1.5B": 20}  # of a turn of the trainer
+TURN = {"124M": 40, "1.5B": 8}     # of a peer's, which has no validation
+WARM = {"124M": 10, "1.5B": 4}     # of the trainer that are not counted, and of a peer before its first turn
+PROFILED = 30                      # steps of the run whose sixth is shown by kernel
+LENGTH = 1024
+
+
+class Commands:
+    """Every command of a run, as words."""
+
+    def __init__(self, build):
+        nvcc, cc = os.environ.get("NVCC", "nvcc"), os.environ.get("CC", "cc")
+        nccl = os.environ.get("GPT_NCCL", "-lnccl")
+        compile_cuda = [nvcc, "-std=c++17", "-O3", "-arch=native"]
+        self.build = build
+        self.shard, self.python = os.path.join(build, "noise.bin"), os.environ.get("PYTHON", "python3")
+        self.trainer, self.bare, self.llmc = (os.path.join(build, name) for name in ("train_gpt_cuda", "bench_gpt", "llmc"))
+        self.compile = [compile_cuda + [os.path.join(ROOT, "examples", "train_gpt_cuda.cu"), "-o", self.trainer, "-lcublasLt", nccl, "-lpthread", "-lm"],
+                        compile_cuda + [os.path.join(HERE, "bench_gpt.cu"), "-o", self.bare, "-lcublasLt", nccl, "-lpthread", "-lm"]]
+        self.compile_llmc = [cc, "-O1", os.path.join(ROOT, "examples", "llmc.c"), "-o", self.llmc, "-lm", "-lpthread"]
+
+    def data(self, size):
+        return [self.llmc, "--model", self.values(size), "--dtype", "bf16", *SHAPES[size]]
+
+    def tokens(self):
+        return [self.llmc, "--tokens", self.shard, "--count", "2000000", "--vocab", "50257"]
+
+    def values(self, size):
+        return os.path.join(self.build, size + ".bin")
+
+    def train(self, size, strategy, steps, *more):
+        batch = str(BATCH[size])
+        return [self.trainer, "--init", self.values(size), "--context", str(LENGTH), "--micro-batch", batch, "--batch", batch, "--lr", "6e-4", "--steps",
+                str(steps), "--strategy", strategy, *(["--recompute"] if size == "1.5B" else []), *more, self.shard]
+
+    def torch(self, size, precision):
+        large = ["--recompute", "--compile", "blocks"] if size == "1.5B" else []
+        return [self.python, os.path.join(HERE, "peer_gpt_torch.py"), self.shard, "--size", size, "--batch", str(BATCH[size]), "--length", str(LENGTH),
+                "--precision", precision, *large]
+
+    def bench(self, *more):
+        return [self.bare, "--batch", str(BATCH["124M"]), "--length", str(LENGTH), *more]
+
+    def all(self):
+        """In the order of a run."""
+        timeline = os.path.join(self.build, "timeline.json")
+        return self.compile + [
+            self.compile_llmc, self.tokens(), self.data("124M"), self.data("1.5B"), self.train("124M", "none", STEPS["124M"], "--timeline", timeline),
+            self.torch("124M", "autocast"), self.torch("124M", "bf16"), self.bench(), self.train("124M", "full", STEPS["124M"]),
+            self.train("124M", "none", PROFILED, "--profile"), self.train("1.5B", "none", STEPS["1.5B"]), self.torch("1.5B", "autocast")]
+
+
+class Failed(Exception):
+    pass
+
+
+class Left(Exception):
+    """Not there on this machine: PyTorch."""
+
+
+class Peer:
+    """A program that answers "steps N" with a line of JSON and waits in between."""
+
+    def __init__(self, words, limit):
+        self.words = words
+        self.errors = tempfile.TemporaryFile(mode="w+")
+        self.program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        try:
+            self.about = self.line(limit)
+        except BaseException:
+            self.close()
+            raise
+
+    def line(self, limit):
+        watch = threading.Timer(max(limit, 1), self.program.kill)
+        watch.start()
+        text = self.program.stdout.readline()
+        watch.cancel()
+        if text:
+            return json.loads(text)
+        status = self.program.wait()  # its output has ended
+        self.errors.seek(0)
+        said = self.errors.read().strip().splitlines() or ["killed after %.0f s" % limit]
+        if status == 77:
+            raise Left(said[-1])
+        raise Failed("%s: status %d: %s" % (os.path.basename(self.words[0]), status, said[-1]))
+
+    def steps(self, count, limit):
+        self.program.stdin.write("steps %d\n" % count)
+        self.program.stdin.flush()
+        return self.line(limit)
+
+    def close(self):
+        """Ends with its input, or is killed where it does not."""
+        watch = threading.Timer(20, self.program.kill)
+        watch.start()
+        self.program.communicate()
+        watch.cancel()
+        self.errors.close()
+
+
+def run(words, limit, cwd=None):
+    """Output of a command that ends by itself."""
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(limit, 1), cwd=cwd)
+    if done.returncode:
+        raise Failed("%s: status %d: %s" % (shlex.join(words), done.returncode, done.stdout.strip()[-2000:]))
+    return done.stdout
+
+
+def read_progress(lines, clock=time.perf_counter):
+    """Milliseconds of a step, by the step whose line ended the interval: {15: 31.2, ...}; and all text."""
+    took, text, last = {}, [], None
+    for line in lines:
+        now = clock()
+        text.append(line)
+        found = re.match(r"step +(\d+)/\d+ +(loss|validation)", line)
+        if found and found.group(2) == "validation":
+            last = None
+        elif found:
+            step = int(found.group(1))
+            if last and step > last[0]:
+                took[step] = (now - last[1]) * 1e3 / (step - last[0])
+            last = (step, now)
+    return took, "".join(text)
+
+
+def train(words, limit, cwd):
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd) as program:
+        watch = threading.Timer(max(limit, 1), program.kill)
+        watch.start()
+        took, text = read_progress(program.stdout)
+        status = program.wait()
+        watch.cancel()
+    if status:
+        raise Failed("%s: status %d: %s" % (shlex.join(words), status, text.strip()[-2000:]))
+    return took, text
+
+
+def median_of(took, warm):
+    counted = [ms for step, ms in sorted(took.items()) if step > warm]
+    if not counted:
+        raise Failed("no step was counted: two progress lines without a validation between them are needed")
+    return statistics.median(counted)
+
+
+def read_table(text):
+    """What the trainer says of itself at the end: {"strategy", "host_ms"}."""
+    row = re.search(r"^ +\d+ +\d+ +\d+ +\d+ +(\w+) +\w+ +\d+ +[\d.]+ +(?:[\d.]+%|-) +([\d.]+) ms +([\d.]+) ms *$", text, re.M)
+    return {"strategy": row.group(1), "host_ms": float(row.group(2))} if row else {}
+
+
+def read_profile(text):
+    """Rows of --profile: (kernel, launches, ms, share, TFLOP/s, GB/s)."""
+    rows = re.findall(r"^  (\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +([\d.]+) +([\d.]+) *$", text, re.M)
+    return [(name, int(n), float(ms), float(share), float(tera), float(giga)) for name, n, ms, share, tera, giga in rows]
+
+
+def covered(spans):
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def read_timeline(events):
+    """By step of a trace, milliseconds: what the host takes to put it on the streams (not what it packs and reads in between), how long the device
+    works at it, and how long the device has nothing to do in it."""
+    spans = {}
+    for e in events:
+        if e.get("ph") == "X" and e["name"] not in ("pack", "read the step before"):
+            spans.setdefault(e["args"]["step"], {}).setdefault(e["cat"], []).append((e["ts"] * 1e-3, (e["ts"] + e["dur"]) * 1e-3))
+    whole = {e["args"]["step"] for e in events if e.get("name") == "optimizer"}  # a trace may end inside a step
+    both = [spans[step] for step in sorted(spans) if step in whole and len(spans[step]) == 2]
+    ends = [(min(b for b, _ in s["device"]), max(e for _, e in s["device"])) for s in both]
+    busy = [covered(s["device"]) for s in both]
+    return {"host_ms": [covered(s["host"]) for s in both], "device_ms": busy, "idle_ms": [e - b - ms for (b, e), ms in zip(ends, busy)]}
+
+
+def join_quietly(join):
+    """Where something else has failed already."""
+    try:
+        join()
+    except Failed:
+        pass
+
+
+class Bench:
+    def __init__(self, commands, minutes, rounds):
+        self.c, self.rounds = commands, rounds
+        self.deadline = time.time() + 60 * minutes
+        self.notes, self.about = [], {}
+        self.ms = {}  # (size, name): a median for each round
+        self.host_ms, self.profile, self.timeline = [], [], {}
+
+    def left(self):
+        return self.deadline - time.time()
+
+    def note(self, text):
+        print(text, flush=True)
+        self.notes.append(text)
+
+    def start(self, *chains):
+        """Chains of commands, all at the same time, each of them one after the other; returns what waits for them, and fails where one of them has."""
+        threads, failures = [], []
+
+        def work(chain):
+            try:
+                for words in chain:
+                    run(words, self.left())
+            except (Failed, OSError, subprocess.TimeoutExpired) as error:
+                failures.append(error)
+
+        def join():
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise Failed(str(failures[0]))
+
+        for chain in chains:
+            threads.append(threading.Thread(target=work, args=(chain,)))
+            threads[-1].start()
+        return join
+
+    def open_peers(self, size, wanted, peers):
+        """Adds programs that stay, warmed up; those that are not there are noted."""
+        for name, words in wanted:
+            try:
+                peers[name] = Peer(words, self.left())
+                self.about[size + " " + name] = peers[name].about
+                peers[name].steps(WARM[size], self.left())
+            except (Left, Failed, OSError) as error:
+                self.note("%s: %s: %s" % (name, "left out" if isinstance(error, Left) else "failed", error))
+                if name in peers:
+                    peers.pop(name).close()
+
+    def turn_of_trainer(self, size, name, strategy):
+        path = os.path.join(self.c.build, "timeline.json")
+        plain = size == "124M" and strategy == "none"
+        took, text = train(self.c.train(size, strategy, STEPS[size], *(["--timeline", path] if plain else [])), self.left(), self.c.build)
+        self.ms.setdefault((size, name), []).append(median_of(took, WARM[size]))
+        if not plain:
+            return
+        with open(path) as file:
+            self.timeline = read_timeline(json.load(file)["traceEvents"])
+        if read_table(text):
+            self.host_ms.append(read_table(text)["host_ms"])
+
+    def turn_of_peer(self, size, name, peer):
+        ms = peer.steps(TURN[size], self.left())["ms"]
+        self.ms.setdefault((size, name), []).append(statistics.median(ms))
+
+    def rounds_of(self, size, strategies, peers, seconds):
+        """Turns of the trainer by strategy and of the peers, forwards and backwards by rounds; seconds: what a round takes at most."""
+        turns = [(self.turn_of_trainer, name, strategy) for name, strategy in strategies]
+        turns[1:1] = [(self.turn_of_peer, name, peer) for name, peer in peers.items()]
+        for number in range(self.rounds):
+            if self.left() < seconds:
+                self.note("%s: %d rounds instead of %d: the time is up" % (size, number, self.rounds))
+                break
+            for turn, name, what in turns if number % 2 == 0 else reversed(turns):
+                turn(size, name, what)
+
+    def look_inside(self):
+        self.profile = read_profile(run(self.c.train("124M", "none", PROFILED, "--profile"), self.left(), self.c.build))
+
+    def measure_small(self):
+        c, peers = self.c, {}
+        self.start((c.compile_llmc, c.tokens()))()
+        join = self.start(*([words] for words in c.compile), (c.data("124M"), c.data("1.5B")))
+        try:
+            self.open_peers("124M", [("torch autocast", c.torch("124M", "autocast")), ("torch bf16", c.torch("124M", "bf16"))], peers)  # they compile, too
+            join()
+            self.open_peers("124M", [("bare", c.bench())], peers)
+            self.rounds_of("124M", [("trainer", "none"), ("trainer, ZeRO-3", "full")], peers, 40)
+        finally:
+            join_quietly(join)
+            for peer in peers.values():
+                peer.close()
+
+    def measure_large(self):
+        peers = {}
+        try:
+            self.open_peers("1.5B", [("torch autocast", self.c.torch("1.5B", "autocast"))], peers)
+            self.rounds_of("1.5B", [("trainer", "none")], peers, 45)
+        finally:
+            for peer in peers.values():
+                peer.close()
+
+    def measure(self):
+        self.measure_small()
+        if self.left() > 30:
+            self.look_inside()
+        else:
+            self.note("profile: left out: the time is up")
+        if self.left() > 90:
+            self.measure_large()
+        else:
+            self.note("1.5B: left out: the time is up")
+
+    def ratio(self, size, over, under):
+        """Median over rounds of the time of `over` by that of `under`."""
+        pairs = list(zip(self.ms.get((size, over), []), self.ms.get((size, under), [])))
+        return statistics.median(a / b for a, b in pairs) if pairs else None
+
+
+def model_flops(size):
+    return predict_gpt.rows_of(size, BATCH[size], LENGTH, size == "1.5B")[2]
+
+
+def profile_table(bench):
+    """Kernels beside both limits; for what the trainer marks without its bytes, those of predict_gpt.py."""
+    known = {"norm": "norm of the gradients", "optimizer": "AdamW", "reduce": "gradients to f32, and of wte together"}
+    moved = {group: size for group, _, _, size in predict_gpt.rows_of("124M", BATCH["124M"], LENGTH, False)[0]}
+    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of 4800 |", "|---|---|---|---|---|---|---|---|"]
+    for name, n, ms, share, tera, giga in bench.profile:
+        if name in known and not giga and ms > 0:
+            giga = moved[known[name]] / ms * 1e-6
+        lines.append("| %s | %d | %.3f | %.1f%% | %.0f | %.0f%% | %.0f | %.0f%% |" % (name, n, ms, share, tera, tera / 9.89, giga, giga / 48.0))
+    return lines
+
+
+def speed_table(bench):
+    lines = ["| model | program | ms per step | tokens/s | MFU | of the trainer's time |", "|---|---|---|---|---|---|"]
+    for (size, name), values in bench.ms.items():
+        ms, ratio = statistics.median(values), bench.ratio(size, name, "trainer")
+        lines.append("| %s, %d x %d | %s | %.2f | %.0f | %.1f%% | %.3f |" % (size, BATCH[size], LENGTH, name, ms, BATCH[size] * LENGTH / ms * 1e3,
+                                                                           100 * model_flops(size) / (ms * 1e-3 * PEAK), ratio or float("nan")))
+    return lines
+
+
+def checks(bench):
+    """(what is required, what came out, whether it holds); what was not measured does not stand here."""
+    out = []
+    peers = [r for r in (bench.ratio("124M", "torch autocast", "trainer"), bench.ratio("124M", "torch bf16", "trainer")) if r]
+    if peers:
+        out.append(("124M: tokens/s of the trainer over PyTorch's faster setting, at least 1.00", "%.3f" % min(peers), min(peers) >= 1))
+    large = bench.ratio("1.5B", "torch autocast", "trainer")
+    if large:
+        out.append(("1.5B, recomputing: the same, at least 1.00", "%.3f" % large, large >= 1))
+    reducer, shards = bench.ratio("124M", "trainer", "bare"), bench.ratio("124M", "trainer, ZeRO-3", "bare")
+    if reducer:
+        out.append(("reducer: time over a bare step, at most 1%", "%+.2f%%" % (100 * reducer - 100), reducer <= 1.01))
+    if shards:
+        out.append(("ZeRO-3 on one rank: time over a bare step, at most 3%", "%+.2f%%" % (100 * shards - 100), shards <= 1.03))
+    host, device = bench.timeline.get("host_ms"), bench.timeline.get("device_ms")
+    if host:
+        share = max(h / d for h, d in zip(host, device))
+        out.append(("timeline: the host puts a step on the streams in less than half of what the device takes", "%.0f%%" % (100 * share), share < 0.5))
+        idle = max(i / (i + d) for i, d in zip(bench.timeline["idle_ms"], device))
+        out.append(("timeline: the device waits for nothing, at most 1% of a step", "%.2f%%" % (100 * idle), idle <= 0.01))
+    return out
+
+
+def report(bench):
+    """The page as text."""
+    lines = speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
+    lines += ["| %s | %s | %s |" % (what, value, "holds" if holds else "**missed**") for what, value, holds in checks(bench)]
+    if bench.profile:
+        lines += ["", "One step of 124M by kernel, launched one by one with an event behind each:", ""] + profile_table(bench)
+    if bench.timeline:
+        lines += ["", "Three steps of 124M, ms: put on the streams by the host in %s; the device works for %s and has nothing to do for %s."
+                  % tuple(", ".join("%.2f" % v for v in bench.timeline[key]) for key in ("host_ms", "device_ms", "idle_ms"))]
+    return "\n".join(lines + [""] * bool(bench.notes) + ["- " + note for note in bench.notes]) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default=os.path.join(ROOT, "bench", "results"))
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--build", help="a folder for programs and data that stays; otherwise one that goes")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        commands = Commands(args.build or temporary)
+        if args.dry_run:
+            print("\n".join(shlex.join(words) for words in commands.all()))
+            return 0
+        if subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode if has_nvidia_smi() else True:
+            print("there is no GPU here (nvidia-smi -L finds none): GPT-2 is left out")
+            return 77
+        bench, failed = Bench(commands, args.minutes, args.rounds), 0
+        try:
+            bench.measure()
+        except (Failed, OSError, subprocess.TimeoutExpired) as error:
+            bench.note("stopped: %s" % error)
+            failed = 1
+        text = report(bench)
+        os.makedirs(args.out, exist_ok=True)
+        with open(os.path.join(args.out, "gpt.md"), "w") as file:
+            file.write(time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
+        with open(os.path.join(args.out, "gpt.json"), "w") as file:
+            json.dump({"ms": {"%s %s" % key: values for key, values in bench.ms.items()}, "about": bench.about, "host_ms": bench.host_ms,
+                       "profile": bench.profile, "timeline": bench.timeline, "notes": bench.notes}, file, indent=1)
+        print(text)
+        return failed
+
+
+def has_nvidia_smi():
+    return any(os.access(os.path.join(folder, "nvidia-smi"), os.X_OK) for folder in os.environ.get("PATH", "").split(os.pathsep))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
