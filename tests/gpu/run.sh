@@ -21,34 +21,44 @@ if ! printf '#include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v
     echo "NCCL is not installed: building with DDP_NO_NCCL"
     nccl=-DDDP_NO_NCCL
 fi
-cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers
+cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers; the model of test_gpt is made of them
+gpt="test_attention test_gpt"
 if ! printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >"$build/cublaslt.cu" ||
     ! "$nvcc" -Wno-deprecated-gpu-targets "$build/cublaslt.cu" -lcublasLt -o "$build/cublaslt" >"$build/cublaslt.log" 2>&1; then
-    echo "cuBLASLt is not installed: layers by the plain kernel alone"
+    echo "cuBLASLt is not installed: layers by the plain kernel alone, and no GPT"
     cublaslt=
+    gpt=test_attention
 fi
 # program target... [-D...]. No fused multiply-add on the host: it computes references.
 compile() {
     program=$1
     source=tests/gpu/${program%_small}.cu
     shift
-    if [ "$program" = test_layers ]; then set -- "$@" $cublaslt; fi
+    case $program in test_layers | test_gpt) set -- "$@" $cublaslt ;; esac
     "$nvcc" -std=c++17 $level -lineinfo "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-ffp-contract=off "$source" -o "$build/$program" $nccl \
         >"$build/$program.log" 2>&1 || { cat "$build/$program.log"; echo "$source does not compile"; : >"$build/failed"; }
+}
+# The trainer on GPUs, and the one on CPUs that it is compared with.
+trainer() {
+    "$nvcc" -std=c++17 -O3 "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror examples/train_gpt_cuda.cu -o "$build/train_gpt_cuda" -lcublasLt $nccl \
+        -lpthread -lm >"$build/train_gpt_cuda.log" 2>&1 ||
+        { cat "$build/train_gpt_cuda.log"; echo "examples/train_gpt_cuda.cu does not compile"; : >"$build/failed"; }
+    "${CC:-cc}" -O3 -march=native examples/train_gpt.c -o "$build/train_gpt" -lm -lpthread || : >"$build/failed"
 }
 rm -f "$build/failed"
 level=-O2
 if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_90 and as PTX
     level=-O0
-    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline test_layers}
+    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline test_layers $gpt}
     for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0; done
     [ ! -f "$build/failed" ] || exit 1
     echo "built $programs in $build"
     exit 0
 fi
 started=$(date +%s)
-for program in test_groups test_training test_fsdp test_tensor test_pipeline test_layers; do compile $program -arch=native & done
+for program in test_groups test_training test_fsdp test_tensor test_pipeline test_layers $gpt; do compile $program -arch=native & done
 compile test_kernels_small -arch=native -DDDP_TEST_SMALL & # for the sanitizers
+[ -z "$cublaslt" ] || [ "$mode" = sanitize ] || trainer -arch=native &
 if [ "$mode" = sanitize ]; then
     compile test_conformance_small -arch=native -DDDP_TEST_SMALL &
 else
@@ -100,6 +110,8 @@ ranks() {
     row "pipelines, 2 to 4 ranks; processes" pipeline_processes "$build/test_pipeline" processes 2 3 4
     row "layers, 1 to 4 ranks, against the CPU; threads" layers_threads "$build/test_layers" threads
     row "layers, 2 and 3 ranks, against the CPU; processes" layers_processes "$build/test_layers" processes 2 3
+    [ -z "$cublaslt" ] || row "the GPT trainer: 1, 2, 4 ranks, every strategy" trainer sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt"
+    [ -z "$cublaslt" ] || row "GPT, 1 and 2 ranks, against the CPU; threads" gpt_threads "$build/test_gpt" threads 1 1 2
     [ "$nccl" = -lnccl ] || return 0
     row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
     row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
@@ -115,6 +127,8 @@ if [ "$mode" = sanitize ]; then
         row "$tool: tensors, threads" tensor_$tool "$build/test_tensor" threads 3
         row "$tool: pipelines, threads" pipeline_$tool "$build/test_pipeline" threads 2
         row "$tool: layers, threads" layers_$tool "$build/test_layers" threads 2
+        row "$tool: attention against the CPU" attention_$tool "$build/test_attention"
+        [ -z "$cublaslt" ] || row "$tool: GPT, threads" gpt_$tool "$build/test_gpt" threads 1 2
     done
     tool=memcheck
     row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3
@@ -123,6 +137,7 @@ if [ "$mode" = sanitize ]; then
 else
     row "kernels against references" kernels "$build/test_kernels"
     sed -n '1p;/checks/p' "$build/kernels.log"
+    row "attention against the CPU" attention "$build/test_attention"
     ranks
     if command -v compute-sanitizer >/dev/null 2>&1; then
         mode=sanitize

@@ -1,20 +1,28 @@
-/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh uses, on the machine of fake_gpu.h: the functions of <cublasLt.h> under their own names.
+/*  fake_cublaslt.h - the part of cuBLASLt that ddp_cuda.cuh and examples/gpt_cuda.cuh use, on the machine of fake_gpu.h: the functions of <cublasLt.h> under
+    their own names.
 
     A product is one piece of work of its stream, and comes to what the layouts, transposes and leading dimensions say, column by column; sums begin at the
-    last term, in no order that somebody could rely on. A way of doing it (algo) is good for the sizes, alignments and workspace that it was asked for:
-    what it is given instead, a layout that does not fit, memory that is too small, or a reduction in place are failures. */
+    last term, in no order that somebody could rely on. A way of doing it (algo) is good for the sizes, alignments, epilogue and workspace that it was asked
+    for: what it is given instead, a layout that does not fit, memory that is too small, or a reduction in place are failures.
+    Matrices are f64, f32 or bf16, in and out alike. Epilogues: BIAS, GELU_AUX_BIAS, DGELU, BGRADA and BGRADB, with the pointers and the leading dimension
+    that <cublasLt.h> asks for; fake_lt_refused has bits of those that the heuristics call not supported. */
 #ifndef DDP_TEST_FAKE_CUBLASLT_H
 #define DDP_TEST_FAKE_CUBLASLT_H
 
 #include "fake_gpu.h"
 #include <cublasLt.h>
+#include <math.h>
 
 struct cublasLtContext { int device; };
-struct fake_lt_desc { int compute, scale, transposed[2]; };
+struct fake_lt_desc { int compute, scale, transposed[2]; uint32_t epilogue; const void *bias, *aux; int64_t aux_step; };
 struct fake_lt_layout { int type; uint64_t rows, columns; int64_t step; };
 struct fake_lt_want { uint64_t bytes; uint32_t schemes, align[4]; };
-struct fake_lt_way { int compute; uint64_t m, n, k, bytes; uint32_t align[4]; };
+struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint16_t align[6]; }; /* of A, B, C, D, bias, aux */
 static int fake_lt_handles, fake_lt_asked, fake_lt_tf32; /* that live; questions for a way; products by TF32 */
+static uint64_t fake_lt_refused;                         /* 1 << epilogue % 61 */
+static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* what is answered then */
+static int fake_lt_late;                                 /* 1: not by the heuristics, but by the product */
+static int fake_lt_fused;                                /* products with an epilogue */
 
 template <class T, class Opaque> static T &fake_lt(Opaque *opaque) {
     static_assert(sizeof(T) <= sizeof(Opaque), "what NVIDIA keeps there is larger");
@@ -45,13 +53,24 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
 }
 
 cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t, cublasComputeType_t compute, cudaDataType_t scale) {
-    fake_lt<fake_lt_desc>(desc) = {(int)compute, (int)scale, {0, 0}};
+    fake_lt<fake_lt_desc>(desc) = {(int)compute, (int)scale, {0, 0}, CUBLASLT_EPILOGUE_DEFAULT, NULL, NULL, 0};
     return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const void *value, size_t bytes) {
-    if ((attribute != CUBLASLT_MATMUL_DESC_TRANSA && attribute != CUBLASLT_MATMUL_DESC_TRANSB) || bytes != sizeof(int32_t)) return CUBLAS_STATUS_INVALID_VALUE;
-    fake_lt<fake_lt_desc>(desc).transposed[attribute == CUBLASLT_MATMUL_DESC_TRANSB] = *(const cublasOperation_t *)value == CUBLAS_OP_T;
+    fake_lt_desc &d = fake_lt<fake_lt_desc>(desc);
+    size_t size = attribute == CUBLASLT_MATMUL_DESC_TRANSA || attribute == CUBLASLT_MATMUL_DESC_TRANSB || attribute == CUBLASLT_MATMUL_DESC_EPILOGUE ? 4 : 8;
+    if (bytes != size) return CUBLAS_STATUS_INVALID_VALUE;
+    switch (attribute) {
+    case CUBLASLT_MATMUL_DESC_TRANSA: case CUBLASLT_MATMUL_DESC_TRANSB:
+        d.transposed[attribute == CUBLASLT_MATMUL_DESC_TRANSB] = *(const cublasOperation_t *)value == CUBLAS_OP_T;
+        break;
+    case CUBLASLT_MATMUL_DESC_EPILOGUE: d.epilogue = *(const uint32_t *)value; break;
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER: d.bias = *(const void *const *)value; break;
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER: d.aux = *(const void *const *)value; break;
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: d.aux_step = *(const int64_t *)value; break;
+    default: return CUBLAS_STATUS_INVALID_VALUE;
+    }
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -65,7 +84,8 @@ cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t 
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t want, cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t bytes) {
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t want, cublasLtMatmulPreferenceAttributes_t attribute, const void *value,
+                                                    size_t bytes) {
     fake_lt_want &w = fake_lt<fake_lt_want>(want);
     if (bytes != (attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8u : 4u)) return CUBLAS_STATUS_INVALID_VALUE;
     switch (attribute) {
@@ -81,27 +101,53 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t w
 }
 }
 
+static int fake_lt_has_aux(uint32_t epilogue) { return epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || epilogue == CUBLASLT_EPILOGUE_DGELU; }
+static int fake_lt_has_bias(uint32_t epilogue) { return epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_DGELU; }
+static size_t fake_lt_size(int type) { return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2; }
+/* As far as a way can tell: 256. */
+static uint16_t fake_lt_aligned(const void *at) { uint16_t align = 256; while ((uintptr_t)at % align) align /= 2; return align; }
+
+/* What an epilogue wants, by the comments of <cublasLt.h>. */
+static int fake_lt_epilogue_fits(const fake_lt_desc &d, uint64_t rows) {
+    switch (d.epilogue) {
+    case CUBLASLT_EPILOGUE_DEFAULT: case CUBLASLT_EPILOGUE_BIAS: case CUBLASLT_EPILOGUE_GELU_AUX_BIAS: case CUBLASLT_EPILOGUE_DGELU:
+    case CUBLASLT_EPILOGUE_BGRADA: case CUBLASLT_EPILOGUE_BGRADB: break;
+    default: return 0;
+    }
+    return (d.bias || !fake_lt_has_bias(d.epilogue)) && (!fake_lt_has_aux(d.epilogue) || (d.aux && d.aux_step % 8 == 0 && d.aux_step >= (int64_t)rows));
+}
+
 /* The way for these layouts; m 0 when they do not go together. */
-static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a, const fake_lt_layout &b, const fake_lt_layout &c) {
-    fake_lt_way way = {d.compute, d.transposed[0] ? a.columns : a.rows, d.transposed[1] ? b.rows : b.columns, d.transposed[0] ? a.rows : a.columns, 0, {0, 0, 0, 0}};
+static fake_lt_way fake_lt_shape(const fake_lt_desc &d, const fake_lt_layout &a, const fake_lt_layout &b, const fake_lt_layout &c, const fake_lt_layout &out) {
+    fake_lt_way way = {d.compute, a.type, (uint32_t)(d.transposed[0] ? a.columns : a.rows), (uint32_t)(d.transposed[1] ? b.rows : b.columns),
+                       (uint32_t)(d.transposed[0] ? a.rows : a.columns), d.epilogue, 0, {0, 0, 0, 0, 0, 0}};
     uint64_t k = d.transposed[1] ? b.columns : b.rows;
-    if (k != way.k || c.rows != way.m || c.columns != way.n || a.type != b.type || a.type != c.type || a.type != d.scale) way.m = 0;
+    int scale = a.type == CUDA_R_16BF ? CUDA_R_32F : a.type;
+    if (k != way.k || out.rows != way.m || out.columns != way.n || c.rows != way.m || c.columns != way.n) way.m = 0;
+    if (a.type != b.type || a.type != c.type || a.type != out.type || scale != d.scale) way.m = 0;
     if (a.type == CUDA_R_64F ? d.compute != CUBLAS_COMPUTE_64F : d.compute != CUBLAS_COMPUTE_32F && d.compute != CUBLAS_COMPUTE_32F_FAST_TF32) way.m = 0;
+    if (!fake_lt_epilogue_fits(d, out.rows)) way.m = 0;
     return way;
 }
 
-extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
-                                                         cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t want, int most, cublasLtMatmulHeuristicResult_t *found, int *count) {
+extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                         cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t want,
+                                                         int most, cublasLtMatmulHeuristicResult_t *found, int *count) {
     FAKE_CALL(0, "cublasLtMatmulAlgoGetHeuristic()");
     const fake_lt_want &w = fake_lt<fake_lt_want>(want);
-    fake_lt_way way = fake_lt_shape(fake_lt<fake_lt_desc>(desc), fake_lt<fake_lt_layout>(a), fake_lt<fake_lt_layout>(b), fake_lt<fake_lt_layout>(c));
+    const fake_lt_desc &how = fake_lt<fake_lt_desc>(desc);
+    fake_lt_way way = fake_lt_shape(how, fake_lt<fake_lt_layout>(a), fake_lt<fake_lt_layout>(b), fake_lt<fake_lt_layout>(c), fake_lt<fake_lt_layout>(d));
     *count = 0;
     fake_lt_asked++;
-    if (call.fault || c != d || most < 1) return CUBLAS_STATUS_INVALID_VALUE;
+    if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
+    if (most < 1) return CUBLAS_STATUS_INVALID_VALUE;
     if (way.m == 0) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (how.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> how.epilogue % 61 & 1 && !fake_lt_late) return fake_lt_refusal;
     if (w.schemes & CUBLASLT_REDUCTION_SCHEME_INPLACE) fake_failed("parts of a product may be added in any order: %s", fake_where(call.line).c_str());
-    way.bytes = w.bytes;
-    memcpy(way.align, w.align, sizeof way.align);
+    way.bytes = (uint32_t)w.bytes;
+    for (int i = 0; i < 4; i++) way.align[i] = (uint16_t)w.align[i];
+    way.align[4] = fake_lt_aligned(how.bias);
+    way.align[5] = fake_lt_aligned(how.aux);
     fake_lt<fake_lt_way>(&found->algo) = way;
     found->workspaceSize = w.bytes;
     found->state = CUBLAS_STATUS_SUCCESS;
@@ -109,48 +155,116 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
     return CUBLAS_STATUS_SUCCESS;
 }
 
-template <class T> static void fake_lt_product(const fake_lt_desc &d, const fake_lt_way &way, const void *const *memory, const int64_t *step, T alpha, T beta) {
-    const T *a = (const T *)fake_real(memory[0]), *b = (const T *)fake_real(memory[1]);
-    T *c = (T *)fake_real(memory[2]);
-    for (int64_t i = 0; i < (int64_t)way.m; i++)
-        for (int64_t j = 0; j < (int64_t)way.n; j++) {
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__)
+#pragma GCC push_options
+#pragma GCC optimize("O2") /* products take most of the time of a build that is not optimised */
+#endif
+/* Numbers as they lie in memory, widened and rounded to nearest even. */
+struct fake_lt_bf16 { uint16_t bits; };
+static double fake_lt_wide(double x) { return x; }
+static double fake_lt_wide(float x) { return (double)x; }
+static double fake_lt_wide(fake_lt_bf16 x) { uint32_t bits = (uint32_t)x.bits << 16; float f; memcpy(&f, &bits, 4); return (double)f; }
+static void fake_lt_round(double *to, double x) { *to = x; }
+static void fake_lt_round(float *to, double x) { *to = (float)x; }
+static void fake_lt_round(fake_lt_bf16 *to, double x) {
+    float f = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    to->bits = f != f ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* What one product works on: A, B, C, D, bias and aux, and their leading dimensions. */
+struct fake_lt_task { fake_lt_desc how; fake_lt_way way; const void *at[6]; int64_t step[4]; double alpha, beta; };
+
+/* GELU in its tanh form, and its derivative. */
+static double fake_lt_gelu(double x, double *slope) {
+    double t = tanh(0.79788456080286536 * (x + 0.044715 * x * x * x));
+    *slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.79788456080286536 * (1 + 3 * 0.044715 * x * x);
+    return 0.5 * x * (1 + t);
+}
+
+template <class T> static void fake_lt_product(const fake_lt_task &task) {
+    const T *a = (const T *)fake_real(task.at[0]), *b = (const T *)fake_real(task.at[1]), *c = (const T *)fake_real(task.at[2]);
+    T *d = (T *)fake_real(task.at[3]), *bias = (T *)fake_real(task.at[4]), *aux = (T *)fake_real(task.at[5]);
+    const fake_lt_desc &how = task.how;
+    int64_t row[2] = {how.transposed[0] ? task.step[0] : 1, how.transposed[1] ? 1 : task.step[1]};    /* from one i, or j, to the next */
+    int64_t deep[2] = {how.transposed[0] ? 1 : task.step[0], how.transposed[1] ? task.step[1] : 1};   /* from one k to the next */
+    int64_t m = task.way.m, n = task.way.n, depth = task.way.k;
+    if (how.epilogue == CUBLASLT_EPILOGUE_BGRADA || how.epilogue == CUBLASLT_EPILOGUE_BGRADB)
+        for (int64_t i = 0, which = how.epilogue == CUBLASLT_EPILOGUE_BGRADB; i < (which ? n : m); i++) {
             double sum = 0;
-            for (int64_t k = (int64_t)way.k; k-- > 0;)
-                sum += (double)a[d.transposed[0] ? i * step[0] + k : k * step[0] + i] * (double)b[d.transposed[1] ? k * step[1] + j : j * step[1] + k];
-            c[j * step[2] + i] = (T)((double)alpha * sum + (beta != 0 ? (double)beta * (double)c[j * step[2] + i] : 0));
+            for (int64_t k = depth; k-- > 0;) sum += fake_lt_wide((which ? b : a)[i * row[which] + k * deep[which]]);
+            fake_lt_round(&bias[i], sum);
+        }
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+            double sum = 0, slope;
+            for (int64_t k = depth; k-- > 0;) sum += fake_lt_wide(a[i * row[0] + k * deep[0]]) * fake_lt_wide(b[j * row[1] + k * deep[1]]);
+            sum = task.alpha * sum + (task.beta != 0 ? task.beta * fake_lt_wide(c[j * task.step[2] + i]) : 0);
+            if (how.epilogue == CUBLASLT_EPILOGUE_BIAS || how.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) sum += fake_lt_wide(bias[i]);
+            if (how.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) {
+                fake_lt_round(&aux[j * how.aux_step + i], sum);
+                sum = fake_lt_gelu(sum, &slope);
+            }
+            if (how.epilogue == CUBLASLT_EPILOGUE_DGELU) {
+                fake_lt_gelu(fake_lt_wide(aux[j * how.aux_step + i]), &slope);
+                sum *= slope;
+            }
+            fake_lt_round(&d[j * task.step[3] + i], sum);
         }
 }
 
-extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *a, cublasLtMatrixLayout_t a_layout, const void *b,
-                                         cublasLtMatrixLayout_t b_layout, const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d, cublasLtMatrixLayout_t d_layout,
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__OPTIMIZE__)
+#pragma GCC pop_options
+#endif
+
+static void fake_lt_rows(std::vector<fake_range> &ranges, const void *at, int64_t step, uint64_t rows, uint64_t columns, size_t size, int write) {
+    for (uint64_t j = 0; j < (step == (int64_t)rows ? 1 : columns); j++)
+        ranges.push_back({(const char *)at + j * (uint64_t)step * size, (step == (int64_t)rows ? columns : 1) * rows * size, write});
+}
+
+extern "C" cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *a,
+                                         cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout, const void *beta,
+                                         const void *c, cublasLtMatrixLayout_t c_layout, void *d, cublasLtMatrixLayout_t d_layout,
                                          const cublasLtMatmulAlgo_t *algo, void *workspace, size_t bytes, cudaStream_t stream) {
     FAKE_CALL(0, "cublasLtMatmul(%s)", fake_name(stream).c_str());
-    const fake_lt_desc how = fake_lt<fake_lt_desc>(desc);
-    const fake_lt_layout layout[3] = {fake_lt<fake_lt_layout>(a_layout), fake_lt<fake_lt_layout>(b_layout), fake_lt<fake_lt_layout>(c_layout)};
-    const fake_lt_way way = fake_lt<fake_lt_way>((cublasLtMatmulAlgo_t *)algo);
-    const fake_lt_way mine = fake_lt_shape(how, layout[0], layout[1], layout[2]);
-    const void *memory[3] = {a, b, d};
+    const fake_lt_layout layout[4] = {fake_lt<fake_lt_layout>(a_layout), fake_lt<fake_lt_layout>(b_layout), fake_lt<fake_lt_layout>(c_layout),
+                                      fake_lt<fake_lt_layout>(d_layout)};
+    fake_lt_task task = {fake_lt<fake_lt_desc>(desc), fake_lt<fake_lt_way>((cublasLtMatmulAlgo_t *)algo), {a, b, c, d, NULL, NULL},
+                         {layout[0].step, layout[1].step, layout[2].step, layout[3].step}, 0, 0};
+    const fake_lt_way mine = fake_lt_shape(task.how, layout[0], layout[1], layout[2], layout[3]), &way = task.way;
     std::vector<fake_range> ranges = {{workspace, bytes, 1}};
+    size_t size = fake_lt_size(way.type);
     if (call.fault) return CUBLAS_STATUS_EXECUTION_FAILED;
     if (handle->device != fake_me.device) fake_failed("the handle is another device's: %s", fake_where(call.line).c_str());
-    if (c != d || c_layout != d_layout || mine.m != way.m || mine.n != way.n || mine.k != way.k || mine.compute != way.compute || bytes < way.bytes || !mine.m)
+    if (!mine.m || mine.m != way.m || mine.n != way.n || mine.k != way.k || mine.compute != way.compute || mine.type != way.type ||
+        mine.epilogue != way.epilogue || bytes < way.bytes || (c == d && layout[2].step != layout[3].step)) {
         fake_failed("the way is not for this product: %s", fake_where(call.line).c_str());
-    for (int i = 0; i < 3; i++) {
-        size_t size = layout[i].type == CUDA_R_64F ? 8 : 4;
-        if ((uintptr_t)memory[i] % way.align[i] || (uintptr_t)workspace % 256) fake_failed("memory is not aligned as was said: %s", fake_where(call.line).c_str());
-        for (uint64_t j = 0; j < layout[i].columns; j++)
-            ranges.push_back({(const char *)memory[i] + j * (uint64_t)layout[i].step * size, layout[i].rows * size, i == 2});
+        return CUBLAS_STATUS_INVALID_VALUE;
     }
-    fake_lt_tf32 += how.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
-    int64_t steps[3] = {layout[0].step, layout[1].step, layout[2].step};
-    std::vector<int64_t> step(steps, steps + 3);
-    std::vector<const void *> at(memory, memory + 3);
-    double factor[2] = {layout[0].type == CUDA_R_64F ? *(const double *)alpha : *(const float *)alpha, layout[0].type == CUDA_R_64F ? *(const double *)beta : *(const float *)beta};
-    double one = factor[0], more = factor[1];
-    int wide = layout[0].type == CUDA_R_64F;
+    if (fake_lt_late && way.epilogue != CUBLASLT_EPILOGUE_DEFAULT && fake_lt_refused >> way.epilogue % 61 & 1) return fake_lt_refusal;
+    task.alpha = way.type == CUDA_R_64F ? *(const double *)alpha : *(const float *)alpha;
+    task.beta = way.type == CUDA_R_64F ? *(const double *)beta : *(const float *)beta;
+    if (fake_lt_has_bias(way.epilogue)) {
+        int written = way.epilogue == CUBLASLT_EPILOGUE_BGRADA || way.epilogue == CUBLASLT_EPILOGUE_BGRADB;
+        task.at[4] = task.how.bias;
+        ranges.push_back({task.how.bias, (way.epilogue == CUBLASLT_EPILOGUE_BGRADB ? way.n : way.m) * size, written});
+    }
+    if (fake_lt_has_aux(way.epilogue)) {
+        task.at[5] = task.how.aux;
+        fake_lt_rows(ranges, task.how.aux, task.how.aux_step, way.m, way.n, size, way.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
+    }
+    for (int i = 0; i < 6; i++)
+        if ((uintptr_t)task.at[i] % way.align[i] || (uintptr_t)workspace % 256) fake_failed("memory is not aligned as was said: %s",
+                fake_where(call.line).c_str());
+    for (int i = 0; i < 4; i++)
+        if (i != 2 || task.beta != 0) fake_lt_rows(ranges, task.at[i], layout[i].step, layout[i].rows, layout[i].columns, size, i == 3);
+    fake_lt_tf32 += task.how.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+    fake_lt_fused += way.epilogue != CUBLASLT_EPILOGUE_DEFAULT;
     return fake_enqueue_work(stream, call.line, ranges, [=] {
-        if (wide) fake_lt_product<double>(how, way, at.data(), step.data(), one, more);
-        else fake_lt_product<float>(how, way, at.data(), step.data(), (float)one, (float)more);
+        if (task.way.type == CUDA_R_64F) fake_lt_product<double>(task);
+        else if (task.way.type == CUDA_R_32F) fake_lt_product<float>(task);
+        else fake_lt_product<fake_lt_bf16>(task);
     }) == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
 

@@ -1,0 +1,362 @@
+/*  gpt_cuda_base.cuh - what the kernels of the GPT examples are written with.
+
+    One source of a kernel runs on a GPU and, in tests, thread by thread on the CPU (tests/support/fake_kernel.h), where every access to global memory, every
+    barrier and every exchange between lanes is looked at.
+
+USAGE
+    template <class T> static __global__ void gpt_cuda__scale_kernel(T *data, float factor, int count) {
+        int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+        T x;
+        if (i >= count) return;
+        gpt_cuda_load<1>(&x, data + i);
+        x = gpt_cuda_from_float<T>(gpt_cuda_to_float(x) * factor);
+        gpt_cuda_store<1>(data + i, &x);
+    }
+    ddp_result result = GPT_CUDA_LAUNCH(gpt_cuda__scale_kernel<float>, (count + 127) / 128, 128, 0, stream, data, 0.5f, count);
+
+    A name with a comma goes in parentheses: GPT_CUDA_LAUNCH((kernel<64, 1>), ...). Arguments go by value, 4 KiB of them at most.
+
+RULES
+    Global memory is read and written by the functions below and by nothing else, each access aligned to its size. Lanes that exchange values are whole
+    warps, 32 threads in the same call; a barrier is met by every thread of the block, in the same line. A block waits only for blocks with a lower ticket,
+    which gpt_cuda_atomic_add gives out: they have begun. No floating-point atomics: the same bits in every run.
+
+    ldmatrix and mma are for warps whose lanes come to them together: behind a branch that lanes took apart, gpt_cuda_warp_sync() comes first.
+
+    Needs sm_80: bf16, mma.sync, ldmatrix and cp.async as the PTX ISA describes them. Compiles for sm_80 and sm_90; it has not run on a GPU. */
+#ifndef GPT_CUDA_BASE_CUH
+#define GPT_CUDA_BASE_CUH
+
+#include "../ddp_cuda.cuh"
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "gpt_cuda_base.cuh: bf16 and cp.async need sm_80 or later; compile with -arch=sm_80 or above"
+#endif
+
+//== numbers ============================================================================================== >>numbers
+#if defined(GPT_CUDA_ON_CPU)
+#define GPT_CUDA_DEVICE static inline /* a function that kernels call */
+#define GPT_CUDA_BOTH static inline   /* one that the host may call, too */
+#define GPT_CUDA_UNROLL               /* before a loop whose registers are indexed by its counter */
+#else
+#define GPT_CUDA_DEVICE static __device__ __forceinline__
+#define GPT_CUDA_BOTH static __host__ __device__ __forceinline__
+#define GPT_CUDA_UNROLL _Pragma("unroll")
+#endif
+
+/* The upper half of a float: memory as __nv_bfloat16 and DDP_BF16 have it. */
+typedef struct gpt_bf16 { uint16_t bits; } gpt_bf16;
+
+GPT_CUDA_BOTH float gpt_cuda_to_float(float x) { return x; }
+GPT_CUDA_BOTH float gpt_cuda_to_float(gpt_bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Rounds to nearest even. A NaN is 0x7fff. */
+GPT_CUDA_BOTH gpt_bf16 gpt_cuda_round_bf16(float x) {
+    gpt_bf16 y;
+#if defined(__CUDA_ARCH__)
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    y.bits = x != x ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+    return y;
+}
+
+template <class T> struct gpt_cuda__number;
+template <> struct gpt_cuda__number<float> { GPT_CUDA_BOTH float from(float x) { return x; } };
+template <> struct gpt_cuda__number<gpt_bf16> { GPT_CUDA_BOTH gpt_bf16 from(float x) { return gpt_cuda_round_bf16(x); } };
+template <class T> GPT_CUDA_BOTH T gpt_cuda_from_float(float x) { return gpt_cuda__number<T>::from(x); }
+
+/* Two values in one register, as the fragments of mma want them: low in the lower half. */
+GPT_CUDA_BOTH uint32_t gpt_cuda_pack_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__)
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return gpt_cuda_round_bf16(low).bits | (uint32_t)gpt_cuda_round_bf16(high).bits << 16;
+#endif
+}
+
+//== global memory ================================================================================== >>global-memory
+
+template <int BYTES> struct gpt_cuda__word;
+template <> struct gpt_cuda__word<2> { typedef unsigned short type; };
+template <> struct gpt_cuda__word<4> { typedef unsigned int type; };
+template <> struct gpt_cuda__word<8> { typedef uint2 type; };
+template <> struct gpt_cuda__word<16> { typedef uint4 type; };
+
+/* N elements, 2, 4, 8 or 16 bytes, in one access that is aligned to its size. */
+template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load(T *out, const T *global) {
+    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_load<sizeof(word)>(out, global);
+#else
+    word bits = *(const word *)(const void *)global;
+    memcpy(out, &bits, sizeof bits);
+#endif
+}
+
+template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store(T *global, const T *in) {
+    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_store<sizeof(word)>(global, in);
+#else
+    word bits;
+    memcpy(&bits, in, sizeof bits);
+    *(word *)(void *)global = bits;
+#endif
+}
+
+/* The same for data that is touched once: caches give it up first. */
+template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_load_stream(T *out, const T *global) {
+#if defined(__CUDA_ARCH__)
+    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    word bits = __ldcs((const word *)(const void *)global);
+    memcpy(out, &bits, sizeof bits);
+#else
+    gpt_cuda_load<N>(out, global);
+#endif
+}
+
+template <int N, class T> GPT_CUDA_DEVICE void gpt_cuda_store_stream(T *global, const T *in) {
+#if defined(__CUDA_ARCH__)
+    typedef typename gpt_cuda__word<N * (int)sizeof(T)>::type word;
+    word bits;
+    memcpy(&bits, in, sizeof bits);
+    __stcs((word *)(void *)global, bits);
+#else
+    gpt_cuda_store<N>(global, in);
+#endif
+}
+
+//== between blocks ================================================================================ >>between-blocks
+
+/* Adds and says what was there. What this thread has written, or seen at a barrier, is seen by who adds after it: the last of n blocks to add reads what
+   all n have written. */
+GPT_CUDA_DEVICE int gpt_cuda_atomic_add(int *global, int value) {
+#if defined(GPT_CUDA_ON_CPU)
+    return fake_kernel_atomic_add(global, value);
+#else
+    int old;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(__cvta_generic_to_global(global)), "r"(value) : "memory");
+    return old;
+#endif
+}
+
+/* A flag: who sees the value by gpt_cuda_acquire sees all that was written before it, by this thread or before a barrier that it has passed. */
+GPT_CUDA_DEVICE void gpt_cuda_release(int *global, int value) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_release(global, value);
+#else
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(__cvta_generic_to_global(global)), "r"(value) : "memory");
+#endif
+}
+
+GPT_CUDA_DEVICE int gpt_cuda_acquire(const int *global) {
+#if defined(GPT_CUDA_ON_CPU)
+    return fake_kernel_acquire(global);
+#else
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(global)) : "memory");
+    return value;
+#endif
+}
+
+//== shared memory ================================================================================== >>shared-memory
+
+/* GPT_CUDA_SHARED(float, sums, 32); is float sums[32], aligned to 16 bytes, that the threads of a block share. Holds anything at first. A kernel has
+   16 KiB of it at most.
+   GPT_CUDA_DYNAMIC_SHARED(memory); is unsigned char *memory, aligned to 128 bytes: the shared_bytes of the launch. */
+#if defined(GPT_CUDA_ON_CPU)
+#define GPT_CUDA_SHARED(type, name, count)                                                                                                               \
+    static char name##_key;                                                                                                                              \
+    type *const name = (type *)fake_kernel_shared(&name##_key, sizeof(type) * (size_t)(count))
+#define GPT_CUDA_DYNAMIC_SHARED(name) unsigned char *const name = fake_kernel_dynamic_shared()
+#else
+#define GPT_CUDA_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+#define GPT_CUDA_DYNAMIC_SHARED(name)                                                                                                                    \
+    extern __shared__ __align__(128) unsigned char gpt_cuda__dynamic[];                                                                                  \
+    unsigned char *const name = gpt_cuda__dynamic
+#endif
+
+/* All threads of the block come here, none goes on before, and what they wrote is seen. */
+#if defined(GPT_CUDA_ON_CPU)
+static inline void gpt_cuda_sync(int line = __builtin_LINE()) { fake_kernel_sync(line); }
+#else
+GPT_CUDA_DEVICE void gpt_cuda_sync() { __syncthreads(); }
+#endif
+
+/* 16 bytes from global to shared memory, both aligned to 16, while the thread goes on; valid 0: zeros, and global is not read. They are there for this
+   thread after gpt_cuda_copy_wait of their group, for others after a barrier behind that. */
+GPT_CUDA_DEVICE void gpt_cuda_copy_async16(void *shared, const void *global, int valid) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_copy_async16(shared, global, valid);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"((unsigned int)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0) : "memory");
+#endif
+}
+
+/* Closes a group of copies, which may be none. */
+GPT_CUDA_DEVICE void gpt_cuda_copy_commit() {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_copy_commit();
+#else
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#endif
+}
+
+/* Waits until at most the N newest groups of this thread are under way. */
+template <int N> GPT_CUDA_DEVICE void gpt_cuda_copy_wait() {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_copy_wait(N);
+#else
+    asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+#endif
+}
+
+//== warps ================================================================================================== >>warps
+
+/* The lanes of a warp meet, and see what each other wrote to shared memory. */
+GPT_CUDA_DEVICE void gpt_cuda_warp_sync() {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_warp_sync();
+#else
+    __syncwarp();
+#endif
+}
+
+/* T is float, int or uint32_t: what lane (own lane ^ mask), or lane, gives. */
+template <class T> GPT_CUDA_DEVICE T gpt_cuda_shuffle_xor(T value, int mask) {
+#if defined(GPT_CUDA_ON_CPU)
+    return fake_kernel_shuffle(value, fake_kernel_lane() ^ mask);
+#else
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+#endif
+}
+
+template <class T> GPT_CUDA_DEVICE T gpt_cuda_shuffle(T value, int lane) {
+#if defined(GPT_CUDA_ON_CPU)
+    return fake_kernel_shuffle(value, lane);
+#else
+    return __shfl_sync(0xffffffffu, value, lane);
+#endif
+}
+
+/* Over the 32 lanes, in a fixed order; every lane has the same bits. */
+GPT_CUDA_DEVICE float gpt_cuda_warp_sum(float x) {
+    GPT_CUDA_UNROLL for (int mask = 16; mask > 0; mask /= 2) x += gpt_cuda_shuffle_xor(x, mask);
+    return x;
+}
+GPT_CUDA_DEVICE float gpt_cuda_warp_max(float x) {
+    GPT_CUDA_UNROLL for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, gpt_cuda_shuffle_xor(x, mask));
+    return x;
+}
+
+//== products of matrices ================================================================================ >>matrices
+
+/*  The lanes of a warp hold a matrix together, two neighbours of 16 bits in a register, the lower one in the lower half. With g = lane / 4 and
+    t = lane % 4 (PTX ISA, mma.m16n8k16):
+
+        a (16 x 16)   a[0] (g, 2t..)   a[1] (g + 8, 2t..)   a[2] (g, 2t + 8..)   a[3] (g + 8, 2t + 8..)
+        b (16 x 8)    b[0] (2t.., g)   b[1] (2t + 8.., g)   neighbours go down a column
+        d (16 x 8)    d[0], d[1] (g, 2t..)   d[2], d[3] (g + 8, 2t..)   in f32
+
+    gpt_cuda_ldmatrix4 reads four 8 x 8 tiles of 16-bit values from shared memory. Lane l gives the address of row l % 8 of tile l / 8, 16 bytes that are
+    aligned to 16. r[i] is then of tile i: (g, 2t..), or with _trans, down a column: (2t.., g). So a is read from rows of a row-major matrix: tiles
+    (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); b from a row-major matrix by _trans, or from one that lies transposed without. */
+GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4(uint32_t r[4], const void *shared) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_ldmatrix(r, shared, 0);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned int)__cvta_generic_to_shared(shared)) : "memory");
+#endif
+}
+
+GPT_CUDA_DEVICE void gpt_cuda_ldmatrix4_trans(uint32_t r[4], const void *shared) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_ldmatrix(r, shared, 1);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned int)__cvta_generic_to_shared(shared)) : "memory");
+#endif
+}
+
+/* d += a b, products of bf16 added in f32. */
+GPT_CUDA_DEVICE void gpt_cuda_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+#if defined(GPT_CUDA_ON_CPU)
+    fake_kernel_mma_bf16(d, a, b);
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+//== functions ========================================================================================== >>functions
+
+/* Fast on a GPU, with an error of 2 units in the last place; ex2.approx takes numbers below 2^-126 for zero. */
+GPT_CUDA_DEVICE float gpt_cuda_exp2(float x) {
+#if defined(__CUDA_ARCH__)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+GPT_CUDA_DEVICE float gpt_cuda_rsqrt(float x) {
+#if defined(__CUDA_ARCH__)
+    return rsqrtf(x);
+#else
+    return 1 / sqrtf(x);
+#endif
+}
+
+//== launching ========================================================================================== >>launching
+
+template <class T> struct gpt_cuda__same { typedef T type; };
+template <class... P> struct gpt_cuda__bytes { enum { total = 0 }; };
+template <class T, class... P> struct gpt_cuda__bytes<T, P...> { enum { total = (int)sizeof(T) + (int)gpt_cuda__bytes<P...>::total }; };
+
+/* Puts the kernel on the stream: DDP_OK, or DDP_ERR_ENGINE and a line with the kernel's name and CUDA's text. What goes wrong inside of it shows up, as
+   always with CUDA, at a later call. Calls only runtime functions that a stream being captured allows. */
+template <class... P> static inline ddp_result gpt_cuda__launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
+                                                                cudaStream_t stream, typename gpt_cuda__same<P>::type... args) {
+    static_assert(gpt_cuda__bytes<P...>::total <= 4096, "a kernel takes 4 KiB of arguments");
+    const char *call = "cudaLaunchKernel";
+#if defined(GPT_CUDA_ON_CPU)
+    cudaError_t error = fake_kernel_launch(name, grid, block, shared_bytes, stream, [=] { kernel(args...); });
+#else
+    void *list[] = {(void *)&args..., NULL};
+    cudaError_t error = cudaSuccess;
+    if (shared_bytes > 32 * 1024) { /* a kernel gets 48 KiB unasked, static memory among them */
+        call = "cudaFuncSetAttribute";
+        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    }
+    if (error == cudaSuccess) {
+        call = "cudaLaunchKernel";
+        error = cudaLaunchKernel((const void *)kernel, grid, block, list, shared_bytes, stream);
+    }
+    if (error != cudaSuccess) cudaGetLastError(); /* it is told here, and is nobody else's */
+#endif
+    if (error == cudaSuccess) return DDP_OK;
+    return ddp_fail(DDP_ERR_ENGINE, "kernel %s, grid %u x %u x %u, block %u x %u x %u, %zu bytes of shared memory: %s: %s (%s)", name, grid.x, grid.y, grid.z,
+                    block.x, block.y, block.z, shared_bytes, call, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+#define GPT_CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                                                  \
+    gpt_cuda__launch(#kernel, kernel, grid, block, shared_bytes, stream, __VA_ARGS__)
+
+#endif /* GPT_CUDA_BASE_CUH */

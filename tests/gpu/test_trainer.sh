@@ -1,0 +1,76 @@
+#!/bin/sh
+# examples/train_gpt_cuda.cu on a GPU, which all ranks share: in f32 ten steps of loss as train_gpt has them, in bf16 near them; the same weights
+# under every strategy on 1, 2 and 4 ranks, with stages, without graphs, with recomputation, and in a second run; --tp has losses near them;
+# checkpoints go to train_gpt and back; optimizer state in host memory lets a model step under a limit that it does not fit in otherwise.
+# usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt
+whole=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+. "$(dirname "$0")/../support/train_gpt.sh"
+
+seq 1 3000 > text
+run="--layers 3 --heads 4 --channels 128 --context 64 --micro-batch 2 --batch 8 --lr 0.003 --seed 7 --steps 10"
+tables='/^  ranks  /,/^$/d; /^---/,/^---/d'
+timeout 60 "$program" --layers 1 --steps 1 text > first.out 2> first.err || {
+    grep -Eq 'there is no device|cudaGetDeviceCount' first.err && { cat first.err; exit 77; }
+    fail "the first run: $(cat first.err)"
+}
+
+same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(hash_of "$1"), $2 with $(hash_of "$2")"; }
+# near NAME AS HOW: losses that differ by HOW at most.
+near() {
+    losses "$1" > "$1.losses"
+    losses "$2" > as.losses
+    paste as.losses "$1.losses" | awk -v how="$3" 'NF != 2 || $1 - $2 > how || $2 - $1 > how { bad = 1 } END { exit bad || !NR }' ||
+        { paste as.losses "$1.losses" >&2; fail "$1: losses are not near those of $2"; }
+}
+
+# shellcheck disable=SC2086
+{
+    train_with whole "$whole" $run --ranks 1
+    train_with f32 "$program" $run --dtype f32
+    near f32 whole 0.0002
+    train_with one "$program" $run --strategy none
+    near one whole 0.03
+    train_with again "$program" $run --strategy none
+    train_with plain "$program" $run --strategy none --no-graphs
+    train_with recomputed "$program" $run --strategy none --recompute
+    train_with full1 "$program" $run
+    for way in again plain recomputed full1; do same_hash one $way; done
+    for ranks in 2 4; do
+        for strategy in full grad optim none; do
+            kind=--threads-as-ranks
+            if [ $ranks = 2 ]; then kind=; fi
+            train_with "$strategy$ranks" "$program" $run --strategy $strategy --ranks $ranks $kind
+            same_hash one "$strategy$ranks"
+        done
+    done
+    train_with stages "$program" $run --stages 2
+    train_with mesh "$program" $run --stages 2 --ranks 4 --schedule GPipe
+    same_hash one stages
+    same_hash one mesh
+    train_with cut "$program" $run --dtype f32 --tp 2
+    train_with cut_mesh "$program" $run --dtype f32 --tp 2 --stages 2 --threads-as-ranks
+    near cut whole 0.0002
+    same_hash cut cut_mesh
+
+    train_with saved "$program" $run --dtype f32 --ranks 2 --checkpoint here.ckpt
+    train_with end "$whole" --resume here.ckpt --steps 12 --ranks 1
+    train_with end_here "$program" --resume here.ckpt --steps 12 --dtype f32
+    near end_here end 0.0002
+
+    # A third of what master values and moments take is missing: only --offload steps.
+    train_with offloaded "$program" $run --strategy none --offload
+    same_hash one offloaded
+    large="--layers 8 --heads 8 --channels 512 --context 64 --micro-batch 2 --batch 2 --steps 4 --strategy none"
+    before=$(state)
+    refused "--offload saves" $large --memory-limit 1 text
+    [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"
+    needed=$(printf '%s\n' "$output" | sed -n 's/.*it needs \([0-9]*\)\..*/\1/p')
+    saved=$(printf '%s\n' "$output" | sed -n 's/.*--offload saves \([0-9]*\)\..*/\1/p')
+    limit_mib=$((needed - saved / 3))
+    refused "too small" $large --memory-limit $limit_mib text
+    [ -z "$problem" ] || fail "under $limit_mib MiB: $problem: $output"
+    train_with limited "$program" $large --memory-limit $limit_mib --offload
+    train_with free "$program" $large
+    same_hash limited free
+}
+echo "trainer: $(hash_of one)"

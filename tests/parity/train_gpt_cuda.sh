@@ -1,0 +1,185 @@
+#!/bin/sh
+# The trainer on GPUs, on the fake machine: the losses of train_gpt, in f32 within 1e-4, in bf16 near them; the same weights on any number of ranks along dp,
+# under every strategy, with stages, graphs or recomputation; close ones with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and come
+# back. Inside of a step the host waits for nothing. Wrong input is one sentence.
+# usage: train_gpt_cuda.sh path/of/train_gpt_cuda, built from support/train_gpt_cuda.cu, with the other trainers and llmc beside it
+. "$(dirname "$0")/../support/train_gpt.sh"
+folder=$(dirname "$program")
+
+seq 1 300 > text
+run="--layers 2 --heads 2 --channels 32 --context 16 --micro-batch 2 --batch 8 --lr 0.01 --seed 7"
+tables='/^  ranks  /,/^$/d; /^  step .* of rank 0/,/^$/d; /^.*: steps /d; /^---/,/^---/d'
+seed=1
+
+# cuda NAME FLAGS...: the trainer, with streams in another order each time.
+cuda() {
+    as=$1
+    shift
+    seed=$((seed + 1))
+    DDP_TEST_SEED=$seed
+    export DDP_TEST_SEED
+    train_with "$as" "$program" --threads-as-ranks "$@"
+}
+same_hash() { [ "$(hash_of "$1")" = "$(hash_of "$2")" ] || fail "$1 ends with $(hash_of "$1"), $2 with $(hash_of "$2")"; }
+# near NAME AS: the losses, within 0.02.
+near() {
+    losses "$1" > "$1.losses"
+    losses "$2" > as.losses
+    paste as.losses "$1.losses" | awk 'NF != 2 || $1 - $2 > 0.02 || $2 - $1 > 0.02 { bad = 1 } END { exit bad || !NR }' ||
+        { paste as.losses "$1.losses" >&2; fail "$1: the losses are not near those of $2"; }
+}
+number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
+
+# --- losses, and the same bits ---
+
+# shellcheck disable=SC2086
+{
+    train_with whole "$folder/train_gpt" $run --steps 10 --ranks 1
+    cuda f32 $run --steps 10 --dtype f32
+    close f32
+    [ "$(number f32 watched)" -ge 16 ] || fail "steps were not watched: $(cat f32.err)"
+    cuda f32_full4 $run --steps 10 --dtype f32 --ranks 4
+    same_hash f32 f32_full4
+    cuda bf16 $run --steps 10
+    near bf16 whole
+
+    short="$run --steps 4"
+    cuda one $short --strategy none
+    cuda again $short --strategy none --no-graphs --recompute
+    same_hash one again
+    for way in 'full 1' 'full 2' 'full 4' 'grad 1' 'grad 2' 'optim 2' 'optim 4' 'none 2' 'none 4'; do
+        cuda "$way" $short --strategy ${way% *} --ranks ${way#* }
+        same_hash one "$way"
+    done
+    cuda stages $short --stages 2 --timeline stages.json
+    cuda mesh $short --stages 2 --ranks 4 --strategy grad --schedule GPipe --profile
+    same_hash one stages
+    same_hash one mesh
+    DDP_TEST_GPUS=1
+    export DDP_TEST_GPUS
+    cuda shared $short --gpus 0,0
+    unset DDP_TEST_GPUS
+    same_hash one shared
+    cuda offloaded $short --offload --ranks 2
+    same_hash one offloaded
+
+    train_with whole4 "$folder/train_gpt" $short --ranks 1
+    cuda cut $short --dtype f32 --tp 2
+    close cut whole4
+    cuda cut_stages $short --dtype f32 --tp 2 --stages 2 --ranks 4
+    same_hash cut cut_stages
+}
+# Half of what is expected, and less than it, is never held.
+for name in one 'full 4' 'optim 2' stages cut again; do
+    expected=$(sed -n 's/.* of each rank.s GPU: \([0-9.]*\) MiB expected.*/\1/p' "$name.all")
+    awk "BEGIN { held = $(number "$name" held) / 1048576; exit !(held <= $expected && held >= $expected / 2) }" ||
+        fail "$name: $expected MiB were expected, $(number "$name" held) bytes held"
+done
+grep -q '^  gather ' mesh.all || fail "no profile: $(cat mesh.all)"
+"${PYTHON:-python3}" - <<'END' || fail "stages.json is not as it should be"
+import json
+events = [e for e in json.load(open("stages.json"))["traceEvents"] if e["ph"] == "X"]
+assert {e["pid"] for e in events} == {0, 1} and {e["tid"] for e in events} == {0, 1} and {e["args"]["step"] for e in events} == {2, 3, 4}
+assert any(e["name"] == "read the step before" for e in events) and all(e["dur"] >= 0 for e in events)
+END
+rm stages.json
+
+# --- a GPU that is too small, but for --offload ---
+
+# shellcheck disable=SC2086
+{
+    short="$run --channels 96 --steps 2"
+    cuda large $short
+    needed=$("$program" --threads-as-ranks $short --offload --memory-limit 1 text 2>&1 | sed -n 's/.*it needs \([0-9]*\).*/\1/p')
+    limit=$((needed + 1))
+    before=$(state)
+    wrong "--offload saves" $short --threads-as-ranks --memory-limit $limit text
+    cuda limited $short --offload --memory-limit $limit
+    same_hash limited large
+    [ "$(number large held)" -gt $((limit * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $limit MiB"
+    [ "$(number limited held)" -le $((limit * 1048576)) ] || fail "$limit MiB were the limit, $(number limited held) bytes were held"
+}
+
+# --- checkpoints: files, and folders ---
+
+# shellcheck disable=SC2086
+{
+    short="$run --steps 4 --dtype f32"
+    cuda saved $short --ranks 2 --checkpoint here.ckpt
+    cuda saved_folder $short --ranks 2 --stages 2 --checkpoint here/
+    cuda saved_cut $short --tp 2 --checkpoint cut/
+    train_with saved_whole "$folder/train_gpt" $run --steps 4 --ranks 1 --checkpoint whole.ckpt
+    train_with end "$folder/train_gpt" --resume whole.ckpt --steps 6 --ranks 1
+    train_with end_here "$folder/train_gpt" --resume here.ckpt --steps 6 --ranks 1
+    train_with end_folder "$folder/train_gpt_fsdp" --resume here --steps 6 --ranks 2
+    train_with end_cut "$folder/train_gpt_3d" --resume cut --steps 6 --tp 2 --ranks 2
+    train_with made "$folder/train_gpt_fsdp" $run --steps 4 --ranks 1 --checkpoint made
+    train_with made_cut "$folder/train_gpt_3d" $run --steps 4 --ranks 2 --tp 2 --checkpoint made_cut
+    cuda from_whole --resume whole.ckpt --steps 6 --dtype f32 --ranks 2 --strategy optim
+    cuda from_here --resume here.ckpt --steps 6 --dtype f32 --stages 2
+    cuda from_folder --resume here --steps 6 --dtype f32
+    cuda from_made --resume made --steps 6 --dtype f32 --ranks 2
+    cuda from_cut --resume made_cut --steps 6 --dtype f32 --tp 2
+    for name in end_here end_folder end_cut from_whole from_here from_folder from_made from_cut; do
+        grep -q 'goes on from step 4' "$name.out" || fail "$name did not say where it goes on"
+        close $name end
+    done
+    same_hash from_here from_folder
+}
+
+# --- files of llm.c ---
+
+"$folder/llmc" --model first.bin --vocab 256 --layers 2 --heads 2 --channels 32 --context 16 --seed 7 > llmc.out || fail "$(cat llmc.out)"
+"$program" --write-random random.bin --layers 1 --heads 1 --channels 8 --context 8 > random.out 2>&1 || fail "$(cat random.out)"
+"$folder/llmc" --tokens tokens.bin --count 200 > llmc.out || fail "$(cat llmc.out)"
+cuda first --init first.bin --micro-batch 2 --batch 8 --lr 0.01 --seed 7 --steps 4 --strategy none
+same_hash one first
+mv text text.kept
+cp tokens.bin text
+cuda tokens --init random.bin --micro-batch 1 --batch 1 --steps 1
+grep -q '200 tokens of text' tokens.all || fail "$(cat tokens.all)"
+mv text.kept text
+
+mkfifo pipe # nothing of it is lost
+cat text > pipe &
+# shellcheck disable=SC2086
+timeout 60 "$program" $run --steps 1 --threads-as-ranks pipe > piped.all 2>&1 || fail "$(cat piped.all)"
+rm pipe
+grep -q "$(wc -c < text) bytes of text" piped.all || fail "$(cat piped.all)"
+
+# --- wrong input ---
+
+before=$(state)
+# shellcheck disable=SC2086
+{
+    short="$run --steps 2 --threads-as-ranks"
+    wrong "give full, grad, optim or none" $short --strategy zero text
+    wrong "give bf16 or f32" $short --dtype f16 text
+    wrong "such as 0,2" $short --gpus first text
+    wrong "there is no device 9" $short --gpus 9 text
+    wrong "is too small: it needs" $short --memory-limit 1 text
+    for flag in recompute offload 'micro-batch 1' 'ranks 2 on as many GPUs'; do wrong "--$flag saves" $short --layers 9 --context 64 --memory-limit 1 text; done
+    wrong "--strategy full saves" $short --ranks 2 --strategy none --memory-limit 1 text
+    wrong "use --ranks 6" $short --stages 3 --ranks 4 text
+    wrong "use --layers 5 or more" $short --stages 7 text
+    wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text
+    wrong "no schedule is called" $short --schedule fast text
+    wrong "use 64 at most" $short --stages 9 --tp 9 text
+    wrong "multiple of 8" $short --channels 36 text
+    wrong "No such file" $short --init missing text
+    wrong "no checkpoint of llm.c" $short --init text text
+    wrong "leave --layers out" $short --init random.bin text
+    wrong "has a vocabulary of 50257" --init random.bin --threads-as-ranks text
+    wrong "leave one of them out" $short --init first.bin --resume here text
+    wrong "cannot be written" $short --checkpoint missing/file text
+    wrong "cannot be written" $short --checkpoint missing/folder/ text
+    wrong "cannot be written" $short --timeline missing/file text
+    wrong "was trained with --layers 2, not 3" --resume here --layers 3 text
+    wrong "this is no checkpoint" --resume text text
+    wrong "cannot be written" --write-random missing/file
+    wrong "give shards alone" --threads-as-ranks tokens.bin text
+    wrong "give shards alone" --threads-as-ranks text tokens.bin
+    wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
+    DDP_TEST_GPUS=0 wrong "there is no device 0" $short text
+}
+echo "train_gpt_cuda: every way has the losses of train_gpt and ends with the same weights: $(hash_of one)"

@@ -1,0 +1,73 @@
+/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake machine of fake_gpu.h, kernels and all.
+
+    Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4), and
+    DDP_TEST_SEED, in which order streams run (1). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
+    stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
+    many halves of steps were looked at, and how much memory the first GPU held at most. */
+#define DDP_TEST_ON_CPU
+#include "host_only.h"
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "fake_nccl.h"
+#include "fake_cublaslt.h"
+#include "fake_kernel.h"
+#include "fake_cuda_names.h"
+#pragma GCC diagnostic pop
+struct ddp__cuda_runtime;
+static const struct ddp__cuda_runtime *device_runtime(void);
+#define DDP__CUDA_RUNTIME device_runtime()
+#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
+#define DDP__CUDA_STAGE ((size_t)16384)
+#define DDP_USE_CUBLASLT
+#define SAMPLE_BYTES 8
+#define VALIDATION_WINDOWS 8
+
+/* A call that makes this thread wait for the device, among those of the machine's record. */
+static bool waits(const std::string &text) {
+    static const char *const names[] = {"cudaStreamSynchronize(", "cudaEventSynchronize(", "cudaDeviceSynchronize(", "cudaMalloc(", "cudaFree(",
+                                        "cudaHostAlloc(", "cudaFreeHost("};
+    for (const char *name : names) if (text.compare(0, strlen(name), name) == 0) return true;
+    return text.compare(0, 16, "cudaMemcpyAsync(") == 0 && text.find("host") != std::string::npos;
+}
+
+static int steps_watched, steps_waited;
+static thread_local int watched;
+struct watcher {
+    size_t from;
+    watcher() { pthread_mutex_lock(&fake.lock); from = fake.lines.size(); pthread_mutex_unlock(&fake.lock); }
+    template <class T> T end(T result) {
+        pthread_mutex_lock(&fake.lock);
+        if (++watched > 4) steps_watched++; /* two steps: memory is found, graphs are captured */
+        for (size_t i = from; i < fake.lines.size() && watched > 4; i++)
+            if (fake.lines[i].device == fake_me.device && waits(fake.lines[i].text))
+                if (steps_waited++ < 3 && !getenv("DDP_TEST_GPUS")) fprintf(stderr, "inside of a step: %s\n", fake.lines[i].text.c_str());
+        pthread_mutex_unlock(&fake.lock);
+        return result;
+    }
+};
+#define WITHOUT_WAITING(call) ([&] { watcher w; return w.end(call); }())
+
+#define main trainer_main
+#include "../../examples/train_gpt_cuda.cu"
+#undef main
+
+static const struct ddp__cuda_runtime *device_runtime(void) {
+    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
+    return &table;
+}
+
+int main(int argc, char **argv) {
+    const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED");
+    int status, wrong;
+    fake_start(gpus ? atoi(gpus) : 4, seed ? (uint64_t)atoi(seed) : 1);
+    status = trainer_main(argc, argv);
+    fflush(stdout);
+    if (status != 0) return status;
+    std::string left = fake_left();
+    if (gpus) steps_waited = 0; /* staged groups wait */
+    wrong = fake_failures() + steps_waited + !left.empty();
+    if (!left.empty()) printf("left behind:\n%s", left.c_str());
+    if (wrong) fprintf(stderr, "train_gpt_cuda: %d things are out of order on the machine\n", wrong);
+    fprintf(stderr, "watched %d, held %zu\n", steps_watched, fake.device[0].most);
+    return wrong ? 3 : 0;
+}
