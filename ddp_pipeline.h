@@ -1299,7 +1299,7 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
         if (r.weight_versions > report->weight_versions) report->weight_versions = r.weight_versions;
     }
     report->makespan = last - first;
-    report->bubble_rate = report->span > 0 ? (report->span - work) / report->span : 0;
+    report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0; /* who never waits may have worked an ulp more */
 }
 
 /* A checked graph whose times are those of the costs. */
@@ -3450,7 +3450,7 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who
         if (p->spans[rank] > longest) longest = p->spans[rank];
         if (p->computes[rank] > most) most = p->computes[rank];
     }
-    p->stats.bubble_rate = longest > 0 ? (longest - most) / longest : 0;
+    p->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
     p->stats.step_seconds = ddp_now() - p->start;
     if (!evaluating) p->stats.steps++;
     return DDP_OK;
