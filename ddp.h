@@ -1835,6 +1835,7 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
 
 #define DDP__MAGIC UINT64_C(0x3170616568706464) /* "ddpheap1" */
 #define DDP__HUGE ((size_t)2 << 20)
+#define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
 
 /* *folder tells where the file is when there is no memfd (old kernels, strict sandboxes): it then has lost its name already. A /dev/shm with
    little room is passed over: containers have 64 MB there. */
@@ -1932,9 +1933,8 @@ static void ddp__ask_huge(unsigned char *mapping, size_t begin, size_t end) {
 
 /* Makes pages real now, so that a lack of memory is an error here and not a SIGBUS later. */
 static int ddp__populate(ddp__heap *heap, void *memory, uint64_t offset, size_t size) {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), low = (uintptr_t)memory / page * page;
-    size_t slack = (uintptr_t)memory - low;
-    if (madvise((void *)low, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
+    size_t slack = (uintptr_t)memory % DDP__PAGE;
+    if (madvise((unsigned char *)memory - slack, size + slack, 23 /* MADV_POPULATE_WRITE, Linux 5.14 */) == 0) return 1;
     if (errno != EINVAL) return 0;
     return syscall(SYS_fallocate, heap->fd, 0, (long)(offset - slack), (long)(size + slack)) == 0 || errno == EOPNOTSUPP || errno == ENOSYS;
 }
@@ -1947,7 +1947,7 @@ static ddp__heap *ddp__heap_wrap(int fd, int threads) {
     heap->threads = threads;
     heap->references = 1;
     pthread_mutex_init(&heap->lock, NULL);
-    heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp__round_up(sizeof(ddp__job), 4096));
+    heap->job = (ddp__job *)ddp__heap_map(heap, 0, ddp__round_up(sizeof(ddp__job), DDP__PAGE));
     if (!heap->job) { ddp__heap_release(heap); return NULL; }
     return heap;
 }
@@ -3111,7 +3111,7 @@ static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size
     l->payloads = (unsigned char *)(at = ddp__round_up(at + 2 * w * sizeof *l->posts, 4096) + DDP__OFF_PAGE);
     l->slots = (unsigned char *)(at = ddp__round_up(at + w * DDP__PAYLOAD_STRIDE, 4096) + DDP__OFF_PAGE);
     l->channels = (ddp__channel *)(at = ddp__round_up(at + w * DDP__SLOT_STRIDE, 4096));
-    return ddp__round_up(at + w * w * sizeof *l->channels, 4096);
+    return ddp__round_up(at + w * w * sizeof *l->channels, DDP__PAGE);
 }
 
 /* Control memory of a new group; 0 on failure with the error line set. */
@@ -3175,7 +3175,7 @@ static ddp_result ddp__agree(ddp_group *group, int purpose, uint64_t number) {
 /* Rank 0 takes the range, everybody maps it and makes its own part real; a failure anywhere is everybody's. */
 static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     ddp__local *l = (ddp__local *)state;
-    size_t stride = ddp__round_up(size_bytes, 4096) + DDP__SKEW, total = 0, before = (size_t)l->rank * stride;
+    size_t stride = ddp__round_up(size_bytes + DDP__SKEW, DDP__PAGE), total = 0, before = (size_t)l->rank * stride;
     ddp_result result = ddp__agree(group, DDP__FOR_ALLOC, size_bytes);
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     int fits = stride >= size_bytes && !__builtin_mul_overflow(stride, (size_t)l->world_size, &total);

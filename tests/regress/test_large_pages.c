@@ -1,0 +1,78 @@
+/*  test_large_pages.c - where a page is 64 KiB, as on some arm64 systems, mappings and what is given back are whole pages.
+
+    Group memory and control memory were cut at 4 KiB. There, pages that two ranks' parts shared were never given back, and what was reserved behind a
+    mapping stayed reserved. */
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { PAGE = 65536 };
+static int crooked, mapped, given_back; /* of this process */
+static int whole(uint64_t size) { return size % PAGE == 0; }
+
+static long page_sysconf(int name) { return name == _SC_PAGESIZE ? PAGE : sysconf(name); }
+
+static void *page_mmap(void *address, size_t size, int prot, int flags, int fd, off_t offset) {
+    if (flags & MAP_FIXED) mapped++, crooked += !whole((uintptr_t)address) || !whole(size) || !whole((uint64_t)offset);
+    return mmap(address, size, prot, flags, fd, offset);
+}
+
+static int page_madvise(void *address, size_t size, int advice) {
+    crooked += !whole((uintptr_t)address); /* a length may be anything */
+    return madvise(address, size, advice);
+}
+
+static long page_syscall(long number, ...) {
+    long argument[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++) argument[i] = va_arg(list, long);
+    va_end(list);
+    if (number == SYS_fallocate && argument[1]) given_back++, crooked += !whole((uint64_t)argument[2]) || !whole((uint64_t)argument[3]);
+    return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4], argument[5]);
+}
+
+#define sysconf page_sysconf
+#define mmap page_mmap
+#define madvise page_madvise
+#define syscall page_syscall
+#define DDP_IMPLEMENTATION
+#include "../../ddp.h"
+#undef sysconf
+#undef mmap
+#undef madvise
+#undef syscall
+#include "../support/ranks.h"
+#include "../support/faults.h"
+
+static ddp_result rank_main(ddp_group *world, void *user) {
+    static const size_t sizes[] = {1, 4096, 65535, 65536, 65537, 100000, 1 << 20, 2100000, (size_t)5 << 20};
+    ddp_group *half = NULL;
+    int me = ddp_rank(world), w = ddp_world_size(world);
+    (void)user;
+    RANKS_OK(world, ddp_group_split(world, me % 2, 0, &half));
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        unsigned char *memory = NULL, *peer;
+        RANKS_OK(world, ddp_group_alloc(world, sizes[i], (void **)&memory));
+        memset(memory, me + 1, sizes[i]);
+        RANKS_OK(world, ddp_barrier(world));
+        peer = (unsigned char *)ddp_group_peer(world, memory, (me + 1) % w);
+        RANKS_CHECK(world, peer && peer[0] == (me + 1) % w + 1 && peer[sizes[i] - 1] == (me + 1) % w + 1, "%zu bytes: another rank's are not there", sizes[i]);
+        RANKS_OK(world, ddp_group_free(world, memory));
+    }
+    ddp_group_destroy(half);
+    RANKS_CHECK(world, mapped > 9 && given_back > 8, "only %d mappings, and %d ranges given back, were looked at", mapped, given_back);
+    RANKS_CHECK(world, crooked == 0, "%d ranges of memory begin or end inside a page", crooked);
+    return DDP_OK;
+}
+
+int main(void) {
+    faults_start(50);
+    faults_begin("processes");
+    EXPECT(ranks_run(RANKS_PROCESSES, 3, 20000 * DDP_TEST_SLOWDOWN, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());
+    return faults_end();
+}
