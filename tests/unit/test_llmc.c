@@ -1,6 +1,6 @@
 /* examples/llmc.h: checkpoints against a layout that is spelled out here, whole and in parts, in f32 and bf16; shards; and everything that can be wrong with
    a file, named with it. No large file is written: those of GPT-2's sizes are holes. */
-#include "../support/unit.h"
+#include "../support/folder.h"
 #include "../support/watchdog.h"
 
 #include "../../examples/llmc.h"
@@ -9,20 +9,6 @@
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 //== files of a test ========================================================================================
-
-static char folder[64], path_of_text[256];
-
-static const char *path_of(const char *name) {
-    snprintf(path_of_text, sizeof path_of_text, "%s/%s", folder, name);
-    return path_of_text;
-}
-
-static void put(const char *name, const void *bytes, size_t size_bytes) {
-    FILE *file = fopen(path_of(name), "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(bytes, 1, size_bytes, file), size_bytes);
-    assert_int_equal(fclose(file), 0);
-}
 
 /* The whole file; the caller frees it. */
 static uint8_t *get(const char *name, size_t *size_bytes) {
@@ -33,19 +19,6 @@ static uint8_t *get(const char *name, size_t *size_bytes) {
     *size_bytes = fread(bytes, 1, 1 << 22, file);
     fclose(file);
     return bytes;
-}
-
-static int make_folder(void **state) {
-    (void)state;
-    snprintf(folder, sizeof folder, "llmc.XXXXXX");
-    return mkdtemp(folder) ? 0 : -1;
-}
-
-static int remove_folder(void **state) {
-    char command[128];
-    (void)state;
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    return system(command);
 }
 
 static void says(ddp_result result, ddp_result wanted, const char *name, const char *words) {

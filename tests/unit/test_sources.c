@@ -1,5 +1,5 @@
 /* examples/sources.h: each kind of file opened and fetched from, and everything that can be wrong with one, named with the file. */
-#include "../support/unit.h"
+#include "../support/folder.h"
 #include "../support/watchdog.h"
 
 #include "../../examples/sources.h"
@@ -7,21 +7,6 @@
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 //== files of a test ========================================================================================
-
-static char folder[64], path_of_text[256];
-
-static const char *path_of(const char *name) {
-    snprintf(path_of_text, sizeof path_of_text, "%s/%s", folder, name);
-    return path_of_text;
-}
-
-static const char *put(const char *name, const void *bytes, size_t size_bytes) {
-    FILE *file = fopen(path_of(name), "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(bytes, 1, size_bytes, file), size_bytes);
-    assert_int_equal(fclose(file), 0);
-    return path_of_text;
-}
 
 /* Gzips a file, and gives back the compressed bytes, of which a test keeps as many as it likes. */
 static size_t gzipped(const char *name, unsigned char *out, size_t room) {
@@ -35,19 +20,6 @@ static size_t gzipped(const char *name, unsigned char *out, size_t room) {
     assert_int_equal(pclose(pipe), 0);
     assert_true(size > 20 && size < room);
     return size;
-}
-
-static int make_folder(void **state) {
-    (void)state;
-    snprintf(folder, sizeof folder, "sources.XXXXXX");
-    return mkdtemp(folder) ? 0 : -1;
-}
-
-static int remove_folder(void **state) {
-    char command[128];
-    (void)state;
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    return system(command);
 }
 
 /* The call failed with this code, the source is empty, and the line names the file and has the words. */
@@ -328,7 +300,7 @@ static void test_tokens_refused(void **state) {
 }
 
 static void test_text(void **state) {
-    char first[128], second[128];
+    char first[256], second[256];
     unsigned char window[5];
     const char *paths[2] = {first, second}, *missing = "sources.nowhere";
     source s;
