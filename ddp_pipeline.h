@@ -576,7 +576,7 @@ static int ddp__action_sends(ddp_action_kind kind) { return kind == DDP_ACTION_S
 static int ddp__action_receives(ddp_action_kind kind) { return kind == DDP_ACTION_RECV_F || kind == DDP_ACTION_RECV_B; }
 static int ddp__action_is_sharding(ddp_action_kind kind) { return kind >= DDP_ACTION_UNSHARD && kind <= DDP_ACTION_REDUCE_GRAD; }
 
-typedef struct ddp__action_text { char text[48]; } ddp__action_text;
+typedef struct ddp__action_text { char text[64]; } ddp__action_text;
 
 /* As in a CSV cell: "2I5", "0UNSHARD". */
 static ddp__action_text ddp__action_label(const ddp_action *a) {

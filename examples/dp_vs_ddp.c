@@ -44,6 +44,7 @@ typedef struct worker {
     mlp_layer layer[LAYERS];
     size_t count;                            /* parameters */
     float *weights, *momentum, *grads, *all_grads; /* momentum: of ranks that update; all_grads: (world_size, count), DataParallel's rank 0 */
+    const void **sources;                    /* (world_size): where all_grads has each rank's */
     float *batch, *out[LAYERS + 1], *d_out[LAYERS + 1], *pack; /* batch: DataParallel's rank 0 */
     int32_t *batch_labels, *labels;
     ddp_param params[2 * LAYERS];
@@ -116,6 +117,7 @@ static ddp_result worker_create(worker *w, ddp_group *world, const settings *set
     w->grads = how == DP ? (float *)take(w, w->count * sizeof(float)) : NULL;
     w->momentum = owns ? (float *)take(w, w->count * sizeof(float)) : NULL;
     w->all_grads = master ? (float *)take(w, (size_t)w->world_size * w->count * sizeof(float)) : NULL;
+    w->sources = master ? (const void **)take(w, (size_t)w->world_size * sizeof *w->sources) : NULL;
     w->batch = master ? (float *)take(w, (size_t)set->batch * INPUTS * sizeof(float)) : NULL;
     w->batch_labels = master ? (int32_t *)take(w, (size_t)set->batch * sizeof(int32_t)) : NULL;
     w->labels = (int32_t *)take(w, (size_t)w->share * sizeof(int32_t));
@@ -156,7 +158,6 @@ static void update(float *weight, float *momentum, const float *grad, size_t cou
 }
 
 static ddp_result step_dp(worker *w, double *loss) {
-    const void *sources[DDP_MAX_LOCAL_RANKS];
     size_t share = (size_t)w->share;
     ddp_result result = ddp_scatter(w->world, w->batch, w->out[0], share * INPUTS, DDP_F32, 0, NULL);
     if (result == DDP_OK) result = ddp_scatter(w->world, w->batch_labels, w->labels, share, DDP_I32, 0, NULL);
@@ -164,8 +165,8 @@ static ddp_result step_dp(worker *w, double *loss) {
     if (result == DDP_OK) result = compute(w, loss);
     if (result == DDP_OK) result = ddp_gather(w->world, w->grads, w->all_grads, w->count, DDP_F32, 0, NULL);
     if (result != DDP_OK || w->rank != 0) return result;
-    for (int r = 0; r < w->world_size; r++) sources[r] = w->all_grads + (size_t)r * w->count;
-    ddp_reduce_tree(w->grads, sources, w->world_size, w->count, DDP_F32, DDP_OP_AVG, 0); /* in the order in which DDP adds */
+    for (int r = 0; r < w->world_size; r++) w->sources[r] = w->all_grads + (size_t)r * w->count;
+    ddp_reduce_tree(w->grads, w->sources, w->world_size, w->count, DDP_F32, DDP_OP_AVG, 0); /* in the order in which DDP adds */
     update(w->weights, w->momentum, w->grads, w->count);
     return DDP_OK;
 }
@@ -214,7 +215,6 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     float *final = NULL;
     ddp_result result = DDP_OK;
     if (j->set->batch % ranks) return ddp_fail(DDP_ERR_INVALID, "--batch %d is not divisible by %d ranks; use --batch %d", j->set->batch, ranks, ranks * 32);
-    if (ranks > DDP_MAX_LOCAL_RANKS) return ddp_fail(DDP_ERR_INVALID, "this is for up to %d ranks", DDP_MAX_LOCAL_RANKS);
     for (int how = 0; how < HOWS && result == DDP_OK; how++) result = measure(world, j->set, how, &final, r.value[how]);
     free(final);
     if (result == DDP_OK && ddp_rank(world) == 0) *j->into = r;

@@ -42,6 +42,10 @@
 #ifndef TRAIN_RANKS /* how many are started without --ranks */
 #define TRAIN_RANKS "one per core"
 #endif
+#ifndef TRAIN_MAX_RANKS /* over all machines; 0 = as many as there are */
+#define TRAIN_MAX_RANKS 0
+#endif
+#define TRAIN_MAX_AXIS 65536 /* ranks along a dimension of a mesh: what a flag takes */
 #define TRY(call) do { ddp_result try_result = (call); if (try_result != DDP_OK) return try_result; } while (0)
 #define WRONG(...) ddp_fail(DDP_ERR_INVALID, __VA_ARGS__)
 
@@ -274,7 +278,8 @@ static ddp_result check_writable(const char *path) {
 static ddp_result check_options(const run_options *o, int ranks) {
     if (o->wrong[0]) return WRONG("%s", o->wrong);
     if (o->ranks && o->ranks != ranks) return WRONG("--ranks %d, but the launcher started %d; leave --ranks out", o->ranks, ranks);
-    if (ranks > DDP_MAX_LOCAL_RANKS) return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks, DDP_MAX_LOCAL_RANKS);
+    if (TRAIN_MAX_RANKS && ranks > TRAIN_MAX_RANKS)
+        return WRONG("the launcher started %d ranks; this program runs on %d at most", ranks, TRAIN_MAX_RANKS);
     return check_writable(SVG_PATH);
 }
 
@@ -395,6 +400,7 @@ typedef struct run {
     int *tokens, *targets;         /* (micro_batch, context) */
     double *losses;                /* one per micro-batch of all ranks, in the order of the global batch; zeros but for this rank's */
     double train_seconds;
+    void *everyones;               /* what run_gather has gathered last */
     run_report report;             /* rank 0 */
 } run;
 
@@ -407,6 +413,14 @@ static ddp_result share_result(ddp_group *world, ddp_result result) {
     if (code == DDP_OK) return DDP_OK;
     TRY(ddp_broadcast(world, sentence, sizeof sentence, DDP_U8, 0, NULL));
     return ddp_fail((ddp_result)code, "%s", sentence);
+}
+
+/* r->everyones: what each rank has in `mine`, in the order of ranks, until the next call. Collective. */
+static ddp_result run_gather(run *r, const void *mine, size_t size_bytes) {
+    void *all = realloc(r->everyones, (size_t)r->world_size * size_bytes);
+    if (!all) return ddp_fail(DDP_ERR_NO_MEMORY, "%zu bytes of each of %d ranks do not fit in memory", size_bytes, r->world_size);
+    r->everyones = all;
+    return ddp_all_gather(r->world, mine, all, size_bytes, DDP_U8, NULL);
 }
 
 /* The plan and the text, which rank 0 has made with the given result, for everybody. Collective. */
@@ -504,6 +518,7 @@ static void run_free(run *r) {
     free(r->tokens);
     free(r->targets);
     free(r->losses);
+    free(r->everyones);
 }
 
 /* Token number `at` of the text. */
@@ -621,10 +636,10 @@ static inline void run_print_recompute(const run *r) {
 
 /* Drawing, both losses, and the hash of the weights, which all ranks must agree on. Collective. */
 static ddp_result run_finish(run *r, double validation, uint64_t hash) {
-    uint64_t hashes[DDP_MAX_LOCAL_RANKS];
+    const uint64_t *hashes;
     ddp_result result = DDP_OK;
-    hashes[r->rank] = hash;
-    TRY(ddp_all_gather(r->world, &hashes[r->rank], hashes, 1, DDP_U64, NULL));
+    TRY(run_gather(r, &hash, sizeof hash));
+    hashes = (const uint64_t *)r->everyones;
     for (int i = 1; i < r->world_size; i++)
         if (hashes[i] != hashes[0])
             return ddp_fail(DDP_ERR_CORRUPT, "rank %d has other weights than rank 0: its machine or its build computes differently", i);

@@ -247,8 +247,9 @@ static ddp_result train_steps(trainer *t, double *validation) {
 
 //== the end ================================================================================================== >>end
 
-/* Rank 0: exposed holds each rank's share of time. */
-static void print_table(const run *r, const double *exposed) {
+/* Rank 0, once each rank's share of time is gathered. */
+static void print_table(const run *r) {
+    const double *exposed = (const double *)r->everyones;
     double mean = 0, worst = 0;
     for (int i = 0; i < r->world_size; i++) {
         mean += exposed[i] / r->world_size;
@@ -269,15 +270,15 @@ static void print_hook(const trainer *t) {
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
     ddp_reducer_stats stats = DDP_ZERO;
-    double exposed[DDP_MAX_LOCAL_RANKS];
+    double exposed;
     TRY(ddp_reducer_get_stats(t->reducer, &stats));
-    exposed[r->rank] = r->train_seconds > 0 ? (stats.total_wait_seconds + t->gather_seconds) / r->train_seconds : 0;
-    TRY(ddp_all_gather(r->world, &exposed[r->rank], exposed, 1, DDP_F64, NULL));
+    exposed = r->train_seconds > 0 ? (stats.total_wait_seconds + t->gather_seconds) / r->train_seconds : 0;
+    TRY(run_gather(r, &exposed, sizeof exposed));
     if (r->rank == 0) {
         int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
-        print_table(r, exposed);
+        print_table(r);
         run_print_recompute(r);
         print_hook(t);
     }

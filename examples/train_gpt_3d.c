@@ -36,9 +36,9 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--pp", FLAG_INT32, NOT_SAVED, AT(stages), 1, DDP_MAX_LOCAL_RANKS, "N stages of the pipeline; default 1"},
-    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N ranks that share the batch and split a stage; default: what pp and tp leave"},
-    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N ranks that matrices are cut over; default 1"},
+    {"--pp", FLAG_INT32, NOT_SAVED, AT(stages), 1, TRAIN_MAX_AXIS, "N stages of the pipeline; default 1"},
+    {"--dp", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS, "N ranks that share the batch and split a stage; default: what pp and tp leave"},
+    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS, "N ranks that matrices are cut over; default 1"},
     {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any mesh"},
@@ -95,15 +95,20 @@ static void find_mesh(trainer *t) {
     const run_options *o = t->run.options;
     t->pp = o->stages ? o->stages : 1;
     t->tp = o->tensor ? o->tensor : 1;
-    t->dp = o->replicas ? o->replicas : t->run.world_size / (t->pp * t->tp);
+    t->dp = o->replicas ? o->replicas : (int)(t->run.world_size / ((int64_t)t->pp * t->tp));
     if (t->dp < 1) t->dp = 1;
 }
 
 static ddp_result check_mesh(const trainer *t, int heads) {
-    int ranks = t->run.world_size, rest = t->pp * t->tp;
-    if (t->pp * t->dp * t->tp != ranks)
-        return ranks % rest ? WRONG("--pp %d x --tp %d does not divide %d ranks; use --ranks %d", t->pp, t->tp, ranks, (ranks + rest - 1) / rest * rest)
-                            : WRONG("--pp %d x --dp %d x --tp %d are not %d ranks; use --dp %d", t->pp, t->dp, t->tp, ranks, ranks / rest);
+    int64_t ranks = t->run.world_size, rest = (int64_t)t->pp * t->tp, all = rest * t->dp;
+    if (all != ranks && all > DDP_MAX_LOCAL_RANKS)
+        return WRONG("--pp %d x --dp %d x --tp %d are %lld ranks, and there are %lld; start as many under mpirun, or use %d at most", t->pp, t->dp, t->tp,
+                     (long long)all, (long long)ranks, DDP_MAX_LOCAL_RANKS);
+    if (ranks % rest)
+        return WRONG("--pp %d x --tp %d does not divide %lld ranks; use --ranks %lld", t->pp, t->tp, (long long)ranks,
+                     (long long)((ranks + rest - 1) / rest * rest));
+    if (all != ranks)
+        return WRONG("--pp %d x --dp %d x --tp %d are not %lld ranks; use --dp %lld", t->pp, t->dp, t->tp, (long long)ranks, (long long)(ranks / rest));
     if (heads % t->tp) return WRONG("--heads %d cannot be dealt out to --tp %d ranks; use --tp %d", heads, t->tp, nearest_divisor(heads, t->tp));
     return DDP_OK;
 }
@@ -458,12 +463,12 @@ static ddp_result validate(trainer *t, double *loss) {
     return run_mean_loss(r, count, loss);
 }
 
-/* The validation loss, and after training steps a checkpoint. Collective. */
+/* The validation loss, and after training steps, and at the end, a checkpoint. Collective. */
 static ddp_result evaluate(trainer *t, int64_t step, double *loss) {
     run *r = &t->run;
     TRY(validate(t, loss));
     if (r->rank == 0) report_validation(&r->report, &r->plan, step, *loss);
-    if (!r->options->checkpoint || step == r->plan.first_step) return DDP_OK;
+    if (!r->options->checkpoint || (step == r->plan.first_step && step < r->plan.config.steps)) return DDP_OK;
     folder_state(&t->state, &r->plan);
     TRY(ddp_sampler_save(&r->sampler, &t->state.sampler));
     return ddp_fsdp_save(t->fsdp, r->options->checkpoint);
@@ -565,14 +570,11 @@ static void trainer_free(void *user) {
 
 static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
 
-/* Without --ranks a mesh starts as many as it has. */
-static int mesh_ranks(run_options *o) {
+/* Without --ranks a mesh starts as many as it has. One that is larger than a machine is a launcher's; without one, the only rank says so. */
+static int mesh_ranks(const run_options *o) {
     int64_t pp = o->stages ? o->stages : 1, dp = o->replicas ? o->replicas : 1, tp = o->tensor ? o->tensor : 1, ranks = pp * dp * tp;
-    if (ranks <= DDP_MAX_LOCAL_RANKS) return o->stages || o->replicas || o->tensor ? (int)ranks : 0;
-    if (!o->wrong[0])
-        snprintf(o->wrong, sizeof o->wrong, "--pp %d x --dp %d x --tp %d are %lld ranks; use %d at most", (int)pp, (int)dp, (int)tp, (long long)ranks,
-                 DDP_MAX_LOCAL_RANKS);
-    return 1;
+    if (ranks > DDP_MAX_LOCAL_RANKS) return 1;
+    return o->stages || o->replicas || o->tensor ? (int)ranks : 0;
 }
 
 int main(int argc, char **argv) {

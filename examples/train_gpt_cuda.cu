@@ -42,6 +42,7 @@ CHECKPOINTS
 #include "../ddp_fsdp.h"
 #include "../ddp_pipeline.h"
 #define TRAIN_PROMISE "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
+#define TRAIN_MAX_RANKS DDP_MAX_LOCAL_RANKS
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"

@@ -30,7 +30,7 @@ A STEP
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
     {"--strategy", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME what ranks split: full (ZeRO-3, default), grad (ZeRO-2), optim (ZeRO-1) or none"},
-    {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, DDP_MAX_LOCAL_RANKS, "N groups of ranks, each with all shards; default 1"},
+    {"--replicas", FLAG_INT32, NOT_SAVED, AT(replicas), 1, TRAIN_MAX_AXIS, "N groups of ranks, each with all shards; default 1"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "DIR save there at every validation and at the end; DIR.1 is the one before"},
     {"--resume", FLAG_TEXT, NOT_SAVED, AT(resume), 0, 0, "DIR go on from a checkpoint, on any number of ranks under any strategy"},
     RECOMPUTE_FLAG,
@@ -277,16 +277,23 @@ static ddp_result generate(trainer *t) {
     return ddp_fsdp_no_grad(t->fsdp, 0);
 }
 
+/* A rank's share of time that it waited, and the memory that it has. */
+typedef struct rank_use {
+    double exposed;
+    ddp_fsdp_memory memory;
+} rank_use;
+
 static void print_bytes(const char *purpose, size_t now, size_t peak, size_t predicted) {
     printf("  %-14s %11zu %11zu %11zu\n", purpose, now, peak, predicted);
 }
 
-/* Rank 0: exposed holds each rank's share of time, memory what each rank has. */
-static void print_table(const trainer *t, const double *exposed, const ddp_fsdp_memory *memory) {
+/* Rank 0, once what each rank uses is gathered. */
+static void print_table(const trainer *t) {
     const run *r = &t->run;
-    const ddp_fsdp_bytes *now = &memory[0].now, *peak = &memory[0].peak, *predicted = &memory[0].predicted;
+    const rank_use *use = (const rank_use *)r->everyones;
+    const ddp_fsdp_bytes *now = &use->memory.now, *peak = &use->memory.peak, *predicted = &use->memory.predicted;
     double mean = 0;
-    for (int i = 0; i < r->world_size; i++) mean += exposed[i] / r->world_size;
+    for (int i = 0; i < r->world_size; i++) mean += use[i].exposed / r->world_size;
     printf("\n  strategy   ranks   tokens/s   waiting for parameters\n");
     printf("  %-8s   %5d   %8.0f   %.2f%% of the time\n", strategy_name(t->strategy), r->world_size, tokens_per_second(r, r->plan.config.steps), 100 * mean);
     printf("\n  bytes of rank 0        now        peak   predicted\n");
@@ -298,23 +305,21 @@ static void print_table(const trainer *t, const double *exposed, const ddp_fsdp_
     print_bytes("bookkeeping", now->bookkeeping, peak->bookkeeping, predicted->bookkeeping);
     print_bytes("total", now->total, peak->total, predicted->total);
     printf("  peak of every rank:");
-    for (int i = 0; i < r->world_size; i++) printf(" %zu", memory[i].peak.total);
+    for (int i = 0; i < r->world_size; i++) printf(" %zu", use[i].memory.peak.total);
     printf("\n\n");
 }
 
 /* Sample, table, and what every run ends with. Collective. */
 static ddp_result finish(trainer *t, double validation) {
     run *r = &t->run;
-    double exposed[DDP_MAX_LOCAL_RANKS];
-    ddp_fsdp_memory memory[DDP_MAX_LOCAL_RANKS];
+    rank_use use = DDP_ZERO;
     uint64_t hash;
-    exposed[r->rank] = r->train_seconds > 0 ? t->gather_seconds / r->train_seconds : 0;
-    TRY(ddp_fsdp_get_memory(t->fsdp, &memory[r->rank]));
-    TRY(ddp_all_gather(r->world, &exposed[r->rank], exposed, 1, DDP_F64, NULL));
-    TRY(ddp_all_gather(r->world, &memory[r->rank], memory, sizeof *memory, DDP_U8, NULL));
+    use.exposed = r->train_seconds > 0 ? t->gather_seconds / r->train_seconds : 0;
+    TRY(ddp_fsdp_get_memory(t->fsdp, &use.memory));
     TRY(generate(t));
+    TRY(run_gather(r, &use, sizeof use));
     if (r->rank == 0) {
-        print_table(t, exposed, memory);
+        print_table(t);
         run_print_recompute(r);
     }
     TRY(hash_weights(t, &hash));

@@ -24,7 +24,7 @@ A BLOCK
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N ranks of a tensor group; default: as many as divide ranks and heads"},
+    {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, TRAIN_MAX_AXIS, "N ranks of a tensor group; default: as many as divide ranks and heads"},
     {"--sequence-parallel", FLAG_SWITCH, NOT_SAVED, AT(sequence_parallel), 0, 1, "stream and norms are cut by tokens"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N pieces in which tokens travel while others are multiplied; default 1"},
     {"--checkpoint", FLAG_TEXT, NOT_SAVED, AT(checkpoint), 0, 0, "FILE save there at every validation and at the end, as train_gpt does"},

@@ -83,6 +83,15 @@ fi
     done
     mesh back 2 1 4 --resume there4
     same_hash back "on 4 1 1"
+    # Without a step in between a checkpoint is written as it was read: values and moments of --tp 1 are the same bits after --tp 2 and back.
+    mesh uncut 1 2 1 $run --steps 3 --threads-as-ranks --checkpoint uncut
+    mesh cut 2 1 2 --resume uncut --threads-as-ranks --checkpoint cut
+    mesh joined 1 2 1 --resume cut --threads-as-ranks --checkpoint joined
+    same_hash cut uncut
+    for file in uncut/*.safetensors; do cmp "$file" "joined/${file#*/}" || fail "$file has other bits after --tp 2"; done
+    mesh "uncut goes on" 1 2 1 --resume uncut --steps 6 --threads-as-ranks
+    mesh "joined goes on" 1 2 1 --resume joined --steps 6 --threads-as-ranks
+    same_hash "joined goes on" "uncut goes on"
 }
 
 # --- wrong input ---
@@ -98,13 +107,13 @@ before=$(state)
 {
     wrong "--pp 2 x --dp 2 x --tp 2 are not 4 ranks; use --dp 1" $run --ranks 4 --pp 2 --dp 2 --tp 2 text
     wrong "--pp 3 x --tp 1 does not divide 4 ranks; use --ranks 6" $run --ranks 4 --pp 3 text
-    wrong "--pp 8 x --dp 8 x --tp 8 are 512 ranks; use 64 at most" $run --pp 8 --dp 8 --tp 8 text
+    wrong "--pp 8 x --dp 8 x --tp 8 are 512 ranks, and there are 1; start as many under mpirun, or use 64 at most" $run --pp 8 --dp 8 --tp 8 text
     wrong "--heads 4 cannot be dealt out to --tp 3 ranks; use --tp 2" $run --tp 3 text
     wrong "use --layers 4 or more" $run --pp 6 text
     wrong "use --context 16" $run --micro-batch 1 --context 15 --tp 2 --sequence-parallel text
     wrong "use --batch 16" $run --batch 14 --dp 4 text
     wrong "use --channels 16" $run --channels 15 --pp 2 text
-    wrong "--pp 0: give a whole number from 1 to 64" $run --pp 0 text
+    wrong "--pp 0: give a whole number from 1 to 65536" $run --pp 0 text
     wrong "there is no flag --chunks" $run --chunks 2 text
     wrong "No such file" $run --pp 2 missing
     wrong "it is not a folder" $run --pp 2 --checkpoint text text
