@@ -2457,7 +2457,7 @@ static unsigned ddp__pipe_stage_kinds(const ddp_pipeline *p, int stage) {
 static ddp__action_text ddp__pipe_stage_label(const ddp_pipeline *p, int stage) {
     ddp__action_text label;
     const char *name = p->stages ? p->stages[stage].desc.name : p->schedule->stage_rank[stage] == p->rank ? p->desc.stages[stage].name : NULL;
-    if (name) snprintf(label.text, sizeof label.text, "stage %d (%.27s)", stage, name);
+    if (name) snprintf(label.text, sizeof label.text, "stage %d (%.32s)", stage, name);
     else snprintf(label.text, sizeof label.text, "stage %d", stage);
     return label;
 }
