@@ -824,64 +824,49 @@ template <class F> static DDP__HD void ddp__cuda_walk(const F &f, const ddp__cud
 
 #define DDP__CUDA_HOST_THREADS 7 /* that tests on the CPU share elements out to */
 
-static ddp_result ddp__cuda_launch(const void *kernel, size_t blocks, void **arguments, size_t shared_bytes, cudaStream_t stream, const char *function) {
+/* Work is what a launch shares out: device() is a thread's part of it, host() all of it, where kernels are loops on the CPU. */
+template <class Work> static __global__ void ddp__cuda_kernel(const __grid_constant__ Work work) { work.device(); }
+template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->host(); }
+
+template <class Work> static ddp_result ddp__cuda_launch(const Work &work, size_t blocks, cudaStream_t stream, const char *function) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     dim3 grid((unsigned)(blocks < DDP__CUDA_BLOCKS ? blocks : DDP__CUDA_BLOCKS)), block(DDP__CUDA_THREADS);
-    cudaError_t error = DDP__CUDA_RUNTIME->launch(kernel, grid, block, arguments, shared_bytes, stream);
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchKernel");
-}
-
-/* Where kernels are loops on the CPU: puts work.run() on the stream. */
-template <class Work> static void ddp__cuda_run_work(void *copy) { ((Work *)copy)->run(); }
-
-template <class Work> static ddp_result ddp__cuda_on_host(const Work &work, cudaStream_t stream, const char *function) {
-    cudaError_t error = DDP__CUDA_RUNTIME->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
-    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, "cudaLaunchHostFunc");
+    void *arguments[1] = {(void *)&work};
+    cudaError_t error;
+    if (blocks == 0) return DDP_OK;
+    if (cuda->on_host) error = cuda->host_work(ddp__cuda_run_work<Work>, &work, sizeof work, stream);
+    else error = cuda->launch(DDP__CUDA_KERNEL(ddp__cuda_kernel<Work>), grid, block, arguments, 0, stream);
+    return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, function, cuda->on_host ? "cudaLaunchHostFunc" : "cudaLaunchKernel");
 }
 
 /* Arrays of one length, element by element. F has WIDTH and run<N>(at), N elements from index at on. */
-template <class F> static __global__ void ddp__cuda_each_kernel(const __grid_constant__ F f, const ddp__cuda_split split) {
-    ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x);
-}
-
 template <class F> struct ddp__cuda_each_work {
     F f;
     ddp__cuda_split split;
-    __forceinline__ void run() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
+    __device__ __forceinline__ void device() const { ddp__cuda_walk(f, split, (size_t)blockIdx.x * blockDim.x + threadIdx.x, (size_t)gridDim.x * blockDim.x); }
+    __forceinline__ void host() const { for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) ddp__cuda_walk(f, split, t, DDP__CUDA_HOST_THREADS); }
 };
 
 template <class F> static ddp_result ddp__cuda_each(const F &f, ddp__cuda_split split, cudaStream_t stream, const char *function) {
-    size_t rest = split.count - split.vectors * F::WIDTH, work = split.vectors > rest ? split.vectors : rest;
-    void *arguments[2] = {(void *)&f, &split};
-    if (split.count == 0) return DDP_OK;
-    if (DDP__CUDA_RUNTIME->on_host) {
-        ddp__cuda_each_work<F> work = {f, split};
-        return ddp__cuda_on_host(work, stream, function);
-    }
-    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_each_kernel<F>), (work - 1) / DDP__CUDA_THREADS + 1, arguments, 0, stream, function);
+    size_t rest = split.count - split.vectors * F::WIDTH, most = split.vectors > rest ? split.vectors : rest;
+    const ddp__cuda_each_work<F> work = {f, split};
+    return ddp__cuda_launch(work, (most + DDP__CUDA_THREADS - 1) / DDP__CUDA_THREADS, stream, function);
 }
 
 /* Chunks of a list of tensors, a block at a time. F has chunk(number, thread, threads). */
-template <class F> static __global__ void ddp__cuda_chunks_kernel(const __grid_constant__ F f, size_t chunks) {
-    for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x);
-}
-
 template <class F> struct ddp__cuda_chunks_work {
     F f;
     size_t chunks;
-    __forceinline__ void run() const {
+    __device__ __forceinline__ void device() const { for (size_t i = blockIdx.x; i < chunks; i += gridDim.x) f.chunk(i, threadIdx.x, blockDim.x); }
+    __forceinline__ void host() const {
         for (size_t i = 0; i < chunks; i++)
             for (size_t t = 0; t < DDP__CUDA_HOST_THREADS; t++) f.chunk(i, t, DDP__CUDA_HOST_THREADS);
     }
 };
 
 template <class F> static ddp_result ddp__cuda_chunks(const F &f, size_t chunks, cudaStream_t stream, const char *function) {
-    void *arguments[2] = {(void *)&f, &chunks};
-    if (chunks == 0) return DDP_OK;
-    if (DDP__CUDA_RUNTIME->on_host) {
-        ddp__cuda_chunks_work<F> work = {f, chunks};
-        return ddp__cuda_on_host(work, stream, function);
-    }
-    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_chunks_kernel<F>), chunks, arguments, 0, stream, function);
+    const ddp__cuda_chunks_work<F> work = {f, chunks};
+    return ddp__cuda_launch(work, chunks, stream, function);
 }
 
 /* Sums that one thread keeps side by side. */
@@ -902,30 +887,29 @@ template <int N> static __device__ __forceinline__ ddp__cuda_sums<N> ddp__cuda_f
      join(a, b)                       of lanes e and e + half, for half = TEAM / 2, ..., 2, 1; lane 0 ends up with the row's value
      finish(row, value, lane, cells)  every lane, with that value
      CELLS, flush(cells)              int64 sums that a block keeps in shared memory, and one thread's last word about them */
-template <class F> static __global__ void ddp__cuda_rows_kernel(const __grid_constant__ F f, size_t rows) {
-    __shared__ int64_t cells[F::CELLS];
-    const unsigned all = 0xffffffffu, teams = 32 / F::TEAM;
-    int lane = threadIdx.x % F::TEAM;
-    for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
-    __syncthreads();
-    /* A warp stays together, also where only some of its teams have a row left. */
-    for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows; first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
-        size_t row = first + threadIdx.x % 32 / F::TEAM;
-        typename F::value value = {};
-        if (row < rows) value = f.partial(row, lane, cells);
-        DDP__UNROLL
-        for (int half = F::TEAM / 2; half; half /= 2) value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
-        value = ddp__cuda_from_lane(value, 0, F::TEAM, all);
-        if (row < rows) f.finish(row, value, lane, cells);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) f.flush(cells);
-}
-
 template <class F> struct ddp__cuda_rows_work {
     F f;
     size_t rows;
-    __forceinline__ void run() const {
+    __device__ __forceinline__ void device() const {
+        __shared__ int64_t cells[F::CELLS];
+        const unsigned all = 0xffffffffu, teams = 32 / F::TEAM;
+        int lane = threadIdx.x % F::TEAM;
+        for (int i = threadIdx.x; i < F::CELLS; i += blockDim.x) cells[i] = 0;
+        __syncthreads();
+        /* A warp stays together, also where only some of its teams have a row left. */
+        for (size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32 * teams; first < rows; first += (size_t)gridDim.x * blockDim.x / 32 * teams) {
+            size_t row = first + threadIdx.x % 32 / F::TEAM;
+            typename F::value value = {};
+            if (row < rows) value = f.partial(row, lane, cells);
+            DDP__UNROLL
+            for (int half = F::TEAM / 2; half; half /= 2) value = F::join(value, ddp__cuda_from_lane(value, lane + half, F::TEAM, all));
+            value = ddp__cuda_from_lane(value, 0, F::TEAM, all);
+            if (row < rows) f.finish(row, value, lane, cells);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) f.flush(cells);
+    }
+    __forceinline__ void host() const {
         int64_t cells[F::CELLS] = {0};
         for (size_t row = 0; row < rows; row++) {
             typename F::value value[F::TEAM];
@@ -939,13 +923,8 @@ template <class F> struct ddp__cuda_rows_work {
 };
 
 template <class F> static ddp_result ddp__cuda_rows(const F &f, size_t rows, cudaStream_t stream, const char *function) {
-    void *arguments[2] = {(void *)&f, &rows};
-    if (rows == 0) return DDP_OK;
-    if (DDP__CUDA_RUNTIME->on_host) {
-        ddp__cuda_rows_work<F> work = {f, rows};
-        return ddp__cuda_on_host(work, stream, function);
-    }
-    return ddp__cuda_launch(DDP__CUDA_KERNEL(ddp__cuda_rows_kernel<F>), (rows - 1) / (DDP__CUDA_THREADS / F::TEAM) + 1, arguments, 0, stream, function);
+    const ddp__cuda_rows_work<F> work = {f, rows};
+    return ddp__cuda_launch(work, rows / (DDP__CUDA_THREADS / F::TEAM) + (rows % (DDP__CUDA_THREADS / F::TEAM) != 0), stream, function);
 }
 
 /* Block-local cells and those in device memory: integers, so the order of additions does not show. */
