@@ -1905,10 +1905,7 @@ static ddp_result ddp__cuda_device_enter(ddp_group *group, ddp_lane lane) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(lanes->device), "cudaSetDevice");
 }
 
-static ddp_result ddp__cuda_device_check(ddp_group *group) {
-    (void)group;
-    return ddp_cuda_check();
-}
+static ddp_result ddp__cuda_device_check(ddp_group *) { return ddp_cuda_check(); }
 
 static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     cudaEvent_t made = NULL;
@@ -1918,10 +1915,7 @@ static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
     return ddp__cuda_group_fail(group, error, placed == cudaSuccess ? "cudaEventCreateWithFlags" : "cudaSetDevice");
 }
 
-static void ddp__cuda_event_unmake(ddp_group *group, void *event) {
-    (void)group;
-    DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event);
-}
+static void ddp__cuda_event_unmake(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
 
 static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_lane lane, void *event) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
@@ -1967,8 +1961,7 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     return DDP_ERR_ENGINE;
 }
 
-static void ddp__cuda_device_free(ddp_group *group, void *memory) {
-    (void)group;
+static void ddp__cuda_device_free(ddp_group *, void *memory) {
     if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
 }
 
@@ -2269,17 +2262,15 @@ typedef struct ddp__nccl {
 static const ncclDataType_t ddp__nccl_dtype[] = {ncclNumTypes, ncclFloat32, ncclFloat64, ncclFloat16, (ncclDataType_t)9, ncclInt8, ncclUint8, ncclInt32,
                                                  ncclInt64, ncclUint64};
 
-static ddp_result ddp__nccl_status(const ddp_group *group, void *state) {
+static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
-    (void)group;
     if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) return DDP_OK;
     return ddp_fail(n->cause, "%s", n->text);
 }
 
 /* The first cause stays; text is complete before the cause is seen. */
-static void ddp__nccl_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
     ddp__nccl *n = (ddp__nccl *)state;
-    (void)group;
     pthread_mutex_lock(&n->lock);
     if (n->cause == DDP_OK) {
         snprintf(n->text, sizeof n->text, "%s", text);
@@ -2628,12 +2619,11 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp_fail(result, "%s", text);
 }
 
-static ddp_result ddp__nccl_run(ddp_group *group, void *state, const ddp_call *call) {
+static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__nccl *n = (ddp__nccl *)state;
     int capturing = 0;
     cudaError_t error;
     ddp_result result;
-    (void)group;
     if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) {
         result = ddp__nccl_status(n->group, n);
         return result == DDP_OK ? ddp__nccl_failed(n, call, ddp__cuda_on_control(n->control, call)) : result;
@@ -2651,14 +2641,12 @@ static ddp_result ddp__nccl_run(ddp_group *group, void *state, const ddp_call *c
 }
 
 /* The messages of a batch are one operation to the watchdog. */
-static ddp_result ddp__nccl_batch(ddp_group *group, void *state, int begin) {
+static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp__nccl *n = (ddp__nccl *)state;
-    ddp_call call;
+    ddp_call call = DDP_ZERO;
     int capturing = 0;
     ddp_result result;
-    memset(&call, 0, sizeof call);
     call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
-    (void)group;
     if (begin) {
         result = ddp__nccl_begin(n);
         if (result != DDP_OK) return result;
@@ -2774,8 +2762,7 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
         if (words[r].result != DDP_OK && r != n->rank) ddp__nccl_poison(n->group, n, (ddp_result)words[r].result, words[r].text);
     ddp__nccl_compare(n, words);
     for (int r = 0; r < n->world_size; r++) {
-        ddp__nccl_mark needs;
-        memset(&needs, 0, sizeof needs);
+        ddp__nccl_mark needs = DDP_ZERO;
         if (!words[r].leaving || r == n->rank) continue;
         gone = r + 1;
         pthread_mutex_lock(&n->lock);
@@ -2851,8 +2838,7 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_wo
 static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_word *words) {
     const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
     char text[DDP__CUDA_TEXT], what[160], behind[300] = "";
-    ddp__nccl_mark first;
-    memset(&first, 0, sizeof first);
+    ddp__nccl_mark first = DDP_ZERO;
     pthread_mutex_lock(&n->lock);
     if (n->op_count) first = n->ops[n->op_first].mark;
     pthread_mutex_unlock(&n->lock);
@@ -2867,10 +2853,9 @@ static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_w
 static void *ddp__nccl_watch(void *argument) {
     ddp__nccl *n = (ddp__nccl *)argument;
     ddp__nccl_word *words = (ddp__nccl_word *)(n + 1), *heard = words + 1, *hearing = heard + n->world_size;
-    ddp_work work;
+    ddp_work work = DDP_ZERO;
     ddp_result result = DDP_OK;
     int talking = n->world_size > 1, under_way = 0, done = 0, left = 0;
-    memset(&work, 0, sizeof work);
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
     DDP__CUDA_RUNTIME->relax_capture();
     for (;;) {
@@ -2920,12 +2905,11 @@ static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const c
     if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
     if (data) memcpy(own->data, data, sizeof own->data);
     result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
-    for (size_t r = 0; r < world_size && result == DDP_OK; r++) /* those that left because of another one come last */
-        if (votes[r].result != DDP_OK && votes[r].result != DDP_ERR_POISONED)
+    for (size_t i = 0; i < 2 * world_size && result == DDP_OK; i++) { /* those that left because of another one come last */
+        size_t r = i % world_size;
+        if (votes[r].result != DDP_OK && (votes[r].result != DDP_ERR_POISONED || i >= world_size))
             result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
-    for (size_t r = 0; r < world_size && result == DDP_OK; r++)
-        if (votes[r].result != DDP_OK)
-            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
+    }
     if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
     ddp_group_mfree(control, votes);
     return result;
@@ -3062,11 +3046,10 @@ static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state
 static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     const ddp__cuda_seed *seed = (const ddp__cuda_seed *)ddp_group_backend_user(group);
     const char *who = "ddp_cuda_group_create";
-    ncclUniqueId id;
+    ncclUniqueId id = DDP_ZERO;
     ddp_result result;
     ddp__nccl *n;
     *state = NULL;
-    memset(&id, 0, sizeof id);
     if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
     n = ddp__nccl_new(group, &result);
     if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
@@ -3104,14 +3087,13 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
-static ddp_result ddp__nccl_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
     ddp__nccl *p = (ddp__nccl *)state, *n = NULL;
     int color = member_count > 0 ? members[0] : -1, key = child ? ddp_rank(child) : 0;
     const char *who = "ddp_group_split";
     ncclComm_t made = NULL;
     ddp_group *control = NULL;
     ddp_result result = DDP_OK;
-    (void)parent;
     *child_state = NULL;
     if (child) n = ddp__nccl_new(child, &result);
     else if (member_count > 0) result = DDP_ERR_NO_MEMORY;
@@ -3213,9 +3195,8 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
 }
 
 /* Ends what is under way, with the watchdog still there to end it otherwise; then the watchdog, then the communicator. */
-static void ddp__nccl_close(ddp_group *group, void *state) {
+static void ddp__nccl_close(ddp_group *, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
-    (void)group;
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
     while (ddp__nccl_status(n->group, n) == DDP_OK && DDP__CUDA_RUNTIME->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
         DDP__CUDA_RUNTIME->clear_error();
@@ -3313,16 +3294,14 @@ static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
 }
 
 /* The cause of either group. Its line is the bare cause. */
-static ddp_result ddp__cuda_staged_status(const ddp_group *group, void *state) {
+static ddp_result ddp__cuda_staged_status(const ddp_group *, void *state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp_result result = ddp_group_cause(s->control);
-    (void)group;
     return result == DDP_OK ? ddp_group_cause(s->messages) : result;
 }
 
-static void ddp__cuda_staged_poison(ddp_group *group, void *state, ddp_result cause, const char *text) {
+static void ddp__cuda_staged_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    (void)group;
     ddp_group_poison(s->control, cause, text);
     ddp_group_poison(s->messages, cause, text);
 }
@@ -3370,9 +3349,8 @@ static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
 
 /* Ranks tell each other the same text, or why one cannot take part (mine): the same result and line on every rank. */
 static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
-    ddp__cuda_word word;
+    ddp__cuda_word word = DDP_ZERO;
     ddp_result result;
-    memset(&word, 0, sizeof word);
     word.result = mine;
     snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
     result = ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL);
@@ -3531,13 +3509,12 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
     return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
 }
 
-static ddp_result ddp__cuda_staged_run(ddp_group *group, void *state, const ddp_call *call) {
+static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_rounds p;
     char text[200];
     int before, agreed;
     ddp_result result, idle;
-    (void)group;
     if (call->tag) { /* on host memory */
         result = ddp_group_call(s->control, call, NULL);
         return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
@@ -3620,12 +3597,11 @@ static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message
     return DDP_OK;
 }
 
-static ddp_result ddp__cuda_staged_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **request) {
+static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp_call *call, void **request) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     int before = ddp__cuda_staged_enter(s->device);
     ddp_result result = DDP_ERR_NO_MEMORY;
     ddp__cuda_message *m;
-    (void)group;
     pthread_mutex_lock(&s->lock);
     m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype));
     if (m) {
@@ -3675,12 +3651,11 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message 
     return ddp__cuda_staged_error(error, "cudaEventQuery");
 }
 
-static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *group, void *state, void *request, int *done) {
+static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *request, int *done) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_message *m = (ddp__cuda_message *)request;
     int before = ddp__cuda_staged_enter(s->device);
     ddp_result result;
-    (void)group;
     *done = 0;
     pthread_mutex_lock(&s->lock);
     ddp__cuda_messages_send(s);
@@ -3847,9 +3822,8 @@ static ddp_result ddp__cuda_staged_open(ddp_group *group, void **state) {
     return ddp__cuda_staged_make(group, seed->control, 0, seed->device, state);
 }
 
-static ddp_result ddp__cuda_staged_split(ddp_group *parent, void *state, ddp_group *child, const int *members, int member_count, void **child_state) {
+static ddp_result ddp__cuda_staged_split(ddp_group *, void *state, ddp_group *child, const int *members, int, void **child_state) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    (void)parent; (void)member_count;
     return ddp__cuda_staged_make(child, s->control, child ? members[0] : -1, s->device, child_state);
 }
 
@@ -3885,7 +3859,7 @@ static ddp_result ddp__cuda_engine(const ddp_cuda_desc *desc, int shared, const 
 static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc) {
     ddp_cuda_pick_desc pick = DDP_ZERO;
     ddp_group_desc group = DDP_ZERO;
-    ddp__cuda_seed seed;
+    ddp__cuda_seed seed = DDP_ZERO;
     ddp__cuda_seat seat;
     const char *notice;
     ddp_result result;
@@ -3902,7 +3876,6 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
     result = ddp__cuda_pick(control, &pick, device, choice, &seat);
     if (result == DDP_OK) result = ddp__cuda_engine(desc, seat.shared, &group.backend, &notice);
     if (result != DDP_OK) return result;
-    memset(&seed, 0, sizeof seed);
     seed.control = control, seed.device = seat.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
     group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
     result = ddp_group_create_on(out, control, &group);
