@@ -424,6 +424,11 @@ static ddp_result ddp__cuda_fail(cudaError_t error, const char *function, const 
                     cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
+/* Leave the function with a failure of call: of ours; of CUDA's, where `called` is its name. */
+#define DDP__CUDA_TRY(call) do { ddp_result ddp__tried = (call); if (ddp__tried != DDP_OK) return ddp__tried; } while (0)
+#define DDP__CUDA_DO(function, called, call) \
+    do { cudaError_t ddp__error = (call); if (ddp__error != cudaSuccess) return ddp__cuda_fail(ddp__error, function, called); } while (0)
+
 /* For functions that return nothing. */
 static void ddp__cuda_keep(ddp_result result) {
     ddp__cuda_thread *mine = &ddp__cuda_mine;
@@ -482,8 +487,7 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     unsigned char uuid[16];
     *device = -1;
     for (int i = 0; i < count; i++) {
-        cudaError_t error = DDP__CUDA_RUNTIME->device_identity(i, name, uuid);
-        if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaGetDeviceProperties");
+        DDP__CUDA_DO("ddp_cuda_pick", "cudaGetDeviceProperties", DDP__CUDA_RUNTIME->device_identity(i, name, uuid));
         ddp__cuda_uuid_text(text, uuid);
         if (!ddp__cuda_uuid_begins(text, wanted)) continue;
         if (*device >= 0)
@@ -514,17 +518,14 @@ static ddp_result ddp__cuda_choose(const ddp_cuda_pick_desc *desc, int local_ran
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     int count = 0, device = -1;
     char name[256];
-    ddp_result result;
     cudaError_t error;
     if (desc->devices && desc->uuid) return ddp_fail(DDP_ERR_INVALID, "set devices or uuid, not both");
     if (!desc->devices != !desc->device_count || desc->device_count < 0) return ddp_fail(DDP_ERR_INVALID, "set both devices and device_count, or neither");
     error = cuda->device_count(&count);
     if (error != cudaSuccess && error != cudaErrorNoDevice) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceCount");
     if (error == cudaErrorNoDevice) { cuda->clear_error(); count = 0; }
-    result = desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device);
-    if (result != DDP_OK) return result;
-    error = cuda->device_identity(device, name, seat->uuid);
-    if (error != cudaSuccess) return ddp__cuda_fail(error, "on this machine", "cudaGetDeviceProperties");
+    DDP__CUDA_TRY(desc->uuid ? ddp__cuda_by_uuid(desc->uuid, count, &device) : ddp__cuda_by_number(desc, local_rank, given, count, &device));
+    DDP__CUDA_DO("on this machine", "cudaGetDeviceProperties", cuda->device_identity(device, name, seat->uuid));
     seat->device = device;
     return DDP_OK;
 }
@@ -1129,14 +1130,12 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
     ddp__cuda_multi<D, S, M> f = {};
     f.flat = call->flat, f.pack = call->pack, f.factor = call->factor;
     for (int done = 0; done < call->range_count; done += f.range_count) {
-        ddp_result result;
         f.range_count = call->range_count - done < DDP__CUDA_RANGES ? call->range_count - done : DDP__CUDA_RANGES;
         for (int i = 0; i < f.range_count; i++) {
             f.data[i] = call->ranges[done + i].data, f.offset[i] = call->ranges[done + i].offset, f.count[i] = call->ranges[done + i].count;
             f.first[i + 1] = f.first[i] + f.count[i] / DDP__CUDA_CHUNK + (f.count[i] % DDP__CUDA_CHUNK != 0);
         }
-        result = ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function);
-        if (result != DDP_OK) return result;
+        DDP__CUDA_TRY(ddp__cuda_chunks(f, f.first[f.range_count], call->stream, call->function));
     }
     return DDP_OK;
 }
@@ -2174,14 +2173,12 @@ static ddp_result ddp__cuda_lt_multiply(ddp_group *group, ddp__cuda_products *p,
 static ddp_result ddp__cuda_gemm(const ddp_gemm *g, ddp_group *group, int tf32) {
     ddp_layer zeros = DDP_ZERO;
     ddp__cuda_products *products;
-    ddp_result result;
     if (!g || !group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: %s", g ? "user is no group of GPUs; set gemm_user to that of the layers" : "gemm is NULL");
     if (g->m < 0 || g->n < 0 || g->k < 0 || (g->dtype != DDP_F32 && g->dtype != DDP_F64))
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_gemm: m=%lld n=%lld k=%lld dtype=%s; sizes are not negative, dtypes f32 and f64", (long long)g->m,
                         (long long)g->n, (long long)g->k, ddp_dtype_name(g->dtype));
-    result = ddp__cuda_products_open(group, g, &products);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__cuda_products_open(group, g, &products));
     if (g->m && g->n && g->k) return ddp__cuda_lt_multiply(group, products, g, tf32, ddp__cuda_mine.stream);
     zeros.kind = DDP_LAYER_GEMM, zeros.gemm = g;
     return g->dtype == DDP_F32 ? ddp__cuda_layer_do<float>(&zeros) : ddp__cuda_layer_do<double>(&zeros);
@@ -2393,8 +2390,8 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
     int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
     void *sum = scratch + (size_t)n->rank * t->share * size;
-    ddp_result result = ddp__nccl_open_group(n);
-    if (result != DDP_OK) return result;
+    ddp_result result = DDP_OK;
+    DDP__CUDA_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         sources[j] = j == n->rank ? (const unsigned char *)call->send + own * size : scratch + (size_t)j * t->share * size;
         if (j == n->rank) continue;
@@ -2408,8 +2405,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     if (result == DDP_OK && mine)
         result = ddp_cuda_reduce_tree(&sum, 1, sources, n->world_size, mine, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
     if (result != DDP_OK || !(to_all || to_root)) return result;
-    result = ddp__nccl_open_group(n);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
         if (j == n->rank) continue;
         at = ddp__nccl_share(t, j, &theirs);
@@ -2495,8 +2491,7 @@ static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
     int made;
     ddp_result result;
     if (ddp__nccl_in_order(n, call)) return ddp__nccl_reduce_in_order(n, call);
-    result = ddp__nccl_op_of(n, call, &op, &made);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__nccl_op_of(n, call, &op, &made));
     if (call->kind == DDP_CALL_ALL_REDUCE)
         result = ddp__nccl_settle(n, n->comm, ncclAllReduce(call->send, call->recv, call->count, dtype, op, n->comm, stream), "ncclAllReduce");
     else if (call->kind == DDP_CALL_REDUCE)
@@ -2631,8 +2626,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
     if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
     if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
-    result = ddp__nccl_begin(n);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__nccl_begin(n));
     result = ddp__nccl_note(n, call);
     if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
     result = ddp__nccl_noted(n, capturing, result);
@@ -2648,8 +2642,7 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp_result result;
     call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
     if (begin) {
-        result = ddp__nccl_begin(n);
-        if (result != DDP_OK) return result;
+        DDP__CUDA_TRY(ddp__nccl_begin(n));
         result = ddp__nccl_note(n, &call);
         if (result == DDP_OK) result = ddp__nccl_open_group(n);
         if (result == DDP_OK) return DDP_OK;
@@ -3340,21 +3333,18 @@ static ddp_result ddp__cuda_staged_await(ddp__cuda_staged *s, cudaEvent_t event,
 
 static ddp_result ddp__cuda_staged_memory(ddp__cuda_staged *s) {
     void *memory = NULL;
-    ddp_result result;
     if (s->memory) return DDP_OK;
-    result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc");
-    if (result == DDP_OK) s->memory = (unsigned char *)memory;
-    return result;
+    DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->host_alloc(&memory, 4 * DDP__CUDA_STAGE), "cudaHostAlloc"));
+    s->memory = (unsigned char *)memory;
+    return DDP_OK;
 }
 
 /* Ranks tell each other the same text, or why one cannot take part (mine): the same result and line on every rank. */
 static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, const char *text) {
     ddp__cuda_word word = DDP_ZERO;
-    ddp_result result;
     word.result = mine;
     snprintf(word.text, sizeof word.text, "%.251s", mine == DDP_OK ? text : ddp_last_error());
-    result = ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp_all_gather(s->control, &word, s->words, sizeof word, DDP_U8, NULL));
     for (int r = 0; r < s->world_size; r++)
         if (s->words[r].result != DDP_OK) return ddp_fail((ddp_result)s->words[r].result, "rank %d: %s", r, s->words[r].text);
     for (int r = 1; r < s->world_size; r++)
@@ -3433,8 +3423,7 @@ static cudaError_t ddp__cuda_stage_copy(const ddp__cuda_staged *s, const ddp__cu
 }
 
 static ddp_result ddp__cuda_round_down(ddp__cuda_staged *s, const ddp__cuda_rounds *p, size_t k) {
-    cudaError_t error = ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0);
-    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    DDP__CUDA_TRY(ddp__cuda_staged_error(ddp__cuda_stage_copy(s, p, &p->in, s->memory + (k & 1) * DDP__CUDA_STAGE, k, 0), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->down[k & 1], s->stream), "cudaEventRecord");
 }
 
@@ -3501,11 +3490,9 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     cudaStream_t compute = ddp__cuda_mine.stream;
     int capturing = 0;
-    cudaError_t error = cuda->stream_capturing(compute, &capturing);
-    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaStreamIsCapturing");
+    DDP__CUDA_TRY(ddp__cuda_staged_error(cuda->stream_capturing(compute, &capturing), "cudaStreamIsCapturing"));
     if (capturing) return ddp_fail(DDP_ERR_UNSUPPORTED, "a group staged through the host cannot be captured into a CUDA graph; end the capture first");
-    error = cuda->event_record(event, compute);
-    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaEventRecord");
+    DDP__CUDA_TRY(ddp__cuda_staged_error(cuda->event_record(event, compute), "cudaEventRecord"));
     return stream ? ddp__cuda_staged_error(cuda->stream_wait_event(stream, event), "cudaStreamWaitEvent") : DDP_OK;
 }
 
@@ -3574,22 +3561,19 @@ static void ddp__cuda_message_give(ddp__cuda_staged *s, ddp__cuda_message *m) {
 
 static ddp_result ddp__cuda_message_copy(ddp__cuda_staged *s, ddp__cuda_message *m, void *dst, const void *src) {
     size_t size = m->call.count * ddp_dtype_size(m->call.dtype);
-    cudaError_t error = size ? DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream) : cudaSuccess;
-    if (error != cudaSuccess) return ddp__cuda_staged_error(error, "cudaMemcpyAsync");
+    if (size) DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size, cudaMemcpyDefault, s->message_stream), "cudaMemcpyAsync"));
     return ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(m->event, s->message_stream), "cudaEventRecord");
 }
 
 static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message *m) {
     const ddp_call *call = &m->call;
-    ddp_result result;
     if (call->kind == DDP_CALL_RECV) { /* its event is where the buffer may be written */
-        result = ddp__cuda_staged_fence(0, m->event);
+        DDP__CUDA_TRY(ddp__cuda_staged_fence(0, m->event));
         m->stage = DDP__CUDA_WIRE;
-        return result == DDP_OK ? ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work) : result;
+        return ddp_recv(s->messages, m->memory, call->count, call->dtype, call->root, call->tag, &m->work);
     }
-    result = ddp__cuda_staged_fence(s->message_stream, m->event);
-    if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->memory, call->send);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__cuda_staged_fence(s->message_stream, m->event));
+    DDP__CUDA_TRY(ddp__cuda_message_copy(s, m, m->memory, call->send));
     m->stage = DDP__CUDA_DOWN;
     m->next = NULL;
     *s->coming_end = m;
@@ -3631,19 +3615,17 @@ static void ddp__cuda_messages_send(ddp__cuda_staged *s) {
 }
 
 static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message *m, int *done) {
-    ddp_result result = m->result;
     cudaError_t error;
     int over = 0;
-    if (result != DDP_OK || m->stage == DDP__CUDA_DOWN) return result;
+    if (m->result != DDP_OK || m->stage == DDP__CUDA_DOWN) return m->result;
     if (m->stage == DDP__CUDA_WIRE) {
-        result = ddp_test(s->messages, &m->work, &over);
-        if (result == DDP_OK && over) result = ddp_wait(s->messages, &m->work);
-        if (result != DDP_OK || !over) return result;
+        DDP__CUDA_TRY(ddp_test(s->messages, &m->work, &over));
+        if (!over) return DDP_OK;
+        DDP__CUDA_TRY(ddp_wait(s->messages, &m->work));
         if (m->call.kind == DDP_CALL_SEND) { *done = 1; return DDP_OK; }
         m->stage = DDP__CUDA_UP;
-        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent");
-        if (result == DDP_OK) result = ddp__cuda_message_copy(s, m, m->call.recv, m->memory);
-        if (result != DDP_OK) return result;
+        DDP__CUDA_TRY(ddp__cuda_staged_error(DDP__CUDA_RUNTIME->stream_wait_event(s->message_stream, m->event), "cudaStreamWaitEvent"));
+        DDP__CUDA_TRY(ddp__cuda_message_copy(s, m, m->call.recv, m->memory));
     }
     error = DDP__CUDA_RUNTIME->event_query(m->event);
     if (error == cudaErrorNotReady) { DDP__CUDA_RUNTIME->clear_error(); return DDP_OK; }
@@ -3873,9 +3855,8 @@ static ddp_result ddp__cuda_group_create(ddp_group **out, ddp_group *control, co
         ddp_fail(DDP_ERR_INVALID, "engine=%d order=%d timeout_ms=%d: one of them is not a value of its kind", (int)desc->engine, (int)desc->order, desc->timeout_ms);
         choice = -1;
     }
-    result = ddp__cuda_pick(control, &pick, device, choice, &seat);
-    if (result == DDP_OK) result = ddp__cuda_engine(desc, seat.shared, &group.backend, &notice);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__cuda_pick(control, &pick, device, choice, &seat));
+    DDP__CUDA_TRY(ddp__cuda_engine(desc, seat.shared, &group.backend, &notice));
     seed.control = control, seed.device = seat.device, seed.stream = desc->stream, seed.comm_stream = desc->comm_stream, seed.comm = desc->comm;
     group.device = ddp_device_cuda(), group.order = desc->order, group.name = desc->name, group.timeout_ms = desc->timeout_ms, group.backend_user = &seed;
     result = ddp_group_create_on(out, control, &group);
@@ -3892,14 +3873,10 @@ extern "C" {
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device) {
     ddp_cuda_pick_desc all_defaults = DDP_ZERO;
     ddp__cuda_seat mine;
-    ddp_result result;
-    cudaError_t error;
     if (!device) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_pick: device is NULL");
     *device = -1;
-    result = ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine);
-    if (result != DDP_OK) return result;
-    error = DDP__CUDA_RUNTIME->set_device(mine.device);
-    if (error != cudaSuccess) return ddp__cuda_fail(error, "ddp_cuda_pick", "cudaSetDevice");
+    DDP__CUDA_TRY(ddp__cuda_pick(control, desc ? desc : &all_defaults, -1, 0, &mine));
+    DDP__CUDA_DO("ddp_cuda_pick", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(mine.device));
     *device = mine.device;
     return DDP_OK;
 }
@@ -3962,9 +3939,8 @@ DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const vo
     if (op == DDP_OP_AVG && divisor) call.divisor = divisor;
     if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_any(&call, dtype);
     for (int k = 0; k < dst_count; k++) {
-        cudaError_t error = cudaSuccess;
-        if (count && dst[k] != src[0]) error = DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype), cudaMemcpyDeviceToDevice, stream);
-        if (error != cudaSuccess) return ddp__cuda_fail(error, function, "cudaMemcpyAsync");
+        if (count == 0 || dst[k] == src[0]) continue;
+        DDP__CUDA_DO(function, "cudaMemcpyAsync", DDP__CUDA_RUNTIME->memcpy_async(dst[k], src[0], count * ddp_dtype_size(dtype), cudaMemcpyDeviceToDevice, stream));
     }
     return DDP_OK;
 }
@@ -3990,8 +3966,7 @@ DDPDEF ddp_result ddp_cuda_unscale(void *data, size_t rows, size_t row_count, dd
 DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
     const char *function = "ddp_cuda_adamw";
     ddp_cuda_step_desc d;
-    ddp_result result = ddp__cuda_step_check(desc, &d, function);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
     if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F32>, DDP_F32>(&d, 2, stream, function);
     if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F16>, DDP_F16>(&d, 2, stream, function);
@@ -4001,8 +3976,7 @@ DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t st
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
     const char *function = "ddp_cuda_sgd";
     ddp_cuda_step_desc d;
-    ddp_result result = ddp__cuda_step_check(desc, &d, function);
-    if (result != DDP_OK) return result;
+    DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
     if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F32>, DDP_F32>(&d, d.momentum != 0, stream, function);
     if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F16>, DDP_F16>(&d, d.momentum != 0, stream, function);
