@@ -2145,7 +2145,7 @@ static cublasStatus_t ddp__cuda_lt_ask(const ddp__cuda_products *p, ddp__cuda_lt
         s = cublasLtMatmulPreferenceSetAttribute(&want, (cublasLtMatmulPreferenceAttributes_t)i, &align, sizeof align);
     if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulAlgoGetHeuristic(p->handle, &d->product, &d->a, &d->b, &d->c, &d->c, &want, 1, &found, &count);
     if (s != CUBLAS_STATUS_SUCCESS || count == 0) return s == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : s;
-    *algo = found.algo;
+    if (found.state == CUBLAS_STATUS_SUCCESS) *algo = found.algo; /* until then it may be an older product's */
     return found.state;
 }
 

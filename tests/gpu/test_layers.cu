@@ -400,6 +400,14 @@ static ddp_result bad_products(device_rank *d) {
         g.n = g.ldb = g.ldc = n % 100 + 1;
         RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
     }
+    g.n = g.ldb = g.ldc = 36; /* of the last 64, 37 is the oldest: its place is that of the next new one */
+    fake_lt_state = CUBLAS_STATUS_NOT_SUPPORTED;
+    LAYER_TRY(refused(d, &g, d->group, DDP_ERR_ENGINE, "cublasLtMatmulAlgoGetHeuristic: it failed (CUBLAS_STATUS_NOT_SUPPORTED)"));
+    fake_lt_state = CUBLAS_STATUS_SUCCESS;
+    for (int n = 37; n >= 36; n--) { /* what was refused is asked for again */
+        g.n = g.ldb = g.ldc = n;
+        RANKS_OK(d->cpu, ddp_cuda_gemm(&g, d->group));
+    }
     RANKS_CHECK(d->cpu, fake_lt_tf32 == 0, "TF32 unasked for");
     RANKS_OK(d->cpu, ddp_cuda_gemm_tf32(&g, d->group));
     RANKS_CHECK(d->cpu, fake_lt_tf32 == 1, "no TF32");

@@ -21,6 +21,7 @@ struct fake_lt_way { int compute, type; uint32_t m, n, k, epilogue, bytes; uint1
 static int fake_lt_handles, fake_lt_asked, fake_lt_tf32; /* that live; questions for a way; products by TF32 */
 static uint64_t fake_lt_refused;                         /* 1 << epilogue % 61 */
 static cublasStatus_t fake_lt_refusal = CUBLAS_STATUS_NOT_SUPPORTED; /* what is answered then */
+static cublasStatus_t fake_lt_state = CUBLAS_STATUS_SUCCESS; /* of what the heuristics find */
 static int fake_lt_late;                                 /* 1: not by the heuristics, but by the product */
 static int fake_lt_fused;                                /* products with an epilogue */
 
@@ -150,7 +151,7 @@ extern "C" cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cubla
     way.align[5] = fake_lt_aligned(how.aux);
     fake_lt<fake_lt_way>(&found->algo) = way;
     found->workspaceSize = w.bytes;
-    found->state = CUBLAS_STATUS_SUCCESS;
+    found->state = fake_lt_state;
     *count = 1;
     return CUBLAS_STATUS_SUCCESS;
 }
