@@ -3273,18 +3273,20 @@ typedef struct ddp__cuda_staged {
     ddp__cuda_message *coming, **coming_end, *free_messages, *all_messages;
 } ddp__cuda_staged;
 
-/* Calls run on threads of their own, too: the device is that of a thread. */
-static int ddp__cuda_staged_enter(int device) {
-    int before = device;
-    if (DDP__CUDA_RUNTIME->get_device(&before) != cudaSuccess) before = device;
-    if (before != device) DDP__CUDA_RUNTIME->set_device(device);
-    return before;
-}
-static void ddp__cuda_staged_leave(int before, int device) { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
-
 static ddp_result ddp__cuda_staged_error(cudaError_t error, const char *call) {
     return error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "staging through the host", call);
 }
+
+/* Calls run on threads of their own, too: the device is that of a thread, which has its own again when the visit is over. */
+struct ddp__cuda_visit {
+    int before, device;
+    ddp_result result;
+    __forceinline__ explicit ddp__cuda_visit(int there) : before(there), device(there) {
+        result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->get_device(&before), "cudaGetDevice");
+        if (before != device) result = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->set_device(device), "cudaSetDevice");
+    }
+    __forceinline__ ~ddp__cuda_visit() { if (before != device) DDP__CUDA_RUNTIME->set_device(before); }
+};
 
 /* The cause of either group. Its line is the bare cause. */
 static ddp_result ddp__cuda_staged_status(const ddp_group *, void *state) {
@@ -3500,14 +3502,14 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_rounds p;
     char text[200];
-    int before, agreed;
+    int agreed;
     ddp_result result, idle;
     if (call->tag) { /* on host memory */
         result = ddp_group_call(s->control, call, NULL);
         return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 0);
     }
-    before = ddp__cuda_staged_enter(s->device);
-    result = ddp__cuda_staged_memory(s);
+    const ddp__cuda_visit visit(s->device);
+    result = visit.result == DDP_OK ? ddp__cuda_staged_memory(s) : visit.result;
     ddp__cuda_plan(s, call, &p);
     ddp__cuda_describe(text, sizeof text, call);
     if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
@@ -3518,9 +3520,7 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     if (result != DDP_OK) result = ddp__cuda_staged_failed(s, result, agreed);
     idle = ddp__cuda_staged_error(DDP__CUDA_RUNTIME->event_record(s->ready, s->stream), "cudaEventRecord");
     if (idle == DDP_OK) idle = ddp__cuda_staged_await(s, s->ready, "copying the result");
-    if (result == DDP_OK && idle != DDP_OK) result = ddp__cuda_staged_failed(s, idle, 1);
-    ddp__cuda_staged_leave(before, s->device);
-    return result;
+    return result == DDP_OK && idle != DDP_OK ? ddp__cuda_staged_failed(s, idle, 1) : result;
 }
 
 /* --- sends and receives --- */
@@ -3583,11 +3583,11 @@ static ddp_result ddp__cuda_message_start(ddp__cuda_staged *s, ddp__cuda_message
 
 static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp_call *call, void **request) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    int before = ddp__cuda_staged_enter(s->device);
-    ddp_result result = DDP_ERR_NO_MEMORY;
-    ddp__cuda_message *m;
+    const ddp__cuda_visit visit(s->device);
+    ddp_result result = visit.result;
+    ddp__cuda_message *m = NULL;
     pthread_mutex_lock(&s->lock);
-    m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype));
+    if (result == DDP_OK && !(m = ddp__cuda_message_take(s, call->count * ddp_dtype_size(call->dtype)))) result = DDP_ERR_NO_MEMORY;
     if (m) {
         m->call = *call;
         m->result = DDP_OK;
@@ -3596,7 +3596,6 @@ static ddp_result ddp__cuda_staged_p2p_start(ddp_group *, void *state, const ddp
     }
     pthread_mutex_unlock(&s->lock);
     *request = m;
-    ddp__cuda_staged_leave(before, s->device);
     return result == DDP_OK ? DDP_OK : ddp__cuda_staged_failed(s, result, 1);
 }
 
@@ -3636,12 +3635,12 @@ static ddp_result ddp__cuda_message_poll(ddp__cuda_staged *s, ddp__cuda_message 
 static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *request, int *done) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
     ddp__cuda_message *m = (ddp__cuda_message *)request;
-    int before = ddp__cuda_staged_enter(s->device);
-    ddp_result result;
+    const ddp__cuda_visit visit(s->device);
+    ddp_result result = visit.result;
     *done = 0;
     pthread_mutex_lock(&s->lock);
-    ddp__cuda_messages_send(s);
-    result = ddp__cuda_message_poll(s, m, done);
+    if (result == DDP_OK) ddp__cuda_messages_send(s);
+    if (result == DDP_OK) result = ddp__cuda_message_poll(s, m, done);
     if (result == DDP_OK && !*done) result = ddp__cuda_staged_status(NULL, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
     if (result != DDP_OK) {
         result = ddp__cuda_staged_failed(s, result, 1);
@@ -3649,7 +3648,6 @@ static ddp_result ddp__cuda_staged_p2p_poll(ddp_group *, void *state, void *requ
     }
     if (result != DDP_OK || *done) ddp__cuda_message_give(s, m);
     pthread_mutex_unlock(&s->lock);
-    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -3668,8 +3666,8 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
     ddp__cuda_staged *s = task->s;
     ddp__cuda_region *region = (ddp__cuda_region *)ddp_group_malloc(group, sizeof *region);
     char text[64];
-    int before = ddp__cuda_staged_enter(s->device);
-    ddp_result result = region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
+    const ddp__cuda_visit visit(s->device);
+    ddp_result result = visit.result != DDP_OK ? visit.result : region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
     snprintf(text, sizeof text, "ddp_group_alloc size_bytes=%llu", (unsigned long long)task->size_bytes);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result != DDP_OK) {
@@ -3684,7 +3682,6 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
         region->memory = task->memory, region->number = ++s->region_count, region->next = s->regions;
         s->regions = region;
     }
-    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -3700,10 +3697,10 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     ddp__cuda_staged *s = task->s;
     ddp__cuda_region *region = *task->link;
     char text[64];
-    int before = ddp__cuda_staged_enter(s->device);
+    const ddp__cuda_visit visit(s->device);
     ddp_result result;
     snprintf(text, sizeof text, "ddp_group_free of block %llu", (unsigned long long)region->number);
-    result = ddp__cuda_staged_agree(s, DDP_OK, text);
+    result = ddp__cuda_staged_agree(s, visit.result, text);
     if (result != DDP_OK) {
         char line[DDP__CUDA_TEXT];
         result = ddp__cuda_staged_failed(s, result, 0);
@@ -3713,7 +3710,6 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     *task->link = region->next;
     ddp__cuda_device_free(group, region->memory);
     ddp_group_mfree(group, region);
-    ddp__cuda_staged_leave(before, s->device);
     return result;
 }
 
@@ -3728,7 +3724,7 @@ static ddp_result ddp__cuda_staged_free(ddp_group *group, void *state, void *mem
 static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
-    int device = s->device, before = ddp__cuda_staged_enter(device);
+    const ddp__cuda_visit visit(s->device);
     ddp_group_destroy(s->messages);
     ddp_group_destroy(s->control);
     if (s->message_stream) cuda->synchronize(s->message_stream);
@@ -3753,7 +3749,6 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     pthread_mutex_destroy(&s->lock);
     ddp_group_mfree(group, s->words);
     ddp_group_mfree(group, s);
-    ddp__cuda_staged_leave(before, device);
 }
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
@@ -3771,7 +3766,6 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp__cuda_staged *s = NULL;
     ddp_group *split[2] = {NULL, NULL};
     ddp_result result = DDP_OK;
-    int before;
     *state = NULL;
     if (color >= 0) s = (ddp__cuda_staged *)ddp_group_malloc(group, sizeof *s);
     if (s) {
@@ -3785,10 +3779,10 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     s->control = split[0], s->messages = split[1], s->owner = group, s->device = device;
     s->rank = ddp_rank(group), s->world_size = ddp_world_size(group), s->coming_end = &s->coming;
     pthread_mutex_init(&s->lock, NULL);
-    before = ddp__cuda_staged_enter(device);
+    const ddp__cuda_visit visit(device);
     if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
-    else if (result == DDP_OK) result = ddp__cuda_staged_agree(s, ddp__cuda_staged_resources(s), "making a group staged through the host");
-    ddp__cuda_staged_leave(before, device);
+    else if (result == DDP_OK)
+        result = ddp__cuda_staged_agree(s, visit.result == DDP_OK ? ddp__cuda_staged_resources(s) : visit.result, "making a group staged through the host");
     if (result == DDP_OK) *state = s;
     else {
         char line[DDP__CUDA_TEXT];

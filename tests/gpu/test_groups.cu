@@ -321,6 +321,34 @@ static ddp_result failing_copies(device_rank *d) {
     return DDP_OK;
 }
 
+/* The thread that looks after messages begins on device 0: where it cannot change to the group's, nothing is done on a wrong one. */
+static ddp_result failing_device(device_rank *d) {
+#if defined(DDP_TEST_ON_CPU)
+    int rank = ddp_rank(d->group), last = ddp_world_size(d->group) - 1;
+    ddp_result result = DDP_OK;
+    ddp_group *group;
+    ddp_work work;
+    RANKS_OK(d->cpu, device_group(d->cpu, d->stream, &group));
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    if (rank == last) {
+        int fired = 0;
+        fake_fail("cudaSetDevice", 0, 1, cudaErrorInvalidDevice, 0);
+        RANKS_OK(d->cpu, ddp_recv(group, d->scratch, 100, DDP_F32, 0, 0, &work));
+        for (int tries = 0; !fired && tries < 2000 * DDP_TEST_SLOWDOWN; tries++, usleep(1000)) fired = fake_fault_fired(0);
+        RANKS_CHECK(d->cpu, fake_fault_fired(1), "the thread has not changed its device");
+    }
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    if (rank == last) result = ddp_wait(group, &work);
+    if (rank == 0) result = ddp_send(group, d->scratch, 100, DDP_F32, last, 0, NULL);
+    if (rank == 0 || rank == last) TRY(failed_everywhere(d, group, result, DDP_ERR_ENGINE, "staging through the host: cudaSetDevice: "));
+    RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    ddp_group_destroy(group);
+#else
+    (void)d;
+#endif
+    return DDP_OK;
+}
+
 //== a loader whose batches lie in pinned memory ============================================
 
 static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) {
@@ -382,6 +410,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_RUN(world, batches(d));
         RANKS_RUN(world, mismatches(d));
         RANKS_RUN(world, aborts_and_losses(d));
+        RANKS_RUN(world, failing_device(d));
     }
     RANKS_RUN(world, splits(d));
     RANKS_RUN(world, divisors(d));
