@@ -673,6 +673,14 @@ DDP__CUDA_TYPE(DDP_I64, int64_t, int64_t, uint64_t, 1, int64_t, int64_t)
 DDP__CUDA_TYPE(DDP_U64, uint64_t, uint64_t, uint64_t, 1, uint64_t, uint64_t)
 #undef DDP__CUDA_TYPE
 
+/* Leaves the function with call, in which D is the dtype: F32, F16 or BF16. */
+#define DDP__CUDA_BY_DTYPE(dtype, D, call)                                                           \
+    do {                                                                                             \
+        if ((dtype) == DDP_F32) { constexpr ddp_dtype D = DDP_F32; return call; }                    \
+        else if ((dtype) == DDP_F16) { constexpr ddp_dtype D = DDP_F16; return call; }               \
+        else { constexpr ddp_dtype D = DDP_BF16; return call; }                                      \
+    } while (0)
+
 /* The float type in which a conversion between two types multiplies, and the roundings from it. */
 template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cuda_round(float x) {
     return ddp__cuda_type<D>::save((typename ddp__cuda_type<D>::math)x);
@@ -683,22 +691,18 @@ template <ddp_dtype D> static DDP__HD typename ddp__cuda_type<D>::store ddp__cud
 }
 
 /* One inner node of the tree. MIN and MAX of floats as IEEE 754-2019: NaN if either is, -0 below +0. */
-template <class T, class Word> static DDP__HD T ddp__cuda_least(T a, T b) {
-    Word x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a == b ? x | y : y;
-    return ddp__cuda_from_bits(a < b || a != a ? x : tie);
+template <int GREATEST, class T> static DDP__HD T ddp__cuda_extreme(T a, T b) {
+    auto x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a != b ? y : GREATEST ? x & y : x | y;
+    return ddp__cuda_from_bits(a != a || (GREATEST ? a > b : a < b) ? x : tie);
 }
-template <class T, class Word> static DDP__HD T ddp__cuda_greatest(T a, T b) {
-    Word x = ddp__cuda_bits(a), y = ddp__cuda_bits(b), tie = a == b ? x & y : y;
-    return ddp__cuda_from_bits(a > b || a != a ? x : tie);
-}
-#define DDP__CUDA_JOIN(type, word)                                                  \
+#define DDP__CUDA_JOIN(type)                                                        \
     template <ddp_op OP, class Wrap> static DDP__HD type ddp__cuda_join(type a, type b) { \
-        if (OP == DDP_OP_MIN) return ddp__cuda_least<type, word>(a, b);             \
-        if (OP == DDP_OP_MAX) return ddp__cuda_greatest<type, word>(a, b);          \
+        if (OP == DDP_OP_MIN) return ddp__cuda_extreme<0>(a, b);                    \
+        if (OP == DDP_OP_MAX) return ddp__cuda_extreme<1>(a, b);                    \
         return OP == DDP_OP_PROD ? ddp__cuda_mul(a, b) : ddp__cuda_add(a, b);       \
     }
-DDP__CUDA_JOIN(float, uint32_t)
-DDP__CUDA_JOIN(double, uint64_t)
+DDP__CUDA_JOIN(float)
+DDP__CUDA_JOIN(double)
 #undef DDP__CUDA_JOIN
 template <ddp_op OP, class Wrap, class T> static DDP__HD T ddp__cuda_join(T a, T b) {
     if (OP == DDP_OP_MIN) return a < b ? a : b;
@@ -1141,9 +1145,8 @@ template <ddp_dtype D, ddp_dtype S> static ddp_result ddp__cuda_multi_run(const 
 }
 
 template <ddp_dtype D> static ddp_result ddp__cuda_multi_from(const ddp__cuda_multi_call *call, ddp_dtype src) {
-    if (src == DDP_F32) return ddp__cuda_multi_run<D, DDP_F32>(call);
     if (src == DDP_F64) return ddp__cuda_multi_run<D, DDP_F64>(call);
-    return src == DDP_F16 ? ddp__cuda_multi_run<D, DDP_F16>(call) : ddp__cuda_multi_run<D, DDP_BF16>(call);
+    DDP__CUDA_BY_DTYPE(src, S, (ddp__cuda_multi_run<D, S>(call)));
 }
 
 static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtype dst, ddp_dtype src) {
@@ -1153,9 +1156,8 @@ static ddp_result ddp__cuda_multi_any(const ddp__cuda_multi_call *call, ddp_dtyp
         return ddp_fail(DDP_ERR_INVALID, "%s: range_count=%d, and flat or ranges is NULL or the count negative", call->function, call->range_count);
     for (int i = 0; i < call->range_count; i++)
         if (call->ranges[i].count && !call->ranges[i].data) return ddp_fail(DDP_ERR_INVALID, "%s: ranges[%d].data is NULL", call->function, i);
-    if (dst == DDP_F32) return ddp__cuda_multi_from<DDP_F32>(call, src);
     if (dst == DDP_F64) return ddp__cuda_multi_from<DDP_F64>(call, src);
-    return dst == DDP_F16 ? ddp__cuda_multi_from<DDP_F16>(call, src) : ddp__cuda_multi_from<DDP_BF16>(call, src);
+    DDP__CUDA_BY_DTYPE(dst, D, ddp__cuda_multi_from<D>(call, src));
 }
 
 //== sums of squares by rows ========================================================================= >>impl-rows
@@ -1281,8 +1283,15 @@ static DDP__HD double ddp__cuda_exact_value(const ddp_exact_sum *sum) {
         uint64_t digit = (uint64_t)cells[k] + carry;
         carry = digit >> 32;
         if (k + 1 < DDP__CUDA_EXACT_NAN) digit &= 0xffffffff;
-        if (k == 1 || (k > 1 && digit)) top = k, bits = digit << 32 | digits[0], low = digits[1], rest = under;
-        under |= digits[1], digits[1] = digits[0], digits[0] = digit;
+        if (k == 1 || (k > 1 && digit)) {
+            top = k;
+            bits = digit << 32 | digits[0];
+            low = digits[1];
+            rest = under;
+        }
+        under |= digits[1];
+        digits[1] = digits[0];
+        digits[0] = digit;
     }
     for (; bits && !(bits >> 63); shift++, low = low << 1 & 0xffffffff) bits = bits << 1 | low >> 31;
     return ldexp((double)(bits | ((low | rest) != 0)), 32 * (top - 1) - 1074 - shift);
@@ -1313,13 +1322,9 @@ struct ddp__cuda_trust {
 
 template <int UNSCALE> static ddp_result ddp__cuda_squares_any(void *data, size_t rows, size_t row_count, ddp_dtype dtype, float factor, void *total,
                                                                cudaStream_t stream, const char *function) {
-    switch (dtype) {
-    case DDP_F32: return ddp__cuda_squares_run<DDP_F32, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    case DDP_F64: return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    case DDP_F16: return ddp__cuda_squares_run<DDP_F16, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    case DDP_BF16: return ddp__cuda_squares_run<DDP_BF16, UNSCALE>(data, rows, row_count, factor, total, stream, function);
-    default: return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
-    }
+    if (!ddp__cuda_is_float(dtype)) return ddp_fail(DDP_ERR_INVALID, "%s: dtype=%s, and it takes floats", function, ddp_dtype_name(dtype));
+    if (dtype == DDP_F64) return ddp__cuda_squares_run<DDP_F64, UNSCALE>(data, rows, row_count, factor, total, stream, function);
+    DDP__CUDA_BY_DTYPE(dtype, D, (ddp__cuda_squares_run<D, UNSCALE>(data, rows, row_count, factor, total, stream, function)));
 }
 
 //== optimizers ================================================================================= >>impl-optimizers
@@ -3962,9 +3967,7 @@ DDPDEF ddp_result ddp_cuda_adamw(const ddp_cuda_step_desc *desc, cudaStream_t st
     ddp_cuda_step_desc d;
     DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && (!d.first || !d.second)) return ddp_fail(DDP_ERR_INVALID, "%s: first or second is NULL", function);
-    if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F32>, DDP_F32>(&d, 2, stream, function);
-    if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_adamw<DDP_F16>, DDP_F16>(&d, 2, stream, function);
-    return ddp__cuda_step_run<ddp__cuda_adamw<DDP_BF16>, DDP_BF16>(&d, 2, stream, function);
+    DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_adamw<G>, G>(&d, 2, stream, function)));
 }
 
 DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stream) {
@@ -3972,25 +3975,21 @@ DDPDEF ddp_result ddp_cuda_sgd(const ddp_cuda_step_desc *desc, cudaStream_t stre
     ddp_cuda_step_desc d;
     DDP__CUDA_TRY(ddp__cuda_step_check(desc, &d, function));
     if (d.count && d.momentum != 0 && !d.first) return ddp_fail(DDP_ERR_INVALID, "%s: momentum=%g, and first is NULL", function, (double)d.momentum);
-    if (d.grad_dtype == DDP_F32) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F32>, DDP_F32>(&d, d.momentum != 0, stream, function);
-    if (d.grad_dtype == DDP_F16) return ddp__cuda_step_run<ddp__cuda_sgd<DDP_F16>, DDP_F16>(&d, d.momentum != 0, stream, function);
-    return ddp__cuda_step_run<ddp__cuda_sgd<DDP_BF16>, DDP_BF16>(&d, d.momentum != 0, stream, function);
+    DDP__CUDA_BY_DTYPE(d.grad_dtype, G, (ddp__cuda_step_run<ddp__cuda_sgd<G>, G>(&d, d.momentum != 0, stream, function)));
 }
 
 DDPDEF ddp_result ddp_cuda_quantise8(int8_t *q, float *scales, const void *src, ddp_dtype src_dtype, size_t count, cudaStream_t stream) {
     if (count && (!q || !scales || !src)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
-    if (src_dtype == DDP_F32) return ddp__cuda_quantise_run<DDP_F32>(q, scales, src, count, stream);
-    if (src_dtype == DDP_F16) return ddp__cuda_quantise_run<DDP_F16>(q, scales, src, count, stream);
-    if (src_dtype == DDP_BF16) return ddp__cuda_quantise_run<DDP_BF16>(q, scales, src, count, stream);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
+    if (!ddp__cuda_is_float(src_dtype) || src_dtype == DDP_F64)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(src_dtype));
+    DDP__CUDA_BY_DTYPE(src_dtype, S, ddp__cuda_quantise_run<S>(q, scales, src, count, stream));
 }
 
 DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int8_t *q, const float *scales, size_t count, cudaStream_t stream) {
     if (count && (!dst || !q || !scales)) return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
-    if (dst_dtype == DDP_F32) return ddp__cuda_dequantise_run<DDP_F32>(dst, q, scales, count, stream);
-    if (dst_dtype == DDP_F16) return ddp__cuda_dequantise_run<DDP_F16>(dst, q, scales, count, stream);
-    if (dst_dtype == DDP_BF16) return ddp__cuda_dequantise_run<DDP_BF16>(dst, q, scales, count, stream);
-    return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
+    if (!ddp__cuda_is_float(dst_dtype) || dst_dtype == DDP_F64)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=%s, allowed are f32, f16 and bf16", ddp_dtype_name(dst_dtype));
+    DDP__CUDA_BY_DTYPE(dst_dtype, D, ddp__cuda_dequantise_run<D>(dst, q, scales, count, stream));
 }
 
 #ifdef __cplusplus
