@@ -1943,6 +1943,24 @@ static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done)
     return error == cudaErrorNotReady ? DDP_OK : ddp__cuda_group_fail(group, error, "cudaEventQuery");
 }
 
+/* A call as ranks compare it; seq 0 = none. */
+typedef struct ddp__cuda_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__cuda_mark;
+
+static ddp__cuda_mark ddp__cuda_mark_of(const ddp_call *call) { return {call->seq, call->count, call->kind, call->dtype, call->op, call->root}; }
+static int ddp__cuda_is_message(const ddp__cuda_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
+
+/* "ddp_all_reduce f32 count=1000 sum" */
+static void ddp__cuda_describe(char *out, size_t size, const ddp__cuda_mark *mark) {
+    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
+    int kind = mark->kind, reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
+    int at = snprintf(out, size, "%s", ddp_call_name((ddp_call_kind)kind));
+    if (kind == DDP_CALL_BARRIER) return;
+    at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name((ddp_dtype)mark->dtype));
+    if (kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)mark->count);
+    if (reduces && (unsigned)mark->op < 5) at += snprintf(out + at, size - (size_t)at, "%s", ops[mark->op]);
+    if (mark->root >= 0) snprintf(out + at, size - (size_t)at, " %s=%d", ddp__cuda_is_message(mark) ? "peer" : "root", mark->root);
+}
+
 //== the GPU as a device ============================================================================= >>impl-device
 
 static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, void **out) {
@@ -2219,19 +2237,16 @@ static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) 
 #define DDP__NCCL_PATIENCE_MS 2000 /* how long a group that is destroyed waits for the others to do so, too */
 #endif
 
-/* A call as ranks compare it; seq 0 = none. */
-typedef struct ddp__nccl_mark { uint64_t seq, count; int32_t kind, dtype, op, root; } ddp__nccl_mark;
-
 /* What watchdogs tell each other, over and over. */
 typedef struct ddp__nccl_word {
     int32_t result;  /* of the group on this rank, for the reason in text */
     int32_t leaving; /* 1 = the group is being destroyed here: my last word */
-    ddp__nccl_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
+    ddp__cuda_mark mark[DDP__NCCL_MARKS]; /* collective number seq stands at seq mod DDP__NCCL_MARKS */
     uint64_t issued; /* collectives */
     char text[400];
 } ddp__nccl_word;
 
-typedef struct ddp__nccl_op { ddp__nccl_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
+typedef struct ddp__nccl_op { ddp__cuda_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
 
 typedef struct ddp__nccl_region { struct ddp__nccl_region *next; void *memory, *handle; int is_window; } ddp__nccl_region;
 
@@ -2361,13 +2376,6 @@ static ddp_result ddp__nccl_copy(ddp__nccl *n, void *to, size_t to_offset, const
     cudaError_t error = cudaSuccess;
     if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_LANE_COMM]);
     return ddp__cuda_group_fail(n->group, error, "cudaMemcpyAsync");
-}
-
-/* A blocking call on host memory that ddp.h itself makes. */
-static ddp_result ddp__cuda_on_control(ddp_group *control, const ddp_call *call) {
-    if (call->kind == DDP_CALL_ALL_REDUCE) return ddp_all_reduce(control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
-    if (call->kind == DDP_CALL_ALL_GATHER) return ddp_all_gather(control, call->send, call->recv, call->count, call->dtype, NULL);
-    return ddp_fail(DDP_ERR_UNSUPPORTED, "%s on host memory is not carried over the control group", ddp_call_name(call->kind));
 }
 
 //== NCCL: reductions in tree order ================================================================== >>impl-nccl-tree
@@ -2578,9 +2586,9 @@ static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturi
 
 /* Puts the operation before the watchdog's eyes, and its end once the stream knows it. */
 static ddp_result ddp__nccl_note(ddp__nccl *n, const ddp_call *call) {
-    ddp__nccl_mark mark = {call->seq, call->count, call->kind, call->dtype, call->op, call->root};
+    ddp__cuda_mark mark = ddp__cuda_mark_of(call);
     ddp__nccl_op *op;
-    int p2p = call->kind == DDP_CALL_SEND || call->kind == DDP_CALL_RECV, gone;
+    int p2p = ddp__cuda_is_message(&mark), gone;
     pthread_mutex_lock(&n->lock);
     if (!p2p) {
         n->mine.mark[call->seq % DDP__NCCL_MARKS] = mark;
@@ -2598,17 +2606,6 @@ static ddp_result ddp__nccl_note(ddp__nccl *n, const ddp_call *call) {
     return ddp_fail(DDP_ERR_PEER_LOST, "rank %d has left the group", gone - 1);
 }
 
-static ddp_result ddp__nccl_noted(ddp__nccl *n, int capturing, ddp_result result) {
-    ddp__nccl_op *op = &n->ops[n->current];
-    cudaError_t error = cudaSuccess;
-    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_LANE_COMM]);
-    pthread_mutex_lock(&n->lock);
-    if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
-    else op->recorded = error == cudaSuccess;
-    pthread_mutex_unlock(&n->lock);
-    return result == DDP_OK ? ddp__cuda_group_fail(n->group, error, "cudaEventRecord") : result;
-}
-
 /* What fails here fails on this rank alone: the others learn of it from the watchdogs. */
 static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_result result) {
     char text[DDP__CUDA_TEXT], cause[DDP__CUDA_TEXT];
@@ -2619,14 +2616,28 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
     return ddp_fail(result, "%s", text);
 }
 
+/* The end of what ddp__nccl_begin and ddp__nccl_note began. */
+static ddp_result ddp__nccl_noted(ddp__nccl *n, const ddp_call *call, int capturing, ddp_result result) {
+    ddp__nccl_op *op = &n->ops[n->current];
+    cudaError_t error = cudaSuccess;
+    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_LANE_COMM]);
+    pthread_mutex_lock(&n->lock);
+    if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
+    else op->recorded = error == cudaSuccess;
+    pthread_mutex_unlock(&n->lock);
+    if (result == DDP_OK) result = ddp__cuda_group_fail(n->group, error, "cudaEventRecord");
+    ddp__nccl_end(n);
+    return ddp__nccl_failed(n, call, result);
+}
+
 static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__nccl *n = (ddp__nccl *)state;
     int capturing = 0;
     cudaError_t error;
     ddp_result result;
-    if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) {
-        result = ddp__nccl_status(n->group, n);
-        return result == DDP_OK ? ddp__nccl_failed(n, call, ddp__cuda_on_control(n->control, call)) : result;
+    if (call->tag && call->kind != DDP_CALL_SEND && call->kind != DDP_CALL_RECV) { /* on host memory */
+        DDP__CUDA_TRY(ddp__nccl_status(n->group, n));
+        return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
     error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
     if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
@@ -2634,9 +2645,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     DDP__CUDA_TRY(ddp__nccl_begin(n));
     result = ddp__nccl_note(n, call);
     if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
-    result = ddp__nccl_noted(n, capturing, result);
-    ddp__nccl_end(n);
-    return ddp__nccl_failed(n, call, result);
+    return ddp__nccl_noted(n, call, capturing, result);
 }
 
 /* The messages of a batch are one operation to the watchdog. */
@@ -2650,44 +2659,31 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
         DDP__CUDA_TRY(ddp__nccl_begin(n));
         result = ddp__nccl_note(n, &call);
         if (result == DDP_OK) result = ddp__nccl_open_group(n);
-        if (result == DDP_OK) return DDP_OK;
-        ddp__nccl_noted(n, 0, result);
-        ddp__nccl_end(n);
-        return ddp__nccl_failed(n, &call, result);
+        return result == DDP_OK ? DDP_OK : ddp__nccl_noted(n, &call, 0, result);
     }
     if (!n->in_batch) return DDP_OK; /* it did not begin */
     result = ddp__nccl_close_group(n, DDP_OK);
     DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
-    result = ddp__nccl_noted(n, capturing, result);
-    ddp__nccl_end(n);
-    return ddp__nccl_failed(n, &call, result);
+    return ddp__nccl_noted(n, &call, capturing, result);
 }
 
 //== NCCL: the watchdog ============================================================================== >>impl-watchdog
 
 /* "seq=412 ddp_all_reduce f32 count=1000 sum" */
-static const char *ddp__nccl_describe(char out[160], const ddp__nccl_mark *mark) {
-    static const char *const ops[] = {" sum", " avg", " min", " max", " prod"};
-    ddp_call_kind kind = (ddp_call_kind)mark->kind;
-    int reduces = kind == DDP_CALL_ALL_REDUCE || kind == DDP_CALL_REDUCE || kind == DDP_CALL_REDUCE_SCATTER;
-    char root[24] = "";
-    if (mark->seq == 0) { snprintf(out, 160, kind == DDP_CALL_SEND ? "a batch of messages" : "nothing"); return out; }
-    if (mark->root >= 0) snprintf(root, sizeof root, " %s=%d", kind == DDP_CALL_SEND || kind == DDP_CALL_RECV ? "peer" : "root", mark->root);
-    if (kind == DDP_CALL_BARRIER) snprintf(out, 160, "seq=%llu ddp_barrier", (unsigned long long)mark->seq);
-    else snprintf(out, 160, "seq=%llu %s %s count=%llu%s%s", (unsigned long long)mark->seq, ddp_call_name(kind), ddp_dtype_name((ddp_dtype)mark->dtype),
-                  (unsigned long long)mark->count, reduces && (unsigned)mark->op < 5 ? ops[mark->op] : "", root);
+static const char *ddp__nccl_describe(char out[160], const ddp__cuda_mark *mark) {
+    int at = mark->seq ? snprintf(out, 160, "seq=%llu ", (unsigned long long)mark->seq) : 0;
+    if (mark->seq) ddp__cuda_describe(out + at, 160 - (size_t)at, mark);
+    else snprintf(out, 160, mark->kind == DDP_CALL_SEND ? "a batch of messages" : "nothing");
     return out;
 }
 
-static int ddp__nccl_is_message(const ddp__nccl_mark *mark) { return mark->kind == DDP_CALL_SEND || mark->kind == DDP_CALL_RECV; }
-
 /* Which ranks have not come to a call, and where they are; NULL words = nothing was heard. */
-static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, const ddp__nccl_mark *mark, char *out, size_t size) {
+static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, const ddp__cuda_mark *mark, char *out, size_t size) {
     size_t at = 0;
     int others = 0;
     char last[160];
     snprintf(out, size, "%s", n->world_size > 1 ? "every rank has issued it" : "it runs on this rank alone");
-    for (int r = 0; r < n->world_size && !ddp__nccl_is_message(mark); r++) {
+    for (int r = 0; r < n->world_size && !ddp__cuda_is_message(mark); r++) {
         if (r == n->rank || words[r].issued >= mark->seq) continue;
         if (others++ >= 3) continue;
         at += (size_t)snprintf(out + at, size - at, "%srank %d, %s %s", others > 1 ? "; " : "behind is ", r, words[r].leaving ? "which left after" : "whose last was",
@@ -2695,7 +2691,7 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, co
         if (at > size) at = size;
     }
     if (others > 3 && at < size) snprintf(out + at, size - at, " and %d more", others - 3);
-    if (ddp__nccl_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
+    if (ddp__cuda_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
 /* Forgets what is done; takes note of what CUDA and NCCL report, and of what takes too long. */
@@ -2703,7 +2699,7 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
     char text[DDP__CUDA_TEXT], what[160], behind[300];
     ncclResult_t now = ncclSuccess;
     cudaError_t error = cudaSuccess;
-    ddp__nccl_mark first;
+    ddp__cuda_mark first;
     int late = 0, pending, error_free;
     pthread_mutex_lock(&n->lock);
     while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
@@ -2743,7 +2739,7 @@ static void ddp__nccl_compare(ddp__nccl *n, const ddp__nccl_word *words) {
     char text[DDP__CUDA_TEXT], left[160], right[160];
     for (int r = 1; r < n->world_size; r++)
         for (int i = 0; i < DDP__NCCL_MARKS; i++) {
-            const ddp__nccl_mark *a = &words[0].mark[i], *b = &words[r].mark[i];
+            const ddp__cuda_mark *a = &words[0].mark[i], *b = &words[r].mark[i];
             if (a->seq == 0 || a->seq != b->seq) continue;
             if (a->count == b->count && a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root) continue;
             snprintf(text, sizeof text, "rank 0 calls %s, rank %d calls %s", ddp__nccl_describe(left, a), r, ddp__nccl_describe(right, b));
@@ -2760,14 +2756,14 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
         if (words[r].result != DDP_OK && r != n->rank) ddp__nccl_poison(n->group, n, (ddp_result)words[r].result, words[r].text);
     ddp__nccl_compare(n, words);
     for (int r = 0; r < n->world_size; r++) {
-        ddp__nccl_mark needs = DDP_ZERO;
+        ddp__cuda_mark needs = DDP_ZERO;
         if (!words[r].leaving || r == n->rank) continue;
         gone = r + 1;
         pthread_mutex_lock(&n->lock);
         n->gone = gone;
         for (int i = 0; i < n->op_count; i++) {
-            const ddp__nccl_mark *mark = &n->ops[(n->op_first + i) % DDP__NCCL_OPS].mark;
-            if (!ddp__nccl_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
+            const ddp__cuda_mark *mark = &n->ops[(n->op_first + i) % DDP__NCCL_OPS].mark;
+            if (!ddp__cuda_is_message(mark) && mark->seq > words[r].issued && needs.seq == 0) needs = *mark;
         }
         pthread_mutex_unlock(&n->lock);
         if (needs.seq == 0) continue;
@@ -2793,19 +2789,12 @@ static void ddp__nccl_abort(ddp__nccl *n) {
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
     ddp_group_poison(n->control, n->cause, n->text); /* a caller of any rank may wait there */
-    pthread_mutex_lock(&n->lock);
-    n->aborted = 1;
-    pthread_mutex_unlock(&n->lock);
+    __atomic_store_n(&n->aborted, 1, __ATOMIC_RELEASE);
 }
 
 /* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
 static void ddp__nccl_await_abort(ddp__nccl *n) {
-    for (int gone = 0; !gone;) {
-        pthread_mutex_lock(&n->lock);
-        gone = n->aborted;
-        pthread_mutex_unlock(&n->lock);
-        if (!gone) ddp__cuda_nap(200);
-    }
+    while (!__atomic_load_n(&n->aborted, __ATOMIC_ACQUIRE)) ddp__cuda_nap(200);
 }
 
 /* Until the next look, or until something happens. */
@@ -2836,7 +2825,7 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_wo
 static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_word *words) {
     const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
     char text[DDP__CUDA_TEXT], what[160], behind[300] = "";
-    ddp__nccl_mark first = DDP_ZERO;
+    ddp__cuda_mark first = DDP_ZERO;
     pthread_mutex_lock(&n->lock);
     if (n->op_count) first = n->ops[n->op_first].mark;
     pthread_mutex_unlock(&n->lock);
@@ -3360,17 +3349,6 @@ static ddp_result ddp__cuda_staged_agree(ddp__cuda_staged *s, ddp_result mine, c
     return DDP_OK;
 }
 
-static void ddp__cuda_describe(char *out, size_t size, const ddp_call *call) {
-    static const char *const ops[] = {"sum", "avg", "min", "max", "prod"};
-    int at = snprintf(out, size, "%s", ddp_call_name(call->kind));
-    if (call->kind == DDP_CALL_BARRIER) return;
-    at += snprintf(out + at, size - (size_t)at, " %s", ddp_dtype_name(call->dtype));
-    if (call->kind != DDP_CALL_ALL_TO_ALL_V) at += snprintf(out + at, size - (size_t)at, " count=%llu", (unsigned long long)call->count);
-    if (call->kind == DDP_CALL_ALL_REDUCE || call->kind == DDP_CALL_REDUCE || call->kind == DDP_CALL_REDUCE_SCATTER)
-        at += snprintf(out + at, size - (size_t)at, " %s", ops[call->op]);
-    if (call->root >= 0) snprintf(out + at, size - (size_t)at, " root=%d", call->root);
-}
-
 /* --- rounds --- */
 
 /* One side of a call: count blocks of payload, block j of counts[j] elements (NULL = each) at offsets[j] (NULL = j * each). */
@@ -3505,6 +3483,7 @@ static ddp_result ddp__cuda_staged_fence(cudaStream_t stream, cudaEvent_t event)
 
 static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call *call) {
     ddp__cuda_staged *s = (ddp__cuda_staged *)state;
+    const ddp__cuda_mark mark = ddp__cuda_mark_of(call);
     ddp__cuda_rounds p;
     char text[200];
     int agreed;
@@ -3516,7 +3495,7 @@ static ddp_result ddp__cuda_staged_run(ddp_group *, void *state, const ddp_call 
     const ddp__cuda_visit visit(s->device);
     result = visit.result == DDP_OK ? ddp__cuda_staged_memory(s) : visit.result;
     ddp__cuda_plan(s, call, &p);
-    ddp__cuda_describe(text, sizeof text, call);
+    ddp__cuda_describe(text, sizeof text, &mark);
     if (result == DDP_OK) result = ddp__cuda_staged_fence(s->stream, s->ready);
     result = ddp__cuda_staged_agree(s, result, text);
     if (result == DDP_OK && call->recv_counts) result = ddp__cuda_staged_counts(s, &p);
@@ -4000,24 +3979,18 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 
 /*
     MIT License
-
     Copyright (c) 2026 the ddp authors
 
-    Permission is hereby granted, free of charge, to any person obtaining a copy
-    of this software and associated documentation files (the "Software"), to deal
-    in the Software without restriction, including without limitation the rights
-    to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
-    copies of the Software, and to permit persons to whom the Software is
-    furnished to do so, subject to the following conditions:
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
+    files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
+    modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
+    Software is furnished to do so, subject to the following conditions:
 
-    The above copyright notice and this permission notice shall be included in all
-    copies or substantial portions of the Software.
+    The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+    Software.
 
-    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
-    IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
-    FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
-    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
-    LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
-    OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
-    SOFTWARE.
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+    WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+    COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+    OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 */
