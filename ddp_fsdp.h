@@ -3053,13 +3053,15 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
     }
 }
 
-/* Marks an event; the host waits until a lane has come to it, or the group has failed. NULL where the device's calls are done when they return. */
+/* Marks an event; the host waits until a lane has come to it. NULL where the device's calls are done when they return. A failed group ends the wait, unless what
+   the event stands for uses memory that is about to go (last): then only the group's timeout does. */
 static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_lane lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
-static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event) {
+static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, int last) {
     const struct timespec nap = {0, 20000};
+    double deadline = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
     for (int done = !event; !done;) {
         DDP__FSDP_TRY(f->device->event_test(f->group, event, &done));
-        if (!done) DDP__FSDP_TRY(ddp_group_status(f->group));
+        if (!done && (!last || ddp_now() > deadline)) DDP__FSDP_TRY(ddp_group_status(f->group));
         if (!done) nanosleep(&nap, NULL);
     }
     return DDP_OK;
@@ -3070,7 +3072,7 @@ static ddp_result ddp__host_publish(ddp_fsdp *f, const ddp__weight *w, size_t fr
     for (size_t n, size = ddp_dtype_size(w->dtype); count; from += n, count -= n, f->turn_up ^= 1) {
         unsigned char *near = f->host_rows + (size_t)f->turn_up * f->host_rows_bytes / 2;
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
-        DDP__FSDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up]));
+        DDP__FSDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up], 0));
         ddp_device_cpu()->cast(near, w->dtype, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
         (f->device->start_copy ? f->device->start_copy : f->device->copy)(w->shard + from * size, near, n * size);
         DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_LANE_COMPUTE, f->left[f->turn_up]));
@@ -3632,12 +3634,14 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
         if (ddp__mine(w)) f->device->sum_squares(f->squares, ddp__weight_sum(w, 0), w->mine, w->row_count, w->master_dtype);
     }
     if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
-    f->has_norm = 1;
     if (f->factor) {
-        f->device->clip(f->squares, max_norm, f->factor_now = f->factor, f->norm);
-        return f->device->event_record(f->group, DDP_LANE_COMPUTE, f->clipped);
-    }
-    f->device->copy(&sum, f->squares, sizeof sum);
+        f->device->clip(f->squares, max_norm, f->factor, f->norm);
+        DDP__FSDP_TRY(f->device->event_record(f->group, DDP_LANE_COMPUTE, f->clipped));
+    } else f->device->copy(&sum, f->squares, sizeof sum);
+    DDP__FSDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
+    f->has_norm = 1;
+    f->factor_now = f->factor;
+    if (f->factor) return DDP_OK;
     f->last_norm = (float)sqrt(ddp_exact_sum_value(&sum));
     if (f->last_norm > max_norm && f->last_norm <= 3.402823466e38f) f->grad_scale = max_norm / f->last_norm;
     if (f->grad_scale == 0) ddp__fsdp_scale(f);
@@ -3661,18 +3665,18 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss) {
 DDPDEF ddp_result ddp_fsdp_clip_grad_norm(ddp_fsdp *fsdp, float max_norm, float *norm) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    fsdp->has_norm = 0;
     ddp_result result = ddp__fsdp_finish(fsdp, __func__);
     if (result == DDP_OK) result = ddp__fsdp_enter(fsdp->group);
     if (result == DDP_OK) result = ddp__fsdp_clip(fsdp, max_norm);
-    if (result == DDP_OK) result = ddp__fsdp_check(fsdp->group);
     if (result != DDP_OK) return ddp__fsdp_failed(fsdp, result);
     return norm ? ddp_fsdp_get_norm(fsdp, norm) : DDP_OK;
 }
 
 DDPDEF ddp_result ddp_fsdp_get_norm(ddp_fsdp *fsdp, float *norm) {
     DDP__FSDP_NEED(fsdp && norm, "fsdp or norm is NULL");
-    DDP__FSDP_NEED(fsdp->has_norm, "no norm has been taken; call ddp_fsdp_clip_grad_norm first");
-    if (fsdp->factor) DDP__FSDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped));
+    DDP__FSDP_NEED(fsdp->has_norm, "no norm has been taken, or taking the last one failed; call ddp_fsdp_clip_grad_norm first");
+    if (fsdp->factor) DDP__FSDP_TRY(ddp__fsdp_await(fsdp, fsdp->clipped, 0));
     *norm = fsdp->factor ? *fsdp->norm : fsdp->last_norm;
     return DDP_OK;
 }
@@ -3765,12 +3769,12 @@ static ddp_result ddp__host_fetch(ddp_fsdp *f) {
     f->piece = 0;
     back = ddp__fsdp_enter(f->group); /* whatever happened: this thread's own work does not belong on the communication lane */
     if (result != DDP_OK || back != DDP_OK) return result != DDP_OK ? result : back;
-    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__fsdp_await(f, f->arrived[f->pieces - 1]) : DDP_OK;
+    return f->desc.optimizer.kind == DDP_OPTIMIZER_LARS ? ddp__fsdp_await(f, f->arrived[f->pieces - 1], 0) : DDP_OK;
 }
 
 static ddp_result ddp__host_piece(void *user, int i, size_t from, size_t count, int stepped) {
     ddp_fsdp *f = (ddp_fsdp *)user;
-    return stepped ? ddp__host_publish(f, f->master_of[i], from, count) : ddp__fsdp_await(f, f->arrived[f->piece++]);
+    return stepped ? ddp__host_publish(f, f->master_of[i], from, count) : ddp__fsdp_await(f, f->arrived[f->piece++], 0);
 }
 
 static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
@@ -4244,11 +4248,13 @@ static ddp_result ddp__weight_fill(ddp_fsdp *f, ddp__weight *w) {
     return result;
 }
 
-/* What an optimizer takes from its group's allocator, beside its state. */
-static size_t ddp__optimizer_tables(const ddp_optimizer *o) {
+/* What an optimizer takes beside its state: from its group's allocator, or of devices' memory. */
+static size_t ddp__optimizer_tables(const ddp_optimizer *o, int of_device) {
+    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum), rates = o->rates ? (size_t)o->square_count / 2 * sizeof *o->rates : 0;
+    int on_host = o->device == ddp_device_cpu();
+    if (of_device) return (on_host ? 0 : sums + rates) + (o->sent != o->squares ? sums : 0);
     size_t bytes = sizeof *o + (size_t)o->desc.param_count * sizeof *o->params + 2 * DDP_MALLOC_EXTRA;
-    size_t sums = (size_t)o->square_count * sizeof(ddp_exact_sum) + DDP_MALLOC_EXTRA;
-    return o->square_count ? bytes + (o->device == ddp_device_cpu() ? 2 : 1) * sums : bytes;
+    return o->square_count ? bytes + (size_t)(1 + on_host) * (sums + DDP_MALLOC_EXTRA) : bytes;
 }
 
 /* The optimizer sees this rank's rows of each trained parameter. */
@@ -4271,7 +4277,8 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
     d.state_alloc_fn = ddp__fsdp_state_alloc, d.state_free_fn = ddp__fsdp_state_free, d.state_user = f;
     ddp_result result = ddp_optimizer_create(&f->optimizer, f->host ? f->host : f->group, &d);
     if (result == DDP_OK && f->host) f->optimizer->piece_fn = ddp__host_piece;
-    if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer), 1);
+    if (result == DDP_OK) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 1), 1);
+    if (result == DDP_OK && !f->desc.alloc_fn) ddp__fsdp_count(f, DDP__OF_BOOKKEEPING, ddp__optimizer_tables(f->optimizer, 0), 1);
     return result == DDP_OK || f->state_told.result == DDP_OK ? result : ddp__told_again(&f->state_told);
 }
 
@@ -4300,12 +4307,11 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         ddp__reduce_wait(f, &f->units[u]);
         ddp__unit_arrive(f, &f->units[u]);
     }
-    for (int i = 0; i < 3; i++) { /* pinned memory is not in use any more */
-        void *event = i < 2 ? f->left[i] : f->clipped;
-        if (event) ddp__fsdp_await(f, event);
+    for (int i = 0; i < (f->arrived ? f->pieces : 0) + 3; i++) { /* pinned memory is not in use any more */
+        void *event = i < 2 ? f->left[i] : i == 2 ? f->clipped : f->arrived[i - 3];
+        if (event) ddp__fsdp_await(f, event, 1);
         if (event) f->device->event_destroy(f->group, event);
     }
-    for (int i = 0; i < f->pieces && f->arrived && f->arrived[i]; i++) f->device->event_destroy(f->group, f->arrived[i]);
     ddp__fsdp_leave_scaler(f);
     ddp_optimizer_destroy(f->optimizer);
     for (int i = 0; i < f->weight_count && f->weights; i++)

@@ -597,6 +597,120 @@ static ddp_result plain_devices(ddp_group *group) {
     return DDP_OK;
 }
 
+/* A device whose copies from and to pinned memory are late: done once an event behind them has been asked for three times. */
+static struct {
+    size_t taken;                      /* bytes of the device's memory that were ever given out */
+    int started, finished, freed_early; /* copies; pieces of pinned memory that were freed before all copies were known to be done */
+    int fails;                         /* what the next check and the next test of an event say */
+} late;
+typedef struct late_event { int covers, asked; } late_event;
+
+static ddp_result late_alloc(ddp_group *group, size_t size_bytes, void **out) {
+    late.taken += size_bytes;
+    return ddp_device_cpu()->alloc(group, size_bytes, out);
+}
+static ddp_result late_enter(ddp_group *group, ddp_lane lane) { (void)group; (void)lane; return DDP_OK; }
+static ddp_result late_result(void) {
+    int fails = late.fails;
+    late.fails = 0;
+    return fails ? ddp_fail(DDP_ERR_ENGINE, "the late device fails") : DDP_OK;
+}
+static ddp_result late_check(ddp_group *group) { (void)group; return late_result(); }
+static ddp_result late_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(late_event)); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
+static void late_destroy(ddp_group *group, void *event) { (void)group; free(event); }
+static ddp_result late_record(ddp_group *group, ddp_lane lane, void *event) {
+    (void)group; (void)lane;
+    ((late_event *)event)->covers = late.started;
+    ((late_event *)event)->asked = 0;
+    return DDP_OK;
+}
+static ddp_result late_wait(ddp_group *group, ddp_lane lane, void *event) { (void)group; (void)lane; (void)event; return DDP_OK; }
+static ddp_result late_test(ddp_group *group, void *event, int *done) {
+    late_event *e = (late_event *)event;
+    (void)group;
+    *done = ++e->asked > 2;
+    if (*done && late.finished < e->covers) late.finished = e->covers;
+    return late_result();
+}
+static ddp_result late_alloc_host(ddp_group *group, size_t size_bytes, void **out) { (void)group; *out = malloc(size_bytes); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
+static void late_free_host(void *memory) {
+    late.freed_early += late.finished < late.started;
+    free(memory);
+}
+static void late_start_copy(void *dst, const void *src, size_t size_bytes) { late.started++; memcpy(dst, src, size_bytes); }
+static void late_update(const ddp_update *u) {
+    for (size_t i = 0; u->kind == DDP_UPDATE_SCALE && i < u->count; i++) ((float *)u->value)[i] = *u->grad_scale_at * ((float *)u->grad)[i];
+}
+static void late_clip(const ddp_exact_sum *sum, float limit, float *factor, float *norm) {
+    *norm = (float)sqrt(ddp_exact_sum_value(sum));
+    *factor = *norm > limit ? limit / *norm : 1;
+}
+static void late_trust(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out) {
+    (void)sums; (void)count; (void)lr; (void)c; (void)decay; (void)out;
+}
+
+static ddp_result late_devices(ddp_group *group) {
+    ddp_device device = *ddp_device_cpu();
+    ddp_group *far, *own; /* which fails in the end */
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    size_t counted[2], taken[2];
+    float norm;
+    model m;
+    if (ddp_world_size(group) > 1) return DDP_OK;
+    memset(&late, 0, sizeof late);
+    device.name = "late", device.alloc = late_alloc, device.enter = late_enter, device.check = late_check;
+    device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record, device.event_wait = late_wait;
+    device.event_test = late_test, device.alloc_host = late_alloc_host, device.free_host = late_free_host, device.start_copy = late_start_copy;
+    device.update = late_update, device.clip = late_clip, device.trust = late_trust;
+    RANKS_OK(group, ddp_group_split(group, 0, 0, &own));
+    RANKS_OK(group, relay_over_device(&far, own, &device));
+
+    for (int lamb = 0; lamb < 2; lamb++) { /* what norms take besides: sums of squares on the device and the host, rates on the device */
+        taken[lamb] = late.taken;
+        blocks(&m, 3, 7, 3);
+        m.desc.optimizer.kind = lamb ? DDP_OPTIMIZER_LAMB : DDP_OPTIMIZER_ADAMW;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+        RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+        taken[lamb] = late.taken - taken[lamb];
+        counted[lamb] = memory.now.total;
+        ddp_fsdp_destroy(fsdp);
+    }
+    RANKS_CHECK(group, taken[1] - taken[0] >= 6 * sizeof(ddp_exact_sum) + 3 * sizeof(double), "%zu bytes more", taken[1] - taken[0]);
+    RANKS_CHECK(group, counted[1] - counted[0] == taken[1] - taken[0] + 6 * sizeof(ddp_exact_sum) + DDP_MALLOC_EXTRA, "LAMB has %zu bytes of the device more, and counts %zu",
+                taken[1] - taken[0], counted[1] - counted[0]);
+
+    blocks(&m, 3, 7, 3);
+    m.desc.offload = DDP_FSDP_OFFLOAD_HOST;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+    for (int turn = 0; turn < 4; turn++) { /* of a clip that failed there is no norm, also where there was one before */
+        int fails = turn % 2 == 0;
+        RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)turn));
+        for (int u = 0; u < 3; u++) {
+            ddp_tensor grad;
+            RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, NULL));
+        }
+        if (turn > 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm));
+        late.fails = fails;
+        ddp_result result = ddp_fsdp_clip_grad_norm(fsdp, 0.5f, NULL);
+        RANKS_CHECK(group, result == (fails ? DDP_ERR_ENGINE : DDP_OK), "turn %d: %s", turn, ddp_last_error());
+        if (fails) FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "ddp_fsdp_get_norm: no norm has been taken, or taking the last one failed");
+        else RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm));
+        RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_drop_gradients(fsdp));
+    }
+    RANKS_OK(group, pass(group, fsdp, &m, 9));
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm)); /* the next test of an event is that of gradients that arrive */
+    int before = late.started;
+    late.fails = 1;
+    FAILS(group, ddp_fsdp_step(fsdp, 0.05f), DDP_ERR_ENGINE, "the late device fails");
+    RANKS_CHECK(group, late.started > before, "no gradient was on its way");
+    ddp_fsdp_destroy(fsdp);
+    RANKS_CHECK(group, late.freed_early == 0, "%d pieces of memory are freed while copies use them", late.freed_early);
+    ddp_group_destroy(far);
+    ddp_group_destroy(own);
+    return DDP_OK;
+}
+
 //== the order of calls =====================================================================
 
 /* Gathers in an order of their own in every step, several units at a time, some again; what each brings goes into *out. The reductions too are in any order. */
@@ -1716,6 +1830,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(states);
     CASE(steps_set);
     CASE(plain_devices);
+    CASE(late_devices);
     CASE(orders_change);
     CASE(detours);
     CASE(one_looks);
