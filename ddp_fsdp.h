@@ -890,8 +890,6 @@ DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, i
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer) { return optimizer ? optimizer->step : 0; }
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if (optimizer) optimizer->step = step; }
 
-#undef DDP__OPTIMIZER_NEED
-
 //== learning rates ==================================================================================== >>impl-rates
 
 DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
@@ -2870,8 +2868,9 @@ static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size
         ddp__fsdp_unhost(f, raw);
         return result;
     }
-    h->memory = memory, h->raw = raw, h->size = size, h->extra = counted - behind, h->purpose = purpose;
-    h->kind = kind, h->next = f->holdings, f->holdings = h;
+    const ddp__holding holding = {memory, raw, size, counted - behind, purpose, kind, f->holdings};
+    *h = holding;
+    f->holdings = h;
     ddp__holding_count(f, h, 1);
     memcpy(out, &memory, sizeof memory);
     if (kind == DDP__MEMORY_PINNED) memset(memory, 0, size);
@@ -3194,8 +3193,7 @@ static ddp_result ddp__unit_fetch(ddp_fsdp *f, ddp__unit *unit, int ahead) {
     if (!ddp__has_own_whole(f)) DDP__FSDP_TRY(ddp__whole_slot_take(f, unit));
     ddp_result result = f->in_shard ? DDP_OK : ddp_group_enqueue(f->group, ddp__gather_task, unit, ahead ? &unit->gathering : NULL);
     unit->state = ahead && !f->in_shard ? DDP__UNIT_COMING : DDP__UNIT_THERE;
-    if (result != DDP_OK) return ddp__unit_forget(unit, result);
-    return DDP_OK;
+    return result == DDP_OK ? DDP_OK : ddp__unit_forget(unit, result);
 }
 
 /* The whole values of a unit are not needed, or out of date. */
@@ -3223,9 +3221,8 @@ static int ddp__slots_wanted(const ddp_fsdp *f, int in_use) {
 /* Sends for the units that come next in the recorded order, and drops what was sent for and has not come up. */
 static ddp_result ddp__fetch_ahead(ddp_fsdp *f) {
     size_t bytes = 0;
-    for (int u = 0; u < f->unit_count; u++) {
-        ddp__unit *unit = &f->units[u];
-        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, u, f->desc.prefetch))
+    DDP__EACH_UNIT(f, unit) {
+        if (unit->state != DDP__UNIT_GONE && !unit->in_use && !ddp__has_own_whole(f) && !ddp__is_next(f, unit->index, f->desc.prefetch))
             DDP__FSDP_TRY(ddp__unit_drop(f, unit));
         if (unit->state != DDP__UNIT_GONE && !f->keeps_whole) bytes += ddp__gathered_bytes(f, unit);
     }
@@ -3604,8 +3601,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
         return ddp__fsdp_bad(who, f->group, "the scaler has unscaled gradients since its last update; call ddp_scaler_update after every ddp_fsdp_step");
     DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__reduce_wait(f, unit));
     DDP__FSDP_TRY(ddp__fsdp_enter(f->group));
-    for (int i = 0; i < f->weight_count; i++) {
-        const ddp__weight *w = &f->weights[i];
+    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         size_t count = ddp__mine(w);
         if (!ddp__is_trained(w) || !count) continue;
         if (f->divisor > 1) f->device->divide(ddp__weight_sum(w, 0), count, w->master_dtype, f->divisor);
@@ -3719,9 +3715,8 @@ static ddp_result ddp__fsdp_publish(ddp_fsdp *f, int sent) {
 
 static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int grads) {
     DDP__EACH_WEIGHT(unit, w) {
-        unsigned char *whole = ddp__is_alias(f, w) ? w->source->unit->whole : unit->whole;
-        size_t at = ddp__is_alias(f, w) ? w->source->whole_at : w->whole_at;
-        w->entry->param.value.data = values && f->in_shard ? w->source->shard : values && whole ? whole + at : NULL;
+        const ddp__weight *from = ddp__is_alias(f, w) ? w->source : w;
+        w->entry->param.value.data = values && f->in_shard ? w->source->shard : values && from->unit->whole ? from->unit->whole + from->whole_at : NULL;
         w->entry->param.grad.data = grads && ddp__is_trained(w) && unit->grads ? unit->grads + w->grad_at : NULL;
     }
 }
@@ -4463,14 +4458,12 @@ DDPDEF int ddp_fsdp_wrap(const ddp_param *params, int param_count, const ddp_fsd
 
 /* Whole values of the unit, and of those units whose whole values it shares. */
 static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
-    for (int i = 0; i < unit->count && f->keeps_whole; i++) {
-        ddp__unit *other = unit->weights[i].source->unit;
-        if (other == unit) continue;
-        if (other->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, other, 0));
-        DDP__FSDP_TRY(ddp__unit_arrive(f, other));
+    for (int i = f->keeps_whole ? 0 : unit->count; i <= unit->count; i++) {
+        ddp__unit *needed = i < unit->count ? unit->weights[i].source->unit : unit;
+        if (needed->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, needed, 0));
+        DDP__FSDP_TRY(ddp__unit_arrive(f, needed));
     }
-    if (unit->state == DDP__UNIT_GONE) DDP__FSDP_TRY(ddp__unit_fetch(f, unit, 0));
-    return ddp__unit_arrive(f, unit);
+    return DDP_OK;
 }
 
 static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
