@@ -8,6 +8,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
+#include "../support/ports.h"
 
 #include <netinet/in.h>
 #include <poll.h>
@@ -111,20 +112,11 @@ static ddp_result work(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
-/* A socket of this process that listens at a port; port 0 = any, which *port then is. */
-static int occupy(int *port) {
-    int fd = inner.tcp_listen("", *port);
-    char text[256];
-    EXPECT(fd >= 0, "port %d: %s", *port, strerror(errno));
-    inner.announce_text(fd, text);
-    *port = atoi(strchr(text, ' '));
+/* A socket of this process that listens at a port. */
+static int occupy(int port) {
+    int fd = inner.tcp_listen("", port);
+    EXPECT(fd >= 0, "port %d: %s", port, strerror(errno));
     return fd;
-}
-
-static int free_port(void) {
-    int port = 0, fd = occupy(&port);
-    close(fd);
-    return port;
 }
 
 /* A connection to a port of this machine, once somebody listens there. */
@@ -165,7 +157,7 @@ static void test_meeting(void) {
     for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
         job j = jobs[i];
         faults_begin(j.url ? j.url : j.variables[5]);
-        j.port = free_port();
+        j.port = some_ports(1);
         start_all(&j);
         reap(0, j.world_size);
         expect_ok(j.world_size);
@@ -186,15 +178,11 @@ static void test_node_lists(void) {
 /* torchrun's agent listens at MASTER_PORT, and other services behind it: one that never says a word, and one that talks first. */
 static void test_agent(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "TORCHELASTIC_RUN_ID=none", "TORCHELASTIC_RESTART_COUNT=0"}, NULL, 3, 0, 40000, work};
-    int ports[3] = {0, 0, 0}, fds[3];
+    int fds[3];
     pid_t talker;
     faults_begin("the agent serves MASTER_PORT");
-    fds[0] = occupy(&ports[0]);
-    j.port = ports[0];
-    ports[1] = ports[0] + 1;
-    ports[2] = ports[0] + 2;
-    fds[1] = occupy(&ports[1]);
-    fds[2] = occupy(&ports[2]);
+    j.port = some_ports(1 + 16); /* rank 0 takes one of the 16 behind it */
+    for (int i = 0; i < 3; i++) fds[i] = occupy(j.port + i);
     talker = fork();
     if (talker == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
@@ -220,7 +208,7 @@ static void test_file(void) {
     snprintf(url, sizeof url, "file:///tmp/ddp_test_tcp_%d", (int)getpid());
     j.url = url;
     file = fopen(url + 7, "w");
-    fprintf(file, "0123456789abcdef %d 127.0.0.1\n", free_port());
+    fprintf(file, "0123456789abcdef %d 127.0.0.1\n", some_ports(1));
     fclose(file);
     start(&j, 1, 1);
     start(&j, 2, 2);
@@ -268,7 +256,8 @@ static void test_port_in_use(void) {
     char pid[32], heir[32];
     int fd;
     faults_begin("MASTER_PORT is in use");
-    fd = occupy(&j.port);
+    j.port = some_ports(1);
+    fd = occupy(j.port);
     start(&j, 0, 0);
     reap(0, 1);
     snprintf(pid, sizeof pid, "in use by pid %d (", (int)getpid());
@@ -286,7 +275,7 @@ static void test_contradictions(void) {
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 10000, work};
         faults_begin(table[i].what);
-        j.port = free_port();
+        j.port = some_ports(1);
         for (int k = 0; k < 3; k++) {
             j.world_size = table[i].size[k];
             order = k == 2 ? table[i].last : DDP_ORDER_DEFAULT; /* which is the tree */
@@ -304,7 +293,7 @@ static void test_contradictions(void) {
 static void test_missing(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 4, 0, 1500, work};
     faults_begin("ranks 1 and 3 never come");
-    j.port = free_port();
+    j.port = some_ports(1);
     start(&j, 2, 2);
     start(&j, 0, 0);
     for (int r = 0; r < 4; r += 2) {
@@ -312,7 +301,7 @@ static void test_missing(void) {
         expect(r, DDP_ERR_TIMEOUT, "missing rank 1,3", "");
     }
     faults_begin("rank 0 never comes");
-    j.port = free_port();
+    j.port = some_ports(1);
     start(&j, 1, 1);
     reap(1, 1);
     expect(1, DDP_ERR_TIMEOUT, "rank 0 did not arrive", "refused");
@@ -325,7 +314,7 @@ static void test_other_jobs(void) {
     int fd;
     faults_begin("a rank of an earlier job comes by");
     stale.variables[6] = "TORCHELASTIC_RESTART_COUNT=0";
-    j.port = stale.port = free_port();
+    j.port = stale.port = some_ports(1);
     start(&j, 0, 0);
     start(&stale, 5, 1);
     reap(5, 1);
@@ -337,7 +326,7 @@ static void test_other_jobs(void) {
     EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log says '%s'", logs[0]);
 
     faults_begin("a rank with another version");
-    j.port = free_port();
+    j.port = some_ports(1);
     start(&j, 0, 0);
     snprintf(token, sizeof token, "torch:%d::1", j.port);
     size = inner.hello(letter, token, 1, 3, 990102);
@@ -359,7 +348,7 @@ static void test_strangers(void) {
         int count = kind == 3 ? 400 : kind == 2 ? 50 : 5, fds[400];
         char letter[4096];
         faults_begin(what[kind]);
-        j.port = free_port();
+        j.port = some_ports(1);
         (void)inner.hello(letter, "", 1, 3, 1);
         start(&j, 0, 0);
         for (int i = 0; i < count; i++) {
@@ -384,7 +373,7 @@ static void test_silence(void) {
     char byte;
     int fd;
     faults_begin("a silent stranger");
-    j.port = free_port();
+    j.port = some_ports(1);
     start(&j, 0, 0);
     fd = visit(j.port);
     EXPECT(recv(fd, &byte, 1, 0) == 0, "it was told something");
@@ -412,7 +401,7 @@ static void test_killed(void) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, forever};
         char word[64];
         faults_begin("a rank is killed");
-        j.port = free_port();
+        j.port = some_ports(1);
         start_all(&j);
         EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
         event_now();
@@ -466,7 +455,7 @@ static void test_calls(void) {
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, table[i].fn};
         faults_begin(table[i].what);
-        j.port = free_port();
+        j.port = some_ports(1);
         start_all(&j);
         reap(0, 3);
         for (int r = 0; r < 3; r++)
@@ -479,7 +468,7 @@ static void test_stopped(void) {
     for (int victim = 0; victim < 2; victim++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, forever};
         faults_begin(victim ? "a rank is stopped" : "rank 0 is stopped");
-        j.port = free_port();
+        j.port = some_ports(1);
         start_all(&j);
         EXPECT(heard(&stage_shared->counter, 3), "only %d of 3 ranks came", stage_shared->counter);
         kill(stage_shared->rank[victim].pid, SIGSTOP);
@@ -520,7 +509,7 @@ static void test_many(void) {
     job j = {{NULL}, "tcp://127.0.0.1:%p", 70, 0, 40000, many};
     int status;
     faults_begin("more ranks than a machine holds");
-    j.port = free_port();
+    j.port = some_ports(1);
     for (int r = j.world_size - 1; r >= 0; r--) start(&j, r % RANKS_MAX, r); /* the first ranks' places are theirs and the last ones' */
     while (wait(&status) > 0 || errno != ECHILD) EXPECT(status == 0, "a rank ended with %d", status);
     expect_ok(RANKS_MAX);
@@ -531,6 +520,7 @@ int main(int argc, char **argv) {
     leftovers before;
     faults_start(120);
     logs = (char(*)[LOG])ranks_shared(sizeof *logs * RANKS_MAX);
+    if (!ports_claim()) return 1;
     before = leftovers_now();
     if (!strcmp(part, "meeting")) {
         test_meeting();

@@ -1,6 +1,7 @@
 #!/bin/sh
 # The same binary joins the world of mpirun and of torchrun, and gets the bits that it gets alone. torchrun is imitated by its
 # variables; the real one runs too when it is there (TORCHRUN=path).   usage: train_gpt_launchers.sh path/of/train_gpt
+[ -n "${DDP_TEST_PORT:-}" ] || exec "$(dirname "$1")/with_port" sh "$0" "$@"
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 seq 1 3000 > text
@@ -35,7 +36,7 @@ else
     echo "mpirun: not installed, left out"
 fi
 
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 20000)) WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$DDP_TEST_PORT WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0
 export TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0
 # shellcheck disable=SC2086
 RANK=1 LOCAL_RANK=1 timeout "$limit" "$program" $tiny > variables1.out 2> variables1.err &
@@ -51,7 +52,7 @@ unset TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RESTART_COUN
 torchrun=${TORCHRUN:-torchrun}
 if command -v "$torchrun" > /dev/null; then
     # shellcheck disable=SC2086
-    timeout $((limit * 2)) "$torchrun" --no-python --nproc_per_node 2 "$program" $tiny > torchrun.out 2> torchrun.err || fail "torchrun: $(cat torchrun.err)"
+    timeout $((limit * 2)) "$torchrun" --master_port "$DDP_TEST_PORT" --no-python --nproc_per_node 2 "$program" $tiny > torchrun.out 2> torchrun.err || fail "torchrun: $(cat torchrun.err)"
     expect torchrun
 else
     echo "torchrun: not installed, left out"

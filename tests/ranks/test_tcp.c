@@ -7,23 +7,11 @@
 #include "../../ddp.h"
 #include "../support/inner.h"
 #include "../support/ranks.h"
+#include "../support/ports.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
-/* A port that is free now; the same on all ranks. */
+/* Rank 0's port, on all ranks. */
 static int some_port(ddp_group *world) {
-    struct sockaddr_in address;
-    socklen_t size = sizeof address;
-    int32_t port = 0;
-    if (ddp_rank(world) == 0) {
-        int fd = socket(AF_INET, SOCK_STREAM, 0);
-        memset(&address, 0, sizeof address);
-        address.sin_family = AF_INET;
-        if (bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && getsockname(fd, (struct sockaddr *)&address, &size) == 0) port = ntohs(address.sin_port);
-        close(fd);
-    }
+    int32_t port = ddp_rank(world) == 0 ? some_ports(1) : 0;
     return ddp_broadcast(world, &port, 1, DDP_I32, 0, NULL) == DDP_OK ? port : 0;
 }
 

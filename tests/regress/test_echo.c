@@ -6,6 +6,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
+#include "../support/ports.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -47,15 +48,13 @@ static void echo_once(int listener) {
 }
 
 int main(void) {
-    char text[256];
     int listener, port;
     pid_t pids[2];
     faults_start(50);
     faults_begin("an echo at rank 0's port");
-    listener = inner.tcp_listen("127.0.0.1", 0);
+    port = some_ports(1);
+    listener = inner.tcp_listen("127.0.0.1", port);
     EXPECT(listener >= 0, "%s", strerror(errno));
-    inner.announce_text(listener, text);
-    port = atoi(strchr(text, ' '));
     pids[1] = start_rank(1, port, listener);
     for (int i = 0; i < ECHOES; i++) echo_once(listener);
     close(listener);

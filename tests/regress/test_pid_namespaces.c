@@ -7,6 +7,7 @@
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
+#include "../support/ports.h"
 
 static void be_rank(int rank) {
     ddp_group_desc desc = DDP_ZERO;
@@ -26,7 +27,7 @@ int main(void) {
     pid_t child[2];
     faults_start(60);
     faults_begin("rank 1 is the first process of its own namespace");
-    snprintf(port, sizeof port, "%d", (int)getpid());
+    snprintf(port, sizeof port, "%d", some_ports(1)); /* it names the job */
     setenv("MASTER_ADDR", "pid_namespaces", 1);
     setenv("MASTER_PORT", port, 1);
     setenv("WORLD_SIZE", "2", 1);
