@@ -312,11 +312,12 @@ static ddp_result deaf_main(ddp_group *world, void *user) {
 }
 
 static void test_deaf_survivors(void) {
+    const double patience = RUN_INTO_MS * 1e-3 * DDP_TEST_SLOWDOWN;
     ddp_result result;
     faults_begin("survivors that never return");
-    result = launch(RANKS_PROCESSES, 3, 1500, deaf_main, NULL);
+    result = launch(RANKS_PROCESSES, 3, RUN_INTO_MS, deaf_main, NULL);
     EXPECT(result == DDP_ERR_CORRUPT && says(ddp_last_error(), "rank 1 gives up"), "%s '%s'", ddp_result_name(result), ddp_last_error());
-    EXPECT(launch_seconds > 1.5 * DDP_TEST_SLOWDOWN && launch_seconds < 1.5 * DDP_TEST_SLOWDOWN + PROMPT_SECONDS, "took %.2f s", launch_seconds);
+    EXPECT(launch_seconds > 0.99 * patience && launch_seconds < patience + PROMPT_SECONDS, "took %.2f s", launch_seconds);
     for (int r = 0; r < 3; r++) EXPECT(gone(stage_shared->rank[r].pid), "rank %d is still there", r);
 }
 

@@ -146,7 +146,7 @@ static void run_mismatches(ranks_mode mode, int w) {
 //== a rank that does not come ==============================================================
 
 typedef struct absence { const char *what; int missing, second_missing; int stopped; } absence; /* -1 = nobody */
-enum { ABSENCE_MS = DDP_TEST_SLOWDOWN > 1 ? 800 : 1500 }; /* also the time that the ranks have to start */
+enum { ABSENCE_MS = RUN_INTO_MS }; /* also the time that the ranks have to start */
 
 static ddp_result absence_main(ddp_group *world, void *user) {
     const absence *a = (const absence *)user;
@@ -252,7 +252,7 @@ static void run_crossed(ranks_mode mode) {
     static const char *const words[2] = {"group=world.1 seq=1 f32 count=1: timed out", "group=world.2 seq=1 f64 count=1: timed out"};
     static const char *const others[2] = {"rank 1 was waiting in ddp_all_reduce f64 count=1 max of group=world.2 (seq=1)", "rank 0 was waiting in ddp_all_reduce f32 count=1 sum of group=world.1 (seq=1)"};
     faults_begin(mode == RANKS_THREADS ? "threads: two groups in different orders" : "processes: two groups in different orders");
-    launch(mode, 2, 3 * ABSENCE_MS, crossed_main, NULL); /* both are to be in their calls by then */
+    launch(mode, 2, ABSENCE_MS, crossed_main, NULL); /* both are to be in their calls by then */
     for (int r = 0; r < 2; r++) {
         const char *text = stage_shared->rank[r].text;
         EXPECT(stage_shared->rank[r].first == DDP_ERR_TIMEOUT, "%s '%s'", ddp_result_name(stage_shared->rank[r].first), text);

@@ -291,7 +291,7 @@ static void test_contradictions(void) {
 }
 
 static void test_missing(void) {
-    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 4, 0, 1500, work};
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 4, 0, RUN_INTO_MS, work};
     faults_begin("ranks 1 and 3 never come");
     j.port = some_ports(1);
     start(&j, 2, 2);
@@ -301,6 +301,7 @@ static void test_missing(void) {
         expect(r, DDP_ERR_TIMEOUT, "missing rank 1,3", "");
     }
     faults_begin("rank 0 never comes");
+    j.timeout_ms = 1500;
     j.port = some_ports(1);
     start(&j, 1, 1);
     reap(1, 1);
@@ -453,7 +454,7 @@ static void test_calls(void) {
         {"a rank aborts", call_off, DDP_ERR_POISONED, "rank 1 (pid ", "called ddp_group_abort", 0},
         {"a rank makes no call", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, table[i].fn};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, table[i].want == DDP_ERR_TIMEOUT ? RUN_INTO_MS : 20000, table[i].fn};
         faults_begin(table[i].what);
         j.port = some_ports(1);
         start_all(&j);
@@ -466,7 +467,7 @@ static void test_calls(void) {
 /* A stopped process answers no call, while its kernel keeps the connection. */
 static void test_stopped(void) {
     for (int victim = 0; victim < 2; victim++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 2000, forever};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, RUN_INTO_MS, forever};
         faults_begin(victim ? "a rank is stopped" : "rank 0 is stopped");
         j.port = some_ports(1);
         start_all(&j);

@@ -14,6 +14,9 @@
 #define RANKS_MAX 64
 /* The promise is 100 ms, but a loaded machine may schedule nobody for seconds. It still is far from every timeout, 20 s. */
 #define PROMPT_SECONDS (15.0 * DDP_TEST_SLOWDOWN) /* less than a timeout: a busy machine takes seconds to bury a process */
+/* A timeout that ranks run into, before sanitizers stretch it. A machine may stand still for seconds, or one process on it: a rank that does must not be
+   taken for the one that never comes. */
+#define RUN_INTO_MS (8000 / DDP_TEST_SLOWDOWN)
 
 /* What a rank saw; in memory that outlives it. */
 typedef struct seen {
