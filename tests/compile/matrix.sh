@@ -1,8 +1,8 @@
 #!/bin/sh
 # How the headers may be included, compiled and linked: one case per call.
 #   matrix.sh ROOT WORK CASE        the cases are the functions below whose names start with case_; `matrix.sh list` prints them
-# $CC, $CXX, $CLANG, $CLANGXX, $NVCC name the compilers, $NCCL_INCLUDE is where nccl.h lies, $MPI_FLAGS find mpi.h; a case that needs one that
-# is empty ends with status 77 (skipped).
+# $CC, $CXX, $CLANG, $CLANGXX, $NVCC, $ARM64_CC, $ARM64_CXX name the compilers, $QEMU_ARM64 runs what those for arm64 build, $NCCL_INCLUDE is where nccl.h
+# lies, $MPI_FLAGS find mpi.h; a case that needs one that is empty ends with status 77 (skipped).
 set -u
 
 if [ "${1:-}" = list ]; then
@@ -143,6 +143,37 @@ case_mpi() { # with the MPI backend, in C and C++, by every compiler
     for compiler in "$CC -std=gnu11" "${CLANG:+$CLANG -std=gnu11}" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
         if [ -n "$compiler" ]; then build $compiler $warnings -fsyntax-only -DDDP_USE_MPI $MPI_FLAGS -I"$root" unit.c; fi
     done
+}
+
+# For arm64: the instructions that every such CPU has, what newer ones add, and what arm64.* run. Bodies once, examples without them.
+case_arm64() {
+    need "${ARM64_CC-}" "C compiler for arm64"
+    need "${ARM64_CXX-}" "C++ compiler for arm64"
+    for compiler in "$ARM64_CC" "$ARM64_CXX"; do
+        echo __aarch64__ | $compiler -E -P - | grep -q __aarch64__ && fail "$compiler does not compile for arm64"
+    done
+    implementation '#define DDP_STATIC' >unit.c
+    main_program | sed 's/return ddp_test_other();/return 0;/' >>unit.c
+    build $ARM64_CC -std=gnu11 -O0 -march=armv8-a $warnings -I"$root" -c unit.c -o unit.o # -c: the assembler reads what is in its language
+    for flags in '' '-march=armv8.2-a+fp16+bf16+crypto'; do
+        build $ARM64_CC -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c
+        build $ARM64_CXX -x c++ -std=c++17 $flags $warnings -I"$root" -fsyntax-only unit.c
+        if [ -n "$CLANG" ]; then build $CLANG --target=aarch64-linux-gnu -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c; fi
+    done
+    bodies='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
+    for example in "$root"/examples/*.c; do
+        build $ARM64_CC -std=gnu11 $bodies $warnings -I"$root" -fsyntax-only "$example"
+    done
+    for header in gpt.h gpt_tensor.h sources.h llmc.h training.h comm_hooks.h; do # trainers are C; these are C++ too
+        include "examples/$header" >unit.cc
+        build $ARM64_CXX -std=c++17 $bodies $warnings -I"$root" -fsyntax-only unit.cc
+    done
+    if [ -z "${QEMU_ARM64-}" ]; then return 0; fi # the arithmetic of optimizers is the same on both machines
+    build $CC -std=gnu11 -O2 -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o bits -lm
+    build $ARM64_CC -std=gnu11 -O3 -ffp-contract=fast -static -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o arm64_bits -lm
+    here=$(./bits) || fail "optimizer_bits: $here"
+    there=$("$QEMU_ARM64" ./arm64_bits) || fail "optimizer_bits on arm64: $there"
+    [ -n "$here" ] && [ "$here" = "$there" ] || fail "optimizers have other bits on arm64: $there, here $here"
 }
 
 case_libc_first_gcc() {
