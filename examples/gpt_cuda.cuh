@@ -63,8 +63,8 @@ typedef struct gpt_cuda_desc {
     int slots;                  /* micro-batches whose activations are kept at the same time; 0 = 1 */
     int first_unit, end_unit;   /* units of this rank, first_unit to end_unit - 1; end_unit 0 = layers + 2 */
     int recompute;              /* 1 = of a block only its input is kept; its forward runs again before its backward */
-    int graphs;                 /* 1 = each unit's forward and backward becomes a CUDA graph when it comes with the same pointers for the second
-                                   time. Needs a stream other than 0; not with a tensor group */
+    int graphs;                 /* 1 = each unit's forward and backward, and each gpt_cuda_micro_batch, becomes a CUDA graph when it comes with the same
+                                   pointers for the second time. Needs a stream other than 0; not with a tensor group */
     ddp_group *tensor;          /* NULL = none; GPUs over which heads and hidden channels are cut. Every unit call is then collective */
     int tensor_ranks;           /* 0 = those of tensor, or 1. May be given without a group to gpt_cuda_check, _bytes, _flops and _param_boxes */
     int tensor_rank;            /* read where tensor is NULL */
@@ -112,6 +112,11 @@ GPT_DEF ddp_result gpt_cuda_unit_forward(gpt_cuda *model, int unit, int slot, vo
    embedding: d_in is not. */
 GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *model, int unit, int slot, void *const *values, void *const *grads, const int32_t *batch, const void *in,
                                          const void *d_out, void *d_in);
+
+/* Forward and backward of all units, with memory of the model's own between them: as gpt_cuda_unit_forward of each, first to last, then
+   gpt_cuda_unit_backward of each, last to first. values[u] and grads[u]: tables of unit u, as there. With graphs it is one graph: the losses stay on the
+   device, and gpt_cuda_loss adds them up. The rank has all units. */
+GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *model, int slot, void *const *const *values, void *const *const *grads, const int32_t *batch);
 
 /* *sum (device memory, or pinned memory of the host, 8 bytes aligned) becomes the sum of the B T losses of the slot's last head forward, added in f64 in a
    fixed order. Asynchronous. */
@@ -257,7 +262,7 @@ GPT_DEF double gpt_cuda_flops(const gpt_cuda_desc *desc) {
 
 enum { GPT_CUDA__NORM_BLOCKS = 528, GPT_CUDA__SUM_BLOCKS = 64 };    /* that leave partial sums over rows */
 #define GPT_CUDA__LT_BYTES ((size_t)32 << 20)                       /* of workspace, as NVIDIA asks for on its largest devices */
-enum { GPT_CUDA__WAYS = 128, GPT_CUDA__GRAPHS = 4 };                /* of products; graphs of one unit, direction and slot */
+enum { GPT_CUDA__WAYS = 128, GPT_CUDA__GRAPHS = 4 };                /* of products; graphs of one unit, direction and slot, and of micro-batches */
 
 /* What a block's forward keeps for its backward. L = C / tensor ranks. */
 typedef struct gpt_cuda__acts {
@@ -271,9 +276,9 @@ typedef struct gpt_cuda__head { char *ln; float *mean, *rstd, *losses; } gpt_cud
 
 typedef struct gpt_cuda__way { int64_t key[8]; int state; cublasLtMatmulAlgo_t algo; } gpt_cuda__way;   /* state: 0 none, 1 a way, 2 not supported */
 
-/* A unit's work with these pointers: seen once, or a graph. */
-enum { GPT_CUDA__KEY = 6 * GPT_BLOCK_PARAMS + 6 };
-typedef struct gpt_cuda__graph { const void *key[GPT_CUDA__KEY]; int seen; uint64_t used; cudaGraphExec_t exec; } gpt_cuda__graph;
+/* Work of a unit, or of a whole micro-batch, with these pointers: seen once, or a graph. */
+enum { GPT_CUDA__TABLES = 6 * GPT_BLOCK_PARAMS, GPT_CUDA__KEY = GPT_CUDA__TABLES + 6 }; /* pointers: values and gradients of a unit; of a unit's call */
+typedef struct gpt_cuda__graph { const void **key; int seen; uint64_t used; cudaGraphExec_t exec; } gpt_cuda__graph;
 
 struct gpt_cuda {
     gpt_cuda_desc desc;             /* resolved */
@@ -293,11 +298,12 @@ struct gpt_cuda {
     char *workspace;                /* cuBLASLt's */
     int held_unit, held_slot;       /* recompute: whose activations lie there; -1 = nobody's */
     int logits_slot;                /* whose logits do */
-    int capturing;
+    int capturing, whole;           /* whole: units that are called are part of a micro-batch, whose graph they make */
     cublasLtHandle_t lt;
     gpt_cuda__way ways[GPT_CUDA__WAYS];
     int next_way;
-    gpt_cuda__graph *graphs;        /* [unit - first][direction][slot][GPT_CUDA__GRAPHS] */
+    gpt_cuda__graph *graphs;        /* [unit - first][direction][slot][GPT_CUDA__GRAPHS], then GPT_CUDA__GRAPHS of micro-batches */
+    const void **keys, **key;       /* of graphs; of the micro-batch under way */
     uint64_t clock;                 /* of their use */
 };
 
@@ -1278,60 +1284,87 @@ static inline ddp_result gpt_cuda__work(gpt_cuda *m, const gpt_cuda__call *call)
 }
 
 //== graphs ============================================================================== >>graphs
-/* A call that comes again with the same pointers is captured, and from then on launched as one. The first time it runs plainly, for cuBLASLt is asked for
-   its ways and kernels are loaded then. Each unit, direction and slot keeps the few sets of pointers that were used last. */
+/* Work that comes again with the same pointers is captured, and from then on launched as one. The first time it runs plainly, for cuBLASLt is asked for
+   its ways and kernels are loaded then. Each unit, direction and slot keeps the few sets of pointers that were used last, and so do micro-batches. */
+
+typedef ddp_result (*gpt_cuda__work_fn)(gpt_cuda *m, const void *arguments);
+
+static inline size_t gpt_cuda__unit_graphs(const gpt_cuda *m) {
+    return (size_t)(m->desc.end_unit - m->desc.first_unit) * 2 * (size_t)m->desc.slots * GPT_CUDA__GRAPHS;
+}
+
+/* Pointers that a micro-batch is known by: its batch, the losses of its slot, and all units' tables. */
+static inline size_t gpt_cuda__whole_key(const gpt_cuda *m) { return (size_t)(m->desc.end_unit - m->desc.first_unit) * GPT_CUDA__TABLES + 2; }
+
+static inline ddp_result gpt_cuda__make_graphs(gpt_cuda *m) {
+    size_t units = gpt_cuda__unit_graphs(m), whole = gpt_cuda__whole_key(m);
+    if (!m->desc.graphs) return DDP_OK;
+    m->graphs = (gpt_cuda__graph *)calloc(units + GPT_CUDA__GRAPHS, sizeof *m->graphs);
+    m->keys = (const void **)calloc(units * GPT_CUDA__KEY + (GPT_CUDA__GRAPHS + 1) * whole, sizeof *m->keys);
+    if (!m->graphs || !m->keys) return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its graphs");
+    m->key = m->keys + units * GPT_CUDA__KEY;
+    for (size_t i = 0; i < units; i++) m->graphs[i].key = m->keys + i * GPT_CUDA__KEY;
+    for (size_t i = 0; i < GPT_CUDA__GRAPHS; i++) m->graphs[units + i].key = m->key + (i + 1) * whole;
+    return DDP_OK;
+}
 
 static inline void gpt_cuda__graph_drop(gpt_cuda__graph *graph) {
     if (graph->exec) cudaGraphExecDestroy(graph->exec);
-    memset(graph, 0, sizeof *graph);
+    graph->exec = NULL, graph->seen = 0, graph->used = 0;
 }
 
-static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, const gpt_cuda__call *call) {
-    int place = ((call->unit - m->desc.first_unit) * 2 + call->backward) * m->desc.slots + call->slot;
-    gpt_cuda__graph *list = m->graphs + place * GPT_CUDA__GRAPHS, *graph = list;
-    const void *key[GPT_CUDA__KEY] = {call->batch, call->in, call->d_out, call->out, call->d_in, call->again ? m : NULL};
-    memcpy(key + 6, &call->values, sizeof call->values);
-    memcpy(key + 6 + 3 * GPT_BLOCK_PARAMS, &call->grads, sizeof call->grads);
+/* Of a list of GPT_CUDA__GRAPHS the graph with this key, or one that is free for it: the one that was not used for longest. */
+static inline gpt_cuda__graph *gpt_cuda__graph_of(gpt_cuda *m, gpt_cuda__graph *list, const void *const *key, size_t key_count) {
+    gpt_cuda__graph *graph = list;
     for (int i = 0; i < GPT_CUDA__GRAPHS; i++) {
-        if (list[i].seen && memcmp(list[i].key, key, sizeof key) == 0) { list[i].used = ++m->clock; return &list[i]; }
+        if (list[i].seen && memcmp(list[i].key, key, key_count * sizeof *key) == 0) { list[i].used = ++m->clock; return &list[i]; }
         if (list[i].used < graph->used) graph = &list[i];
     }
     gpt_cuda__graph_drop(graph);
-    memcpy(graph->key, key, sizeof key);
+    memcpy(graph->key, key, key_count * sizeof *key);
     graph->used = ++m->clock;
     return graph;
 }
 
-static inline ddp_result gpt_cuda__capture(gpt_cuda *m, const gpt_cuda__call *call, cudaGraphExec_t *out) {
+static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, const void *arguments, const char *what, cudaGraphExec_t *out) {
     cudaGraph_t graph = NULL;
     ddp_result result;
     cudaError_t error = cudaStreamBeginCapture(m->desc.stream, cudaStreamCaptureModeThreadLocal), ended;
-    if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaStreamBeginCapture", "a unit");
+    if (error != cudaSuccess) return gpt_cuda__fail(error, "cudaStreamBeginCapture", what);
     m->capturing = 1;
-    result = gpt_cuda__work(m, call);
+    result = work(m, arguments);
     m->capturing = 0;
     ended = cudaStreamEndCapture(m->desc.stream, &graph);
-    if (result == DDP_OK && ended != cudaSuccess) result = gpt_cuda__fail(ended, "cudaStreamEndCapture", "a unit");
+    if (result == DDP_OK && ended != cudaSuccess) result = gpt_cuda__fail(ended, "cudaStreamEndCapture", what);
     if (result == DDP_OK) {
         error = cudaGraphInstantiate(out, graph, 0);
-        if (error != cudaSuccess) *out = NULL, result = gpt_cuda__fail(error, "cudaGraphInstantiate", "a unit");
+        if (error != cudaSuccess) *out = NULL, result = gpt_cuda__fail(error, "cudaGraphInstantiate", what);
     }
     if (graph) cudaGraphDestroy(graph);
     return result;
 }
 
-static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call) {
-    gpt_cuda__graph *graph;
+/* The work, plainly or as a graph. */
+static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work, const void *arguments, const char *what) {
     cudaError_t error;
-    if (!m->graphs) return gpt_cuda__work(m, call);
-    graph = gpt_cuda__graph_of(m, call);
     if (!graph->seen) {
         graph->seen = 1;
-        return gpt_cuda__work(m, call);
+        return work(m, arguments);
     }
-    if (!graph->exec) GPT_CUDA__TRY(gpt_cuda__capture(m, call, &graph->exec));
+    if (!graph->exec) GPT_CUDA__TRY(gpt_cuda__capture(m, work, arguments, what, &graph->exec));
     error = cudaGraphLaunch(graph->exec, m->desc.stream);
-    return error == cudaSuccess ? DDP_OK : gpt_cuda__fail(error, "cudaGraphLaunch", "a unit");
+    return error == cudaSuccess ? DDP_OK : gpt_cuda__fail(error, "cudaGraphLaunch", what);
+}
+
+static inline ddp_result gpt_cuda__unit_work(gpt_cuda *m, const void *call) { return gpt_cuda__work(m, (const gpt_cuda__call *)call); }
+
+static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call) {
+    const void *key[GPT_CUDA__KEY] = {call->batch, call->in, call->d_out, call->out, call->d_in, call->again ? m : NULL};
+    int place = ((call->unit - m->desc.first_unit) * 2 + call->backward) * m->desc.slots + call->slot;
+    if (!m->graphs || m->whole) return gpt_cuda__work(m, call);
+    memcpy(key + 6, &call->values, sizeof call->values);
+    memcpy(key + 6 + 3 * GPT_BLOCK_PARAMS, &call->grads, sizeof call->grads);
+    return gpt_cuda__play(m, gpt_cuda__graph_of(m, m->graphs + place * GPT_CUDA__GRAPHS, key, GPT_CUDA__KEY), gpt_cuda__unit_work, call, "a unit");
 }
 
 //== public ============================================================================== >>public
@@ -1339,10 +1372,11 @@ static inline ddp_result gpt_cuda__issue(gpt_cuda *m, const gpt_cuda__call *call
 GPT_DEF void gpt_cuda_destroy(gpt_cuda *m) {
     if (!m) return;
     if (m->memory) cudaStreamSynchronize(m->desc.stream);
-    for (int i = 0; m->graphs && i < (m->desc.end_unit - m->desc.first_unit) * 2 * m->desc.slots * GPT_CUDA__GRAPHS; i++) gpt_cuda__graph_drop(&m->graphs[i]);
+    for (size_t i = 0; m->graphs && i < gpt_cuda__unit_graphs(m) + GPT_CUDA__GRAPHS; i++) gpt_cuda__graph_drop(&m->graphs[i]);
     if (m->lt) cublasLtDestroy(m->lt);
     if (m->memory) ddp_device_cuda()->free(NULL, m->memory);
     free(m->graphs);
+    free(m->keys);
     free(m->stream);
     free(m->heads_of);
     free(m->blocks);
@@ -1357,9 +1391,8 @@ static inline ddp_result gpt_cuda__fill(gpt_cuda *m) {
     m->blocks = (gpt_cuda__acts *)calloc(slots * (size_t)d->config.layers + 1, sizeof *m->blocks);
     m->heads_of = (gpt_cuda__head *)calloc(slots, sizeof *m->heads_of);
     m->stream = (char **)calloc(slots * (units + 1), sizeof *m->stream);
-    if (d->graphs) m->graphs = (gpt_cuda__graph *)calloc(units * 2 * slots * GPT_CUDA__GRAPHS, sizeof *m->graphs);
-    if (!m->blocks || !m->heads_of || !m->stream || (d->graphs && !m->graphs))
-        return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its lists");
+    if (!m->blocks || !m->heads_of || !m->stream) return ddp_fail(DDP_ERR_NO_MEMORY, "gpt_cuda_create: no host memory for its lists");
+    GPT_CUDA__TRY(gpt_cuda__make_graphs(m));
     m->bytes = gpt_cuda__lay_out(m, NULL);
     if (ddp_device_cuda()->alloc(NULL, m->bytes, &memory) != DDP_OK) {
         char cause[512];
@@ -1488,6 +1521,52 @@ GPT_DEF ddp_result gpt_cuda_unit_backward(gpt_cuda *m, int unit, int slot, void 
     result = gpt_cuda__issue(m, &call);
     if (call.again && head && result == DDP_OK) m->logits_slot = slot;
     if (call.again && block && result == DDP_OK) m->held_unit = unit, m->held_slot = slot;
+    return result;
+}
+
+/* What gpt_cuda_micro_batch was called with. */
+typedef struct gpt_cuda__micro_batch { int slot; void *const *const *values, *const *const *grads; const int32_t *batch; } gpt_cuda__micro_batch;
+
+static inline ddp_result gpt_cuda__each_unit(gpt_cuda *m, const void *arguments) {
+    const gpt_cuda__micro_batch *it = (const gpt_cuda__micro_batch *)arguments;
+    int units = m->desc.end_unit;
+    ddp_result result = DDP_OK;
+    m->whole = 1;
+    for (int u = 0; u < units && result == DDP_OK; u++) result = gpt_cuda_unit_forward(m, u, it->slot, it->values[u], it->batch, NULL, NULL);
+    for (int u = units - 1; u >= 0 && result == DDP_OK; u--)
+        result = gpt_cuda_unit_backward(m, u, it->slot, it->values[u], it->grads[u], it->batch, NULL, NULL, NULL);
+    m->whole = 0;
+    return result;
+}
+
+/* The key of a micro-batch, in m->key. */
+static inline ddp_result gpt_cuda__whole_key_of(gpt_cuda *m, const gpt_cuda__micro_batch *it) {
+    m->key[0] = it->batch, m->key[1] = m->heads_of[it->slot].losses;
+    for (int u = 0; u < m->desc.end_unit; u++) {
+        gpt_cuda__table tables[2] = DDP_ZERO;
+        GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "values", it->values[u], &tables[0]));
+        GPT_CUDA__TRY(gpt_cuda__table_of(m, "gpt_cuda_micro_batch", u, "grads", it->grads[u], &tables[1]));
+        memcpy(m->key + 2 + (size_t)u * GPT_CUDA__TABLES, tables, sizeof tables);
+    }
+    return DDP_OK;
+}
+
+GPT_DEF ddp_result gpt_cuda_micro_batch(gpt_cuda *m, int slot, void *const *const *values, void *const *const *grads, const int32_t *batch) {
+    static const char *const name = "gpt_cuda_micro_batch";
+    const gpt_cuda__micro_batch it = {slot, values, grads, batch};
+    gpt_cuda__graph *graph;
+    ddp_result result;
+    GPT_CUDA__TRY(gpt_cuda__call_check(m, name, m ? m->desc.first_unit : 0, slot, batch));
+    if (m->desc.first_unit > 0 || m->desc.end_unit < m->desc.config.layers + 2)
+        return ddp_fail(DDP_ERR_INVALID, "%s: this rank has units %d to %d; a micro-batch goes through all, 0 to %d", name, m->desc.first_unit,
+                        m->desc.end_unit - 1, m->desc.config.layers + 1);
+    if (!values || !grads) return ddp_fail(DDP_ERR_INVALID, "%s: values or grads is NULL; give a table for each unit", name);
+    if (!m->graphs) return gpt_cuda__each_unit(m, &it);
+    GPT_CUDA__TRY(gpt_cuda__whole_key_of(m, &it));
+    graph = gpt_cuda__graph_of(m, m->graphs + gpt_cuda__unit_graphs(m), m->key, gpt_cuda__whole_key(m));
+    result = gpt_cuda__play(m, graph, gpt_cuda__each_unit, &it, "a micro-batch");
+    m->held_unit = result == DDP_OK ? 1 : -1, m->held_slot = slot; /* a graph leaves what the calls that it was made of would */
+    m->logits_slot = result == DDP_OK ? slot : -1;
     return result;
 }
 

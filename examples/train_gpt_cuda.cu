@@ -25,6 +25,12 @@ A STEP
         copies         1                                   2                                             3
         device            | step 1                                             | step 2                                        | step 3
 
+    On one rank forward and backward of a micro-batch are one CUDA graph. Gradients are then kept whole under every --strategy, as one rank has nothing to
+    split. So it is on several ranks for micro-batches in which optim and none put nothing between units: all but a step's first and last. Elsewhere each
+    unit's forward and backward is a graph of its own, and gathers and reductions are calls: launches of a graph that has them would have no sequence
+    numbers, no comparison with other ranks' calls and no timeouts. A rank that died would then be waited for without end. Norm and optimizer are launched
+    by themselves, as their step and learning rate are the host's.
+
     With --stages the runner waits at the end of each step, and ranks that share a GPU wait for each other inside of it. --timeline draws it as it was,
     --profile says what each kernel took.
 
@@ -62,8 +68,10 @@ static const flag FLAGS[] = {
     RECOMPUTE_FLAG,
     {"--offload", FLAG_SWITCH, NOT_SAVED, AT(offload), 0, 1, "master values and moments lie in host memory"},
     {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9, "MIB that a rank may be expected to take of its GPU; default: what is free"},
-    {"--no-graphs", FLAG_SWITCH, NOT_SAVED, AT(no_graphs), 0, 1, "launch kernels one by one, not as CUDA graphs; so it is with --tp 2 or more"},
-    {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0, "FILE write what host and device did in three steps, for chrome://tracing or Perfetto"},
+    {"--no-graphs", FLAG_SWITCH, NOT_SAVED, AT(no_graphs), 0, 1, "launch kernels one by one, not as CUDA graphs of micro-batches and units; so it is with\n"
+        "                        --tp 2 or more"},
+    {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0, "FILE write what host and device did in three steps, for chrome://tracing or Perfetto; a CUDA\n"
+        "                        graph is one span, so that with --no-graphs there are more"},
     {"--profile", FLAG_SWITCH, NOT_SAVED, AT(profile), 0, 1, "print what each kernel took in one step; without graphs"},
     {"--init", FLAG_TEXT, NOT_SAVED, AT(init), 0, 0, "FILE first values from a GPT-2 checkpoint of llm.c, which also says the model's shape"},
     {"--write-random", FLAG_TEXT, NOT_SAVED, AT(write_random), 0, 0, "FILE write such a checkpoint with random values, GPT-2 124M but for flags, and end"},
@@ -195,6 +203,8 @@ typedef struct trainer {
     size_t batch_ints;
     int32_t *pinned[2], *staged[2];   /* micro_count batches of a step on their way: on the host, on the device; by the step's parity */
     int32_t **batch;                  /* on the device, one per slot: where the model reads */
+    void *(*tables)[3 * GPT_BLOCK_PARAMS]; /* for micro-batches in one graph: values of each unit, then gradients of each, */
+    void *const **table_of;           /* and a pointer to each of these */
     double *sums[2];                  /* pinned: the losses of a step */
     float *norms;                     /* pinned: of two steps, where the model is cut; */
     ddp_exact_sum *squares;           /* on the device: their squares, and behind them what gradients are multiplied by */
@@ -473,8 +483,14 @@ static size_t unit_elements(const trainer *t, int unit) {
 /* A way to run, and what it takes of a GPU, in bytes. */
 typedef struct way {
     ddp_fsdp_strategy strategy;
-    int dp, offload, micro_batch, recompute;
+    int dp, offload, micro_batch, recompute, graphs;
 } way;
+
+/* What ddp_fsdp is told: a graph of a micro-batch wants its gradients whole. */
+static ddp_fsdp_strategy carried_strategy(const trainer *t, const way *w) {
+    int whole = w->graphs && w->dp == 1 && t->pp == 1;
+    return whole && w->strategy != DDP_FSDP_NO_SHARD ? DDP_FSDP_SHARD_OPTIM : w->strategy;
+}
 
 /* What a group of GPUs keeps for sums in the tree's order, of rounds of up to 32 MiB: a power of two. */
 static double tree_bytes(double payload) {
@@ -485,8 +501,9 @@ static double tree_bytes(double payload) {
 
 /* What ddp_fsdp takes, by the formulas of its opening comment: P / W of what is split. */
 static double sharded_bytes(const trainer *t, const way *w) {
-    double all = 0, largest = 0, element = (double)element_bytes(t), split = w->strategy == DDP_FSDP_NO_SHARD ? 1 : w->dp, bytes = 0;
-    int whole = w->strategy != DDP_FSDP_FULL_SHARD, each = w->strategy == DDP_FSDP_FULL_SHARD || w->strategy == DDP_FSDP_SHARD_GRAD, levels = 0;
+    const ddp_fsdp_strategy strategy = carried_strategy(t, w);
+    double all = 0, largest = 0, element = (double)element_bytes(t), split = strategy == DDP_FSDP_NO_SHARD ? 1 : w->dp, bytes = 0;
+    int whole = strategy != DDP_FSDP_FULL_SHARD, each = strategy == DDP_FSDP_FULL_SHARD || strategy == DDP_FSDP_SHARD_GRAD, levels = 0;
     int64_t micros = t->run.plan.config.batch / w->micro_batch / w->dp;
     double tied = t->pp > 1 ? 0 : (double)t->run.infos[0].count;
     for (int u = t->first_unit; u < t->end_unit; u++) {
@@ -502,9 +519,9 @@ static double sharded_bytes(const trainer *t, const way *w) {
     if (!w->offload) bytes += own * 8 / split;                                             /* moments */
     if (!whole && (t->pp > 1 || w->dp > 1)) bytes += (t->pp > 1 ? 1 : 3) * largest * element; /* gathered: one in use, two ahead; one rank has them */
     if (each) bytes += (t->pp > 1 ? 1 : w->dp > 1 ? 3 : 2) * largest * wide + (levels + 1) * all * 4 / split;
-    else bytes += all * wide + (levels > 1 ? levels : 1) * all * 4 / (levels ? 1 : split);
-    if (wide < 4 && !each) bytes += largest * (levels > 0 || w->strategy == DDP_FSDP_NO_SHARD ? 4 : wide); /* cast on their way */
-    if (w->dp > 1 && w->strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * 4;           /* sent and received */
+    else bytes += all * wide + (levels ? levels : wide < 4 ? 1 / split : 0) * all * 4;    /* f32 of one micro-batch is added up where it lies */
+    if (wide < 4 && !each) bytes += largest * (levels > 0 || strategy == DDP_FSDP_NO_SHARD ? 4 : wide); /* cast on their way */
+    if (w->dp > 1 && strategy != DDP_FSDP_NO_SHARD) bytes += 2 * largest * 4;           /* sent and received */
     if (w->dp > 1) bytes += tree_bytes(largest * 4);
     for (int64_t m = t->pp > 1 ? micros : 0; m > 0; m >>= 1) bytes += all * 4;             /* the runner's sums */
     if (t->pp > 1 && element < 4) bytes += largest * element;
@@ -527,7 +544,7 @@ static double way_bytes(const trainer *t, const way *w) {
 static way way_now(const trainer *t) {
     way w;
     w.strategy = t->strategy, w.dp = t->dp, w.offload = t->run.options->offload;
-    w.micro_batch = t->run.plan.config.micro_batch, w.recompute = t->run.options->recompute;
+    w.micro_batch = t->run.plan.config.micro_batch, w.recompute = t->run.options->recompute, w.graphs = t->desc.graphs;
     return w;
 }
 
@@ -545,6 +562,7 @@ static void say_savings(const trainer *t, char *out, size_t size) {
     out[0] = 0;
     if (!w.recompute) { w.recompute = 1; say_saving(t, out, size, "--recompute", &w); w.recompute = 0; }
     if (!w.offload) { w.offload = 1; say_saving(t, out, size, "--offload", &w); w.offload = 0; }
+    if (w.graphs) { w.graphs = 0; say_saving(t, out, size, "--no-graphs", &w); w.graphs = 1; }
     if (w.micro_batch % 2 == 0) {
         w.micro_batch /= 2;
         snprintf(flag, sizeof flag, "--micro-batch %d", w.micro_batch);
@@ -739,6 +757,7 @@ static ddp_result build_shards(trainer *t) {
     run *r = &t->run;
     const run_options *o = r->options;
     size_t largest = 0, unit = 0;
+    const way now = way_now(t);
     ddp_fsdp_desc desc = DDP_ZERO;
     for (int i = 0; i < t->param_count; i++) largest = (size_t)r->infos[i].count > largest ? (size_t)r->infos[i].count : largest;
     t->whole = (float *)malloc(largest * sizeof(float));
@@ -747,7 +766,7 @@ static ddp_result build_shards(trainer *t) {
     if (r->plan.first_step > 0 && !is_folder(o->resume)) TRY(map_checkpoint(t));
     desc.units = t->units;
     desc.unit_count = t->pp > 1 ? 1 : t->unit_count;
-    desc.strategy = t->strategy;
+    desc.strategy = carried_strategy(t, &now);
     desc.param_dtype = t->dtype;
     desc.reduce_dtype = DDP_F32;
     desc.micro_batch_count = t->pp > 1 ? 1 : t->micro_count;
@@ -1130,16 +1149,52 @@ static ddp_result forward(trainer *t, int last_unit, int compute) {
     return DDP_OK;
 }
 
+/* The unit's gradients are there, and its values are not used any more. Collective. */
+static ddp_result reduce(trainer *t, int unit) {
+    int span = span_begin(t, "reduce", unit, 1);
+    TRY(ddp_fsdp_unit_reduce(t->fsdp, unit));
+    profile_mark(t, "reduce", 0, 0);
+    span_end(t, span);
+    return ddp_fsdp_unit_release(t->fsdp, unit);
+}
+
 static ddp_result backward(trainer *t) {
     for (int unit = t->unit_count - 1; unit >= 0; unit--) {
         TRY(gather(t, unit));
         TRY(unit_backward(t, unit, 0, NULL, NULL, NULL));
-        int span = span_begin(t, "reduce", unit, 1);
-        TRY(ddp_fsdp_unit_reduce(t->fsdp, unit));
-        profile_mark(t, "reduce", 0, 0);
-        span_end(t, span);
-        TRY(ddp_fsdp_unit_release(t->fsdp, unit));
+        TRY(reduce(t, unit));
     }
+    return DDP_OK;
+}
+
+static ddp_result build_tables(trainer *t) {
+    size_t count = 2 * (size_t)t->unit_count;
+    t->tables = (void *(*)[3 * GPT_BLOCK_PARAMS])calloc(count, sizeof *t->tables);
+    t->table_of = (void *const **)calloc(count, sizeof *t->table_of);
+    if (!t->tables || !t->table_of) return run_no_room();
+    for (size_t i = 0; i < count; i++) t->table_of[i] = t->tables[i];
+    return DDP_OK;
+}
+
+/* Whether ranks have nothing to do with each other between the units of a micro-batch: its gradients are added to those before, on this rank alone, and
+   its values have been gathered. */
+static int is_whole(const trainer *t, int micro) {
+    int adds_later = t->strategy == DDP_FSDP_SHARD_OPTIM || t->strategy == DDP_FSDP_NO_SHARD;
+    return t->desc.graphs && (t->dp == 1 || (adds_later && micro > 0 && micro + 1 < t->micro_count));
+}
+
+/* Forward and backward through all units as one graph. */
+static ddp_result whole_micro_batch(trainer *t) {
+    int span;
+    for (int unit = 0; unit < t->unit_count; unit++) {
+        TRY(gather(t, unit));
+        point_at(t, unit, 0, t->tables[unit]);
+        point_at(t, unit, 1, t->tables[t->unit_count + unit]);
+    }
+    span = span_begin(t, "micro-batch", -1, 1);
+    TRY(gpt_cuda_micro_batch(t->model, 0, t->table_of, t->table_of + t->unit_count, t->batch[0]));
+    span_end(t, span);
+    for (int unit = t->unit_count - 1; unit >= 0; unit--) TRY(reduce(t, unit));
     return DDP_OK;
 }
 
@@ -1260,10 +1315,11 @@ static ddp_result put_micro_batches(trainer *t) {
         return DDP_OK;
     }
     for (int micro = 0; micro < t->micro_count; micro++) {
+        int whole = is_whole(t, micro);
         TRY(place_batch(t, micro, 0));
-        TRY(forward(t, t->unit_count - 1, 1));
+        TRY(whole ? whole_micro_batch(t) : forward(t, t->unit_count - 1, 1));
         TRY(gpt_cuda_loss(t->model, 0, &t->sums[t->parity][micro]));
-        TRY(backward(t));
+        if (!whole) TRY(backward(t));
     }
     return DDP_OK;
 }
@@ -1535,7 +1591,7 @@ static ddp_result build(trainer *t) {
     CUDA(cudaHostAlloc((void **)&t->norms, 2 * sizeof *t->norms, cudaHostAllocDefault));
     TRY(t->memory->alloc(t->along_dp, sizeof *t->squares + sizeof(float), &memory));
     t->squares = (ddp_exact_sum *)memory;
-    return t->pp > 1 ? build_pipeline(t) : DDP_OK;
+    return t->pp > 1 ? build_pipeline(t) : build_tables(t);
 }
 
 static ddp_result train(void *user) {
@@ -1603,6 +1659,8 @@ static void trainer_free(void *user) {
     free(t->units);
     free(t->whole);
     free(t->batch);
+    free(t->tables);
+    free(t->table_of);
     free(t->slot_of);
     free(t->free_slots);
     free(t->offset);

@@ -1,5 +1,5 @@
 /*  test_gpt.cu - examples/gpt_cuda.cuh: each kernel against a plain loop, each unit and ten steps of training against gpt.h on the CPU, and that
-    recomputation, graphs, slots and tensor cuts change nothing that they must not.
+    recomputation, graphs of units and of micro-batches, slots and tensor cuts change nothing that they must not.
 
     test_gpt processes|threads [W ...]     1 rank runs all but the tensor cut, 2 and more that one. Built with -DDDP_TEST_ON_CPU it runs on a fake machine, as
     test_conformance.cu; the same rank count again runs under another seed, and must give the same bits. */
@@ -579,6 +579,25 @@ static ddp_result whole(device_rank *d, const gpt_cuda_desc &desc, double tolera
     return DDP_OK;
 }
 
+/* What a step of two micro-batches put on the device: graphs and no other products, or kernels. It takes no memory if it is a later one. */
+static ddp_result recorded(device_rank *d, int later, size_t want) {
+#if defined(DDP_TEST_ON_CPU)
+    std::string calls = fake_record(0);
+    size_t launches = 0, graphs = 0;
+    for (size_t at = 0; (at = calls.find("cudaLaunchKernel(", at)) != std::string::npos; at++) launches++;
+    for (size_t at = 0; (at = calls.find("cudaGraphLaunch(", at)) != std::string::npos; at++) graphs++;
+    if (later)
+        for (const char *what : {"cudaMalloc", "cudaFree", "GetHeuristic", "cublasLtCreate", "cudaGraphInstantiate"})
+            RANKS_CHECK(d->cpu, calls.find(what) == std::string::npos, "a later step calls %s:\n%s", what, calls.c_str());
+    if (want) RANKS_CHECK(d->cpu, graphs == want && launches == 2 && calls.find("cublasLtMatmul(") == std::string::npos, "%zu graphs, %zu kernels:\n%s",
+                          graphs, launches, calls.c_str());
+    else RANKS_CHECK(d->cpu, graphs == 0 && launches > 50, "%zu graphs, %zu kernels", graphs, launches);
+#else
+    (void)d, (void)later, (void)want;
+#endif
+    return DDP_OK;
+}
+
 /* The same two micro-batches `times` times, kept at the same time in two slots as a pipeline would have them: the bits of `want`, which had them one by one. */
 static ddp_result pipelined(device_rank *d, gpt_cuda_desc desc, int times, const floats &want) {
     desc.slots = 2;
@@ -600,18 +619,48 @@ static ddp_result pipelined(device_rank *d, gpt_cuda_desc desc, int times, const
         }
         GPT_TRY(same(p.f, named("two slots, time ", time).c_str(), have, want));
     }
+    return recorded(d, times > 1, desc.graphs ? 16 : 0);
+}
+
+static void *const *const *tables(const std::vector<std::vector<void *> > &of, std::vector<void *const *> *list) {
+    list->clear();
+    for (const std::vector<void *> &unit : of) list->push_back(unit.data());
+    return list->data();
+}
+
+static ddp_result micro_batch(pair *p, gpt_cuda *m, int slot, int batch) {
+    std::vector<void *const *> values, grads;
+    return gpt_cuda_micro_batch(m, slot, tables(p->values, &values), tables(p->grads, &grads), p->far_batches[(size_t)batch]);
+}
+
+/* Whole micro-batches as one call, of two batches in two slots, each with its graph: the bits of `want`, whatever units were called between. */
+static ddp_result micro_batches(device_rank *d, gpt_cuda_desc desc, const floats &want) {
+    desc.slots = 2;
+    pair p(d, desc);
+    GPT_TRY(pair_open(&p, 2));
+    for (int time = 0; time < 4; time++) {
+        floats have, g;
+        double mean;
 #if defined(DDP_TEST_ON_CPU)
-    std::string calls = fake_record(0);
-    size_t launches = 0, graphs = 0;
-    for (size_t at = 0; (at = calls.find("cudaLaunchKernel(", at)) != std::string::npos; at++) launches++;
-    for (size_t at = 0; (at = calls.find("cudaGraphLaunch(", at)) != std::string::npos; at++) graphs++;
-    if (times > 1)
-        for (const char *what : {"cudaMalloc", "cudaFree", "GetHeuristic", "cublasLtCreate", "cudaGraphInstantiate"})
-            RANKS_CHECK(d->cpu, calls.find(what) == std::string::npos, "a later step calls %s:\n%s", what, calls.c_str());
-    if (desc.graphs) RANKS_CHECK(d->cpu, graphs == 16 && launches == 2 && calls.find("cublasLtMatmul(") == std::string::npos, "%zu graphs, %zu kernels:\n%s",
-                                 graphs, launches, calls.c_str());
-    else RANKS_CHECK(d->cpu, graphs == 0 && launches > 50, "%zu graphs, %zu kernels", graphs, launches);
+        if (time == 3) fake_record_from_here();
 #endif
+        for (int b = 0; b < 2; b++) {
+            RANKS_OK(d->cpu, micro_batch(&p, p.m, b, b));
+            GPT_TRY(loss(&p, b, &mean));
+            g = gradients(p);
+            have.push_back((float)mean);
+            have.insert(have.end(), g.begin(), g.end());
+        }
+        GPT_TRY(same(p.f, named("micro-batches, time ", time).c_str(), have, want));
+        if (time == 3) GPT_TRY(recorded(d, 1, desc.graphs ? 2 : 0));
+        if (time == 1) GPT_TRY(forward(&p, 0, 1)); /* a backward before it, of another slot, takes its activations and logits */
+        if (time == 2) {
+            GPT_TRY(forward(&p, 1, 1));
+            RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
+            GPT_TRY(backward(&p, 1, 1));
+            GPT_TRY(same(p.f, "units around a micro-batch", gradients(p), floats(want.end() - (ptrdiff_t)g.size(), want.end())));
+        }
+    }
     return DDP_OK;
 }
 
@@ -635,6 +684,13 @@ static ddp_result many_pointers(device_rank *d, gpt_cuda_desc desc) {
                 if (first.empty()) first = have;
                 GPT_TRY(same(p.f, "backward of the head", have, first));
             }
+    for (int i = 0; i < 3 * (GPT_CUDA__GRAPHS + 2); i++) { /* of micro-batches, too: here a vector's gradient lies elsewhere */
+        p.grads[(size_t)head][0] = d_in[i / 2 % (GPT_CUDA__GRAPHS + 2)];
+        RANKS_OK(d->cpu, micro_batch(&p, p.m, 0, 0));
+        floats have = gradients(p);
+        if (i == 0) first = have;
+        GPT_TRY(same(p.f, named("micro-batch ", i).c_str(), have, first));
+    }
     return DDP_OK;
 }
 
@@ -655,6 +711,7 @@ static ddp_result variants(device_rank *d, ddp_dtype dtype) {
         for (int graphs = 0; graphs < 2; graphs++) {
             desc.recompute = recompute, desc.graphs = graphs;
             GPT_TRY(pipelined(d, desc, graphs ? 4 : 1 + !recompute, bits));
+            GPT_TRY(micro_batches(d, desc, bits));
         }
     desc.recompute = 1, desc.graphs = 0;
     GPT_TRY(whole(d, desc, tolerance, &again));
@@ -727,6 +784,8 @@ static ddp_result misuse(device_rank *d) {
     BAD(gpt_cuda_unit_backward(p.m, 1, 0, values, NULL, batch, NULL, NULL, NULL), "grads is NULL");
     BAD(gpt_cuda_unit_backward(p.m, 1, 0, values, grads, batch, NULL, (char *)in + 8, NULL), "d_out is");
     BAD(gpt_cuda_loss(p.m, 0, p.sum), "unit 3 is not this rank's");
+    BAD(micro_batch(&p, NULL, 0, 0), "model is NULL");
+    BAD(micro_batch(&p, p.m, 0, 0), "goes through all, 0 to 3");
     RANKS_CHECK(d->cpu, !gpt_cuda_stream_of(p.m, 0, 0) && gpt_cuda_stream_of(p.m, 3, 0) && !gpt_cuda_stream_of(p.m, 4, 0) && !gpt_cuda_stream_of(p.m, 1, 1),
                 "streams");
     desc.first_unit = 3, desc.end_unit = 4;
@@ -736,6 +795,21 @@ static ddp_result misuse(device_rank *d) {
     BAD(gpt_cuda_loss(q.m, 0, NULL), "sum is");
     BAD(gpt_cuda_logits(q.m, 0, q.values[3].data(), 10, (float *)in), "position 10 of 10");
     BAD(gpt_cuda_logits(q.m, 0, q.values[3].data(), 9, NULL), "logits is NULL");
+    desc.first_unit = 0, desc.graphs = 1;
+    pair r(d, desc);
+    GPT_TRY(pair_open(&r, 1));
+    std::vector<void *const *> list;
+    BAD(gpt_cuda_micro_batch(r.m, 0, NULL, tables(r.grads, &list), r.far_batches[0]), "values or grads is NULL");
+    BAD(gpt_cuda_micro_batch(r.m, 0, tables(r.values, &list), NULL, r.far_batches[0]), "values or grads is NULL");
+    BAD(gpt_cuda_micro_batch(r.m, 0, tables(r.values, &list), list.data(), NULL), "needs batch");
+    BAD(micro_batch(&r, r.m, 1, 0), "slot 1 of 1");
+    for (int time = 0; time < 3; time++) {
+        void *kept = r.grads[2][9];
+        RANKS_OK(d->cpu, micro_batch(&r, r.m, 0, 0));
+        r.grads[2][9] = NULL;
+        BAD(micro_batch(&r, r.m, 0, 0), "unit 2: grads[9], of parameter 3");
+        r.grads[2][9] = kept;
+    }
 #undef BAD
     return DDP_OK;
 }
@@ -829,7 +903,11 @@ static ddp_result refused(device_rank *d, ddp_dtype dtype) {
 }
 
 /* Forward, backward and loss of a model that has no parameters of its own. */
-static ddp_result step(const pair *p, gpt_cuda *m) {
+static ddp_result step(pair *p, gpt_cuda *m, int in_one) {
+    if (in_one) {
+        GPT_TRY(micro_batch(p, m, 0, 0));
+        return gpt_cuda_loss(m, 0, p->sum);
+    }
     for (size_t unit = 0; unit < p->values.size(); unit++) GPT_TRY(gpt_cuda_unit_forward(m, (int)unit, 0, p->values[unit].data(), p->far_batches[0], NULL,
                                                                                          NULL));
     for (size_t unit = p->values.size(); unit-- > 0;)
@@ -838,7 +916,7 @@ static ddp_result step(const pair *p, gpt_cuda *m) {
 }
 
 /* Every call of CUDA and cuBLASLt fails once: an error that names it, nothing is left behind, and the model goes on. */
-static ddp_result faults(device_rank *d) {
+static ddp_result faults(device_rank *d, int in_one) {
     static const char *const functions[] = {"cudaMalloc", "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul", "cudaLaunchKernel",
                                             "cudaMemsetAsync", "cudaMemcpyAsync", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate",
                                             "cudaGraphLaunch"};
@@ -850,20 +928,22 @@ static ddp_result faults(device_rank *d) {
     GPT_TRY(backward(&good, 0, 0));
     floats want = gradients(good);
     for (const char *function : functions)
-        for (int nth = 1; nth < 64; nth *= DDP_TEST_SLOWDOWN > 1 ? 8 : 2) {
+        for (int nth = 1; nth < 100; nth *= in_one || DDP_TEST_SLOWDOWN > 1 ? 8 : 2) { /* from the 50th on in a capture */
             gpt_cuda *m = NULL;
             ddp_result result;
             fake_fail(function, -1, nth, 0, 0);
             result = gpt_cuda_create(&m, &desc);
-            for (int time = 0; time < 3 && result == DDP_OK; time++) result = step(&good, m);
+            for (int time = 0; time < 3 && result == DDP_OK; time++) result = step(&good, m, in_one);
             int fired = fake_fault_fired(1);
             RANKS_CHECK(d->cpu, fired ? result == DDP_ERR_ENGINE || result == DDP_ERR_NO_MEMORY : result == DDP_OK, "%s %d: %d, %s", function, nth,
                         (int)result, ddp_last_error());
             RANKS_CHECK(d->cpu, !fired || strstr(ddp_last_error(), function), "%s %d is called '%s'", function, nth, ddp_last_error());
             RANKS_CHECK(d->cpu, fired || nth > 1, "%s is never called", function);
             if (fired && m) {
-                RANKS_OK(d->cpu, step(&good, m));
-                GPT_TRY(same(good.f, "a step after one that failed", gradients(good), want));
+                for (int time = 0; time < 3; time++) {
+                    RANKS_OK(d->cpu, step(&good, m, in_one));
+                    GPT_TRY(same(good.f, "a step after one that failed", gradients(good), want));
+                }
             }
             gpt_cuda_destroy(m);
             if (!fired) break;
@@ -911,7 +991,7 @@ static ddp_result test(ddp_group *world, void *user) {
         for (int recompute = 0; recompute < 2; recompute++) GPT_TRY(stages(&d, recompute));
 #if defined(DDP_TEST_ON_CPU)
         GPT_TRY(memory(&d));
-        GPT_TRY(faults(&d));
+        for (int in_one = 0; in_one < 2; in_one++) GPT_TRY(faults(&d, in_one));
 #endif
     }
     GPT_TRY(device_rank_close(&d));

@@ -42,11 +42,38 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     same_hash f32 f32_full4
     cuda bf16 $run --steps 10
     near bf16 whole
+    # The eight steps that were looked at have four micro-batches each, and no product is launched outside of their graphs.
+    for name in f32 bf16; do
+        [ "$(number $name graphs) $(number $name products)" = "32 0" ] || fail "$name: one graph per micro-batch was to be launched: $(cat $name.err)"
+    done
 
     short="$run --steps 4"
     cuda one $short --strategy none
     cuda again $short --strategy none --no-graphs --recompute
     same_hash one again
+    cuda unit_graphs $short --strategy none --ranks 2 --recompute
+    same_hash one unit_graphs
+    for way in full grad optim; do # graphs of one rank, and without
+        cuda "$way recompute" $short --strategy $way --recompute
+        same_hash one "$way recompute"
+        cuda "$way plain" $short --strategy $way --no-graphs
+        same_hash one "$way plain"
+    done
+    long="$run --steps 4 --batch 16" # of 8 micro-batches on one rank, and 4 on two, two of which have nothing between their units
+    cuda long $long --no-graphs
+    cuda long_graphs $long
+    same_hash long long_graphs
+    for way in optim none; do
+        cuda "long $way" $long --ranks 2 --strategy $way
+        same_hash long "long $way"
+    done
+    [ "$(number "long optim" graphs) $(number "long optim" products)" = "72 0" ] || fail "long optim: $(cat "long optim.err")"
+    for type in bf16 f32; do # one micro-batch in a step
+        cuda "single $type" $run --steps 4 --batch 2 --dtype $type
+        cuda "single $type plain" $run --steps 4 --batch 2 --dtype $type --no-graphs
+        same_hash "single $type" "single $type plain"
+        [ "$(number "single $type" graphs) $(number "single $type" products)" = "2 0" ] || fail "single $type: $(cat "single $type.err")"
+    done
     for way in 'full 1' 'full 2' 'full 4' 'grad 1' 'grad 2' 'optim 2' 'optim 4' 'none 2' 'none 4'; do
         cuda "$way" $short --strategy ${way% *} --ranks ${way#* }
         same_hash one "$way"
@@ -70,7 +97,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     same_hash cut cut_stages
 }
 # Half of what is expected, and less than it, is never held.
-for name in one 'full 4' 'optim 2' stages cut again; do
+for name in one 'full 1' 'full plain' 'full 4' 'optim 2' stages cut again 'single f32' 'single bf16'; do
     expected=$(sed -n 's/.* of each rank.s GPU: \([0-9.]*\) MiB expected.*/\1/p' "$name.all")
     awk "BEGIN { held = $(number "$name" held) / 1048576; exit !(held <= $expected && held >= $expected / 2) }" ||
         fail "$name: $expected MiB were expected, $(number "$name" held) bytes held"
@@ -160,6 +187,7 @@ before=$(state)
     wrong "is too small: it needs" $short --memory-limit 1 text
     for flag in recompute offload 'micro-batch 1' 'ranks 2 on as many GPUs'; do wrong "--$flag saves" $short --layers 9 --context 64 --memory-limit 1 text; done
     wrong "--strategy full saves" $short --ranks 2 --strategy none --memory-limit 1 text
+    wrong "--no-graphs saves" $short --batch 2 --layers 9 --context 64 --memory-limit 1 text
     wrong "use --ranks 6" $short --stages 3 --ranks 4 text
     wrong "use --layers 5 or more" $short --stages 7 text
     wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text

@@ -46,7 +46,8 @@
 #define DDP_TEST_SLOWDOWN 1
 #endif
 
-#define FAKE_ARENA ((size_t)1 << 33) /* of addresses; what is freed gives its memory back */
+#define FAKE_ARENA ((size_t)1 << 34) /* of addresses; what is freed gives its memory back */
+#define FAKE_MEMORY ((size_t)1 << 32) /* of a device, in bytes */
 #define FAKE_DEVICES 16
 
 /* ---- what the machine is made of ---- */
@@ -956,7 +957,7 @@ static inline void fake_start(int device_count, uint64_t seed) {
     for (int i = 0; i < FAKE_DEVICES; i++) {
         fake.device[i] = fake_device();
         fake.device[i].legacy = fake_stream_new(i, 1, 0);
-        fake.device[i].total = FAKE_ARENA / 2;
+        fake.device[i].total = FAKE_MEMORY;
     }
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they have handlers of their own */
     struct sigaction action = {};

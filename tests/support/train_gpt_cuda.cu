@@ -3,7 +3,8 @@
     Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4), and
     DDP_TEST_SEED, in which order streams run (1). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
     stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
-    many halves of steps were looked at, and how much memory the first GPU held at most. */
+    many halves of steps were looked at, how many graphs they launched and how many products outside of graphs, and how much memory the first GPU held at
+    most. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #pragma GCC diagnostic push
@@ -22,15 +23,17 @@ static const struct ddp__cuda_runtime *device_runtime(void);
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 
+static bool begins(const std::string &text, const char *name) { return text.compare(0, strlen(name), name) == 0; }
+
 /* A call that makes this thread wait for the device, among those of the machine's record. */
 static bool waits(const std::string &text) {
     static const char *const names[] = {"cudaStreamSynchronize(", "cudaEventSynchronize(", "cudaDeviceSynchronize(", "cudaMalloc(", "cudaFree(",
                                         "cudaHostAlloc(", "cudaFreeHost("};
-    for (const char *name : names) if (text.compare(0, strlen(name), name) == 0) return true;
-    return text.compare(0, 16, "cudaMemcpyAsync(") == 0 && text.find("host") != std::string::npos;
+    for (const char *name : names) if (begins(text, name)) return true;
+    return begins(text, "cudaMemcpyAsync(") && text.find("host") != std::string::npos;
 }
 
-static int steps_watched, steps_waited;
+static int steps_watched, steps_waited, graphs_launched, products_launched;
 static thread_local int watched;
 struct watcher {
     size_t from;
@@ -38,9 +41,12 @@ struct watcher {
     template <class T> T end(T result) {
         pthread_mutex_lock(&fake.lock);
         if (++watched > 4) steps_watched++; /* two steps: memory is found, graphs are captured */
-        for (size_t i = from; i < fake.lines.size() && watched > 4; i++)
-            if (fake.lines[i].device == fake_me.device && waits(fake.lines[i].text))
-                if (steps_waited++ < 3 && !getenv("DDP_TEST_GPUS")) fprintf(stderr, "inside of a step: %s\n", fake.lines[i].text.c_str());
+        for (size_t i = from; i < fake.lines.size() && watched > 4; i++) {
+            const std::string &text = fake.lines[i].text;
+            if (fake.lines[i].device != fake_me.device) continue;
+            graphs_launched += begins(text, "cudaGraphLaunch("), products_launched += begins(text, "cublasLtMatmul(");
+            if (waits(text) && steps_waited++ < 3 && !getenv("DDP_TEST_GPUS")) fprintf(stderr, "inside of a step: %s\n", text.c_str());
+        }
         pthread_mutex_unlock(&fake.lock);
         return result;
     }
@@ -68,6 +74,6 @@ int main(int argc, char **argv) {
     wrong = fake_failures() + steps_waited + !left.empty();
     if (!left.empty()) printf("left behind:\n%s", left.c_str());
     if (wrong) fprintf(stderr, "train_gpt_cuda: %d things are out of order on the machine\n", wrong);
-    fprintf(stderr, "watched %d, held %zu\n", steps_watched, fake.device[0].most);
+    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu\n", steps_watched, graphs_launched, products_launched, fake.device[0].most);
     return wrong ? 3 : 0;
 }
