@@ -286,32 +286,31 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
-/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its ddp_last_error. Inside
-   torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing. The world belongs to the launch: fn does not
-   destroy it. Call it before starting threads, CUDA or MPI.
-   Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and
-   OPENBLAS_NUM_THREADS unless set) and leaves by _exit, after a flush. SIGINT and SIGTERM sent to the caller reach all ranks, which
-   die with it. After a failure the others get timeout_ms to return, then are killed. No child, zombie or file stays.
+/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its ddp_last_error. Inside torchrun, mpirun,
+   srun or another ddp_launch it joins that world and starts nothing. The world belongs to the launch: fn does not destroy it, nor let an exception
+   out. Call it before starting threads, CUDA or MPI.
+   Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS unless set)
+   and leaves by _exit, after a flush. SIGINT and SIGTERM sent to the caller reach all ranks, which die with it. After a failure the others get
+   timeout_ms to return, then are killed. No child, zombie or file stays.
    Threads: one per rank; a rank that returns while others still need it counts as lost. One rank: fn runs on the caller.
    Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID; DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
-/* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are
-   there or timeout_ms has passed. desc may be NULL. *out is NULL on failure. Inside a ddp_launch: a split of its world, all ranks once
-   more, with that one's timeout; as of any split, what fails there fails the world.
+/* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are there or timeout_ms
+   has passed. desc may be NULL. *out is NULL on failure. Inside a ddp_launch: a split of its world, all ranks once more, with that one's timeout; as
+   of any split, what fails there fails the world.
    Ranks of one machine find each other through an abstract socket keyed by user and job, and share one anonymous memory file.
-   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT (or DDP_MASTER_PORT, if set) say, on the
-   first node of a SLURM step, or where init_method says. Those that turn out to share one machine go on as above; otherwise the
-   group is for bootstrap and control: collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group
-   memory is each rank's own; a split whose ranks are on one machine uses shared memory. For private networks: who knows the address
-   and job can join.
-   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one
-   have; those of one machine use shared memory. MPI is initialised unless the program has done so, and then finalised at exit, not
-   while a group is open or has failed. In tree order the bits are those of one machine; DDP_ORDER_ANY leaves all_reduce and reduce
-   to MPI; when one of these fails, or a broadcast, MPI may write to its buffer later.
-   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where
-   nobody answers), DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0),
-   DDP_ERR_SYSTEM (the port is in use: names by whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is), DDP_ERR_ENGINE. */
+   Ranks of several machines meet at rank 0, over TCP: where MASTER_ADDR and MASTER_PORT (or DDP_MASTER_PORT, if set) say, on the first node of a
+   SLURM step, or where init_method says. Those that turn out to share one machine go on as above; otherwise the group is for bootstrap and control:
+   collectives of up to 64 KiB per rank, through rank 0, none with counts; no messages; group memory is each rank's own; a split whose ranks are on
+   one machine uses shared memory. For private networks: who knows the address and job can join.
+   With DDP_USE_MPI, and started by mpirun or asked for by "mpi://", ranks of several machines have everything that ranks of one have; those of one
+   machine use shared memory. MPI is initialised unless the program has done so, and then finalised at exit, not while a group is open or has failed.
+   In tree order the bits are those of one machine; DDP_ORDER_ANY leaves all_reduce and reduce to MPI; when one of these fails, or a broadcast, MPI
+   may write to its buffer later.
+   Errors: DDP_ERR_INVALID (variables or desc contradict each other), DDP_ERR_TIMEOUT (names the missing ranks, or the address where nobody answers),
+   DDP_ERR_MISMATCH (two ranks with one number, other world size, other version, another job's rank 0), DDP_ERR_SYSTEM (the port is in use: names by
+   whom), DDP_ERR_PEER_LOST, DDP_ERR_UNSUPPORTED (nothing says where rank 0 is), DDP_ERR_ENGINE. */
 DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 
 #if defined(DDP_USE_MPI)
@@ -322,8 +321,8 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc);
 DDPDEF ddp_result ddp_group_from_mpi(ddp_group **out, MPI_Comm comm, const ddp_group_desc *desc);
 #endif
 
-/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank. Collective. A negative color gives
-   *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
+/* Splits a group: ranks with the same color form a new group, ordered by key, then by old rank; "world.2" is its name in errors. Collective. A negative
+   color gives *out == NULL and DDP_OK. The new group inherits timeouts, order and allocators, and recognises group memory of its ancestors. */
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out);
 
 /* Lays the ranks of world out as a grid and makes this rank's group along each dimension: the ranks that differ from it there alone,
@@ -338,12 +337,12 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group);
 /* Poisons the group: every pending and later call on every rank fails and names this rank. Not collective, never blocks. */
 DDPDEF ddp_result ddp_group_abort(ddp_group *group);
 
-/* Ends this rank's part, frees its group memory and handles. Not collective; a peer that still needs this rank gets
-   DDP_ERR_PEER_LOST. Destroy splits before their parent. NULL is ignored. */
+/* Ends this rank's part, frees its group memory and handles. Not collective; a peer that still needs this rank gets DDP_ERR_PEER_LOST.
+   Destroy what was made on it before it: splits, reducers and all else. NULL is ignored. */
 DDPDEF void ddp_group_destroy(ddp_group *group);
 
-DDPDEF int ddp_rank(const ddp_group *group);
-DDPDEF int ddp_world_size(const ddp_group *group);
+DDPDEF int ddp_rank(const ddp_group *group);             /* this rank, from 0 */
+DDPDEF int ddp_world_size(const ddp_group *group);       /* how many there are */
 DDPDEF int ddp_local_rank(const ddp_group *group);       /* among the ranks of this machine */
 DDPDEF int ddp_local_world_size(const ddp_group *group); /* ranks of this machine */
 
@@ -383,8 +382,8 @@ DDPDEF ddp_result ddp_all_to_all_v(ddp_group *group, const void *send, const siz
 DDPDEF ddp_result ddp_barrier(ddp_group *group); /* returns when every rank has entered */
 
 /* --- point to point ---
-   Matched by (peer, tag) in the order issued, independent of collectives. tag >= 0. A small blocking send may return before the
-   receive is posted; do not count on it. A receive of another count or dtype than what was sent is DDP_ERR_MISMATCH on both sides.
+   Matched by (peer, tag) in the order issued, independent of collectives. peer is another rank, tag >= 0. Blocking, errors and buffers as above. A small
+   blocking send may return before the receive is posted; do not count on it. A receive of another count or dtype is DDP_ERR_MISMATCH on both sides.
    Up to 16 messages from one rank to another are under way at once; later ones wait for these, whatever their tags. */
 DDPDEF ddp_result ddp_send(ddp_group *group, const void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
 DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype dtype, int peer, int tag, ddp_work *work);
@@ -434,7 +433,7 @@ DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the exact sum, rounded, b
    tokens are spread, the bits are the same. A step without any token leaves gradients as they add up. */
 DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 
-/* on = 1: ready and wait do nothing, so that gradients accumulate locally. The same on every rank. */
+/* on = 1: ready and wait do nothing, so that gradients accumulate locally. Not collective, but the same on every rank; between steps alone. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it
@@ -443,9 +442,8 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
    nothing. Errors: DDP_ERR_INVALID when max_norm is not positive. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
-/* find_unused: 1 when no rank used the parameter in the last step, else 0. */
-DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index);
-DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats);
+DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index); /* find_unused: 1 when no rank used the parameter in the last step, else 0 */
+DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_stats *stats); /* not collective */
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memory it placed; collective; NULL is ignored */
 
 /* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so
@@ -460,16 +458,16 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
+DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator); /* not collective; NULL is ignored */
 
-/* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. */
+/* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. Not collective. Copies the desc. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
 
 /* Collective. *active = ranks that take part in this step, 0 when training is over; gradients are then divided by active ranks. On
    a rank without a batch, shadow mode runs zero steps inside and returns when all ranks are out. With per_token they end in
    ddp_reducer_wait_mean, as must those of the others. */
 DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active);
-DDPDEF void ddp_join_destroy(ddp_join *join);
+DDPDEF void ddp_join_destroy(ddp_join *join); /* before its reducer; not collective; NULL is ignored */
 
 //== samplers ============================================================================================ >>sampler
 
@@ -699,9 +697,9 @@ struct ddp_backend {
     void (*p2p_wake)(ddp_group *group, void *state); /* ends p2p_sleep of this rank's threads, or the next one of each; NULL = sleeps are short */
 };
 
-DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);
-DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value);
-DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
+DDPDEF void ddp_exact_sum_clear(ddp_exact_sum *sum);             /* to 0, as zeros are */
+DDPDEF void ddp_exact_sum_add(ddp_exact_sum *sum, double value); /* NaN and infinities are kept */
+DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other); /* adds other */
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
 
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
@@ -901,10 +899,12 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #if defined(__cplusplus)
 #define DDP__THREAD_LOCAL thread_local
 #define DDP__RESTRICT __restrict__
+#define DDP__NOEXCEPT noexcept
 extern "C" {
 #else
 #define DDP__THREAD_LOCAL _Thread_local
 #define DDP__RESTRICT restrict
+#define DDP__NOEXCEPT
 #endif
 
 /* Everything that ranks share is read and written through these. */
@@ -5850,8 +5850,8 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
     return set;
 }
 
-/* The life of one rank. */
-static ddp_result ddp__rank_run(ddp__launch *launch, int rank) {
+/* The life of one rank. An exception of fn ends it here: further up a forked rank would go on as if it were its parent. */
+static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
     const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, launch->heap, 0, "", NULL};

@@ -340,7 +340,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
    byte range; DDP_ERR_SYSTEM. AdamW and LAMB take each other's moments, SGD and LARS too; of other kinds they are missing or extra. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
-DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory);
+DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory); /* bytes of this rank; not collective */
 
 /* Waits for what is under way, a clip that a peer has not come to as long as the group's timeout, and frees everything. Collective. NULL is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
@@ -371,7 +371,7 @@ DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, i
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
-DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer);
+DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
 
 /* The learning rate of step `step`, counted from 1. After total_steps it stays at the floor. A pure function; 0 for a desc that ddp_lr_check refuses. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
@@ -381,7 +381,7 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc);
 
 /* --- loss scaling --- */
 
-/* DDP_ERR_INVALID names the field. */
+/* The caller's own: nothing to free. Not collective; the same desc on every rank, whose groups outlive it. DDP_ERR_INVALID names the field. */
 DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *desc);
 
 /* What the loss is multiplied by before backward. */
@@ -394,10 +394,10 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
 /* 1 when the gradients of this update are not finite somewhere: leave the step out. */
 DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler);
 
-/* Ends a step: the scale backs off after an infinity, and grows after growth_interval steps without one. DDP_ERR_INVALID before an unscale. */
+/* Ends a step: the scale backs off after an infinity, and grows after growth_interval steps without one. Not collective. DDP_ERR_INVALID before an unscale. */
 DDPDEF ddp_result ddp_scaler_update(ddp_scaler *scaler);
 
-DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);
+DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state);       /* neither is collective */
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state); /* DDP_ERR_CORRUPT when the state is not one of ddp_scaler_save */
 
 #ifdef __cplusplus

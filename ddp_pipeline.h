@@ -332,7 +332,7 @@ DDPDEF ddp_result ddp_schedule_check(const ddp_schedule *schedule);
    cost. */
 DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_stage_cost *costs, ddp_schedule_report *report);
 
-DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule);
+DDPDEF int ddp_schedule_rank_count(const ddp_schedule *schedule); /* of NULL these are 0 */
 DDPDEF int ddp_schedule_stage_count(const ddp_schedule *schedule);
 DDPDEF int ddp_schedule_microbatch_count(const ddp_schedule *schedule);
 DDPDEF int ddp_schedule_update_interval(const ddp_schedule *schedule); /* micro-batches per update; microbatch_count where there is one update */
@@ -359,7 +359,7 @@ DDPDEF ddp_result ddp_pipeline_partition_memory(const double *cost, const double
                                                 int *first_layer);
 
 /* Measures each layer by running it: forward, input_grad and weight_grad of cost[0] to cost[layer_count - 1], in seconds; the rest of an entry stays.
-   */
+   Not collective. Errors: what run returns; DDP_ERR_INVALID names the field. */
 DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_cost *cost);
 
 /* --- runner ---
@@ -401,7 +401,7 @@ DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
 /* Losses of the last step or evaluation, on every rank: *mean is the pairwise sum over micro-batches divided once, each (may be NULL) has
-   microbatch_count entries. */
+   microbatch_count entries. Not collective. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
 /* What the last step's actions took: costs (stage-count entries, in seconds, means over micro-batches) for AUTO, the simulator and
@@ -409,7 +409,7 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
    NULL. Collective; every rank gets all. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times);
 
-DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats);
+DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats); /* not collective */
 
 /* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after ddp_pipeline_step, for whole (unsharded)
    gradients of the params that stages name. A tied parameter counts once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in
@@ -417,7 +417,7 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
    DDP_ERR_INVALID: no stage names any, or gradients of one come with unshard. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
-/* Frees everything; gradient memory it placed is the runner's. Collective. NULL is ignored. */
+/* Frees everything, gradient memory that it placed too. Collective. NULL is ignored. */
 DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 
 #ifdef __cplusplus
