@@ -279,8 +279,8 @@ DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_lay
    Collective over the tensor group, blocking as its collectives are, the same rows on every rank. Errors: DDP_ERR_INVALID before anything is sent;
    those of collectives. */
 
-/* Collective, as is the creation of layers, which may grow the shared workspace (group memory) and is not done while a layer is at work. After that
-   no call allocates. */
+/* Collective, as is the creation of layers, which may grow the shared workspace (group memory) and is not done while a layer is at work. After that no
+   call allocates. */
 DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_desc *desc);
 DDPDEF void ddp_tp_destroy(ddp_tp *tp); /* after its layers; collective; NULL is ignored */
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats);
@@ -290,8 +290,9 @@ DDPDEF void ddp_tp_reset_stats(ddp_tp *tp);
    additions in the order of k, so that its bits do not depend on what is computed beside it. */
 DDPDEF ddp_result ddp_gemm_builtin(const ddp_gemm *gemm, void *user);
 
+/* As all layers: tp outlives it, desc is copied, *out is NULL on failure. DDP_ERR_INVALID and DDP_ERR_MISMATCH name the field; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const ddp_tp_linear_desc *desc);
-DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* NULL is ignored */
+DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear); /* as of all layers: not collective; NULL is ignored */
 /* Which box of the global weight (out_features, in_features) this rank's weight is. Fused query, key, value has three parts, 0 to 2, one below the
    other in the rank's weight; otherwise part is 0. bias likewise, of (out_features). */
 DDPDEF ddp_result ddp_tp_linear_weight_box(const ddp_tp_linear *linear, int part, ddp_tensor_box *box);
@@ -1536,18 +1537,17 @@ static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
 /* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. root -1: there is none. */
 static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
     ddp__tensor_text shape;
-    char text[512];
+    char text[512], first[512] = ""; /* the line of this rank, and of the lowest one that failed */
     int64_t mark = ddp__tensor_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
     if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp_result told = ddp__tensor_host_reduce(m->group, words, 3, DDP_I64, DDP_OP_MIN);
+    int failed = told == DDP_OK && words[0] != INT64_MAX;
+    if (failed && words[0] / 256 == ddp_rank(m->group)) memcpy(first, text, sizeof first);
+    if (failed) told = ddp__tensor_host_reduce(m->group, first, sizeof first, DDP_U8, DDP_OP_MAX);
     if (mine != DDP_OK) return ddp_fail(mine, "%s", text);
     if (told != DDP_OK) return told;
-    if (words[0] != INT64_MAX) {
-        ddp_result theirs = (ddp_result) - (int)(words[0] & 255);
-        return ddp__tensor_fail(theirs, m->who, m->group, "rank %d has failed before anything was sent: %s", (int)(words[0] / 256),
-                                ddp_result_name(theirs));
-    }
+    if (failed) return ddp_fail((ddp_result) - (int)(words[0] & 255), "%s", first);
     if (words[1] == -words[2]) return DDP_OK;
     if (root < 0)
         return ddp__tensor_fail(DDP_ERR_MISMATCH, m->who, m->group,

@@ -553,12 +553,12 @@ static ddp_result sentences(ddp_group *world) {
     in.dtype = DDP_F32;
     out.data = rank == last ? other : NULL;
     out.shape[0] = 7;
-    snprintf(text, sizeof text, rank == last ? "out is (7, 4), but what goes there is" : "rank %d has failed before anything was sent: DDP_ERR_INVALID", last);
+    snprintf(text, sizeof text, "rank %d/%d ddp_tensor_distribute group=%s: out is (7, 4), but what goes there is", last, w, ddp_group_name(world));
     TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_SHARD(0), &out), DDP_ERR_INVALID, text));
     RANKS_CHECK(world, rank == last || !out.data, "out was made");
     memset(&out, 0, sizeof out);
     in.shape[0] = rank == last ? 6 : 5;
-    snprintf(text, sizeof text, rank == last ? "in is (6, 4), but REPLICATE of (5, 4) on rank" : "rank %d has failed before anything was sent", last);
+    snprintf(text, sizeof text, "rank %d/%d ddp_tensor_gather group=%s: in is (6, 4), but REPLICATE of (5, 4) on rank", last, w, ddp_group_name(world));
     TRY(says(world, ddp_tensor_gather(world, &in, DDP_REPLICATE, global, 0, &out), DDP_ERR_INVALID, text));
     in.shape[0] = 5;
 
@@ -583,8 +583,7 @@ static ddp_result sentences(ddp_group *world) {
     in.ndim = 2, in.shape[0] = 5, in.shape[1] = 4;
     if (mode == RANKS_MPI) return DDP_OK; /* it allocates, too */
     grants = rank == 1 ? 0 : -1;
-    TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY,
-        rank == 1 ? "bytes could not be allocated" : "rank 1 has failed before"));
+    TRY(says(world, ddp_tensor_distribute(world, &in, 0, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
     RANKS_CHECK(world, !out.data, "out was made");
     grants = -1;
     return ddp_barrier(world);
@@ -613,11 +612,10 @@ static ddp_result one_is_wrong(ddp_group *world) {
         rank ? "this rank means SHARD(0) to REPLICATE of f32 (" : "this rank means SHARD(1) to REPLICATE of f32 ("));
     out.shape[0] = rank == 1 ? w + 1 : w;
     out.shape[1] = w;
-    snprintf(text, sizeof text, rank == 1 ? "out is (%d, %d), but REPLICATE of" : "rank 1 has failed before anything was sent: DDP_ERR_INVALID", w + 1, w);
+    snprintf(text, sizeof text, "rank 1/%d ddp_tensor_redistribute group=%s: out is (%d, %d), but REPLICATE of", w, ddp_group_name(world), w + 1, w);
     TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_INVALID, text));
     out.shape[0] = w * w;
-    TRY(says(world, ddp_tensor_redistribute(world, rank == 1 ? NULL : &in, DDP_SHARD(0), DDP_REPLICATE, &out), DDP_ERR_INVALID,
-        rank == 1 ? "in is NULL" : "rank 1 has failed before anything was sent: DDP_ERR_INVALID"));
+    TRY(says(world, ddp_tensor_redistribute(world, rank == 1 ? NULL : &in, DDP_SHARD(0), DDP_REPLICATE, &out), DDP_ERR_INVALID, "in is NULL"));
 
     /* over a mesh: the rank that is wrong is told of by those beside it, and these tell those behind */
     desc.ndim = 2, desc.shape[0] = w % 2 ? 1 : 2, desc.names[0] = names[0], desc.names[1] = names[1];
@@ -629,15 +627,14 @@ static ddp_result one_is_wrong(ddp_group *world) {
     in.shape[0] = in.shape[1] = w;
     out = in;
     out.data = other;
-    TRY(says(world, ddp_tensor_relayout(rank == 1 ? NULL : &in, &a, &b, &out, NULL), DDP_ERR_INVALID, rank == 1 ? "in is NULL" : "has failed before"));
+    TRY(says(world, ddp_tensor_relayout(rank == 1 ? NULL : &in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in is NULL"));
     if (mode != RANKS_MPI) { /* which allocates, too */
         out.data = NULL;
         grants = rank == 1 ? 0 : -1;
-        TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_NO_MEMORY, rank == 1 ? "bytes could not be allocated" : "has failed before"));
+        TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
         RANKS_CHECK(world, !out.data, "out was made");
         grants = rank == 1 ? 0 : -1;
-        TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY,
-            rank == 1 ? "bytes could not be allocated" : "rank 1 has failed before"));
+        TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
         RANKS_CHECK(world, !out.data, "out was made");
         grants = -1;
         out.data = other;
@@ -650,7 +647,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
     a.axis_count = b.axis_count = 1, a.axes[0] = b.axes[0] = world, a.placement[0] = DDP_SHARD(0);
     in.shape[0] = 1;
     out.data = rank == 1 ? values : other;
-    TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_INVALID, rank == 1 ? "in and out overlap" : "rank 1 has failed before"));
+    TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in and out overlap"));
     return ddp_barrier(world);
 }
 
@@ -693,8 +690,8 @@ static ddp_result without_memory(ddp_group *world) {
             grants = granted;
             result = axes ? ddp_tensor_relayout(&in.tensor, &a, &b, &out, NULL) : ddp_tensor_redistribute(world, &in.tensor, DDP_SHARD(0), DDP_SHARD(1), &out);
             grants = -1;
-            RANKS_CHECK(world, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && (strstr(ddp_last_error(), "bytes could not be allocated") ||
-                        strstr(ddp_last_error(), "has failed before anything was sent"))), "%s: %s", ddp_result_name(result), ddp_last_error());
+            RANKS_CHECK(world, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && strstr(ddp_last_error(), "bytes could not be allocated")), "%s: %s",
+                        ddp_result_name(result), ddp_last_error());
             failed = result != DDP_OK;
             RANKS_OK(world, ddp_all_reduce(world, &failed, &failed, 1, DDP_I32, DDP_OP_SUM, NULL));
             RANKS_CHECK(world, axes || failed == 0 || failed == w, "%d of %d ranks have failed", failed, w);
