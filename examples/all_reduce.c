@@ -31,7 +31,9 @@ static ddp_result sum(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     ddp_launch_desc desc = DDP_ZERO;
-    desc.world_size = argc > 1 ? atoi(argv[1]) : 0; /* 0 = one rank per core */
+    char *end = argc > 1 ? argv[1] : NULL;
+    if (end && *end) desc.world_size = (int)strtol(end, &end, 10); /* 0 = one rank per core */
+    if (argc > 2 || (end && (*end || end == argv[1]))) return fprintf(stderr, "all_reduce: the only argument is how many ranks to start: all_reduce 4\n"), 1;
     if (ddp_launch(&desc, sum, NULL) == DDP_OK) return 0;
     fprintf(stderr, "all_reduce: %s\n", ddp_last_error());
     return 1;

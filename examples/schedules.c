@@ -91,6 +91,8 @@ static const struct { const char *name; double least, most, usual; int whole; } 
     {"ranks", 1, 4096, 4, 1}, {"micro-batches", 1, 65536, 8, 1}, {"chunks", 1, 64, 2, 1}, {"F", 0, 1e6, 1, 0}, {"I", 0, 1e6, 1, 0}, {"W", 0, 1e6, 1, 0}, {"transfer", 0, 1e6, 0, 0}};
 enum { NUMBER_COUNT = (int)(sizeof NUMBERS / sizeof *NUMBERS) };
 
+#define USAGE "schedules [-o FOLDER] [ranks [micro-batches [chunks [F [I [W [transfer]]]]]]]"
+
 /* 0, or 1 when something is wrong, which has been said. */
 static int read_arguments(int argc, char **argv, double *number, const char **folder) {
     int given = 0;
@@ -103,7 +105,8 @@ static int read_arguments(int argc, char **argv, double *number, const char **fo
             *folder = argv[++i];
             continue;
         }
-        if (given == NUMBER_COUNT) return fprintf(stderr, "schedules: %.60s is one too many: ranks micro-batches chunks F I W transfer\n", argv[i]), 1;
+        if (strncmp(argv[i], "--", 2) == 0) return fprintf(stderr, "schedules: there is no flag %.60s: " USAGE "\n", argv[i]), 1;
+        if (given == NUMBER_COUNT) return fprintf(stderr, "schedules: %.60s is one too many: " USAGE "\n", argv[i]), 1;
         value = strtod(argv[i], &end);
         if (end == argv[i] || *end || !(value >= NUMBERS[given].least && value <= NUMBERS[given].most) || (NUMBERS[given].whole && value != (int)value))
             return fprintf(stderr, "schedules: %s=%.60s: give a %snumber from %g to %g\n", NUMBERS[given].name, argv[i], NUMBERS[given].whole ? "whole " : "",
@@ -121,6 +124,7 @@ int main(int argc, char **argv) {
     const char *folder = NULL;
     ddp_schedule_desc desc = DDP_ZERO;
     int failed = 0;
+    if (argc == 2 && strcmp(argv[1], "--help") == 0) return puts("schedules: draws every pipeline schedule\n  " USAGE), 0;
     if (read_arguments(argc, argv, number, &folder)) return 1;
     desc.rank_count = (int)number[0], desc.microbatch_count = (int)number[1], desc.chunk_count = (int)number[2];
     for (int kind = 0; kind < DDP_SCHEDULE_KIND_COUNT && !failed; kind++) failed = show((ddp_schedule_kind)kind, &desc, number + 3, folder);
