@@ -3,13 +3,26 @@
 # under every strategy on 1, 2 and 4 ranks, with stages, without graphs, with recomputation, and in a second run; --tp has losses near them;
 # checkpoints go to train_gpt and back; optimizer state in host memory lets a model step under a limit that it does not fit in otherwise.
 # usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt
+# DDP_TEST_SMALL=1: smaller models and ranks as threads alone, for the trainer on the fake machine (support/train_gpt_cuda.cu), with DDP_TEST_GPUS=1.
 whole=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 . "$(dirname "$0")/../support/train_gpt.sh"
 
-seq 1 3000 > text
+lines=3000
 run="--layers 3 --heads 4 --channels 128 --context 64 --micro-batch 2 --batch 8 --lr 0.003 --seed 7 --steps 10"
+large="--layers 8 --heads 8 --channels 512 --context 64 --micro-batch 2 --batch 2 --steps 4 --strategy none"
+first="--layers 1 --steps 1"
+processes=
+if [ -n "${DDP_TEST_SMALL:-}" ]; then
+    run="--layers 3 --heads 4 --channels 32 --context 16 --micro-batch 2 --batch 8 --lr 0.003 --seed 7 --steps 4"
+    large="--layers 4 --heads 2 --channels 256 --context 8 --micro-batch 1 --batch 1 --steps 2 --strategy none"
+    first="$run --layers 1 --steps 1"
+    processes=--threads-as-ranks
+    lines=300 # as many validation windows as the fake machine's trainer looks at
+fi
+seq 1 $lines > text
 tables='/^  ranks  /,/^$/d; /^---/,/^---/d'
-timeout 60 "$program" --layers 1 --steps 1 text > first.out 2> first.err || {
+# shellcheck disable=SC2086
+timeout 60 "$program" $first text > first.out 2> first.err || {
     grep -Eq 'there is no device|cudaGetDeviceCount' first.err && { cat first.err; exit 77; }
     fail "the first run: $(cat first.err)"
 }
@@ -38,21 +51,21 @@ near() {
     for ranks in 2 4; do
         for strategy in full grad optim none; do
             kind=--threads-as-ranks
-            if [ $ranks = 2 ]; then kind=; fi
+            if [ $ranks = 2 ]; then kind=$processes; fi
             train_with "$strategy$ranks" "$program" $run --strategy $strategy --ranks $ranks $kind
             same_hash one "$strategy$ranks"
         done
     done
-    train_with stages "$program" $run --stages 2
-    train_with mesh "$program" $run --stages 2 --ranks 4 --schedule GPipe
+    train_with stages "$program" $run --stages 2 $processes
+    train_with mesh "$program" $run --stages 2 --ranks 4 --schedule GPipe $processes
     same_hash one stages
     same_hash one mesh
-    train_with cut "$program" $run --dtype f32 --tp 2
+    train_with cut "$program" $run --dtype f32 --tp 2 $processes
     train_with cut_mesh "$program" $run --dtype f32 --tp 2 --stages 2 --threads-as-ranks
     near cut whole 0.0002
     same_hash cut cut_mesh
 
-    train_with saved "$program" $run --dtype f32 --ranks 2 --checkpoint here.ckpt
+    train_with saved "$program" $run --dtype f32 --ranks 2 $processes --checkpoint here.ckpt
     train_with end "$whole" --resume here.ckpt --steps 12 --ranks 1
     train_with end_here "$program" --resume here.ckpt --steps 12 --dtype f32
     near end_here end 0.0002
@@ -60,7 +73,6 @@ near() {
     # A third of what master values and moments take is missing: only --offload steps.
     train_with offloaded "$program" $run --strategy none --offload
     same_hash one offloaded
-    large="--layers 8 --heads 8 --channels 512 --context 64 --micro-batch 2 --batch 2 --steps 4 --strategy none"
     before=$(state)
     refused "--offload saves" $large --memory-limit 1 text
     [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"

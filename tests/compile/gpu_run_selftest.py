@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""tests/gpu/run.sh with a compiler and programs that only pretend: one that fails, crashes, hangs, prints anything or does not compile leaves the others
+alone, the table comes at the end, and results are written as they come.
+
+    gpu_run_selftest.py ROOT"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.abspath(sys.argv.pop(1))
+
+COMPILER = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" != -o ] || out=$2; shift; done
+name=$(basename "$out")
+if [ "$name" = "${BROKEN:-}" ]; then echo "error: no such word"; exit 1; fi
+cp "$BODIES/$name" "$out" 2>/dev/null || printf '#!/bin/sh\\necho device of nobody\\n' >"$out"
+chmod +x "$out"
+"""
+SANITIZER = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do case $1 in --tool | --error-exitcode | --report-api-errors) shift ;; esac; shift; done
+exec "$@"
+"""
+
+
+class Tests(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+        os.makedirs(os.path.join(self.root, "tests", "gpu"))
+        os.makedirs(os.path.join(self.root, "bodies"))
+        os.makedirs(os.path.join(self.root, "bin"))
+        shutil.copy(os.path.join(ROOT, "tests", "gpu", "run.sh"), os.path.join(self.root, "tests", "gpu"))
+        self.write("tests/gpu/test_trainer.sh", "exit 0\n")
+        for name, text in (("nvcc", COMPILER), ("cc", COMPILER), ("compute-sanitizer", SANITIZER)):
+            self.write("bin/" + name, text)
+
+    def write(self, path, text):
+        with open(os.path.join(self.root, path), "w") as file:
+            file.write(text)
+        os.chmod(os.path.join(self.root, path), 0o755)
+
+    def run_it(self, *flags, **variables):
+        environment = dict(os.environ, PATH=os.path.join(self.root, "bin") + ":" + os.environ["PATH"], BODIES=os.path.join(self.root, "bodies"), **variables)
+        environment.pop("NVCC", None)
+        environment["CC"] = "cc"
+        done = subprocess.run(["sh", "tests/gpu/run.sh", "--out", "results", *flags] if flags[:1] != ("sanitize",) else
+                              ["sh", "tests/gpu/run.sh", "sanitize", "--out", "results", *flags[1:]], cwd=self.root, env=environment, timeout=100,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        self.results = {}
+        if os.path.exists(os.path.join(self.root, "results", "results.jsonl")):
+            with open(os.path.join(self.root, "results", "results.jsonl")) as lines:
+                self.results = {line["row"]: line["result"] for line in map(json.loads, lines)}
+        return done.returncode, done.stdout
+
+    def rows(self, words):
+        return {result for row, result in self.results.items() if words in row}
+
+    def test_all_is_well(self):
+        status, text = self.run_it()
+        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
+        self.assertIn("0 of 24 rows are not ok", text)
+        self.assertIn("device of nobody", text)
+        self.assertEqual(sorted(os.listdir(os.path.join(self.root, "results"))), ["log.txt", "results.jsonl", "table.txt"])
+
+    def test_what_goes_wrong_stays_alone(self):
+        self.write("bodies/test_groups", "#!/bin/sh\necho 'groups: 3 is not 4'\nexit 1\n")
+        self.write("bodies/test_fsdp", "#!/bin/sh\nkill -SEGV $$\n")
+        self.write("bodies/test_tensor", "#!/bin/sh\n[ $1 = threads ] || exit 0\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
+        self.write("bodies/test_pipeline", "#!/bin/sh\nhead -c 300000 /dev/urandom\nexit 3\n")
+        self.write("bodies/test_attention", "#!/bin/sh\nexit 77\n")
+        status, text = self.run_it(BROKEN="test_layers", ROW_SECONDS="4")
+        self.assertEqual(status, 1)
+        self.assertEqual(self.rows("messages"), {"FAILED (1)"})
+        self.assertEqual(self.rows("sharded training, "), {"FAILED (139)"})
+        self.assertEqual(self.rows("tensors"), {"HUNG, 137", "ok"})
+        self.assertEqual(self.rows("pipelines"), {"FAILED (3)"})
+        self.assertEqual(self.rows("layers, "), {"NOT BUILT"})
+        self.assertEqual(self.rows("attention"), {"FAILED (77)"})
+        self.assertEqual(self.rows("GPT") | self.rows("collectives") | self.rows("kernels"), {"ok"})
+        self.assertEqual(len(self.results), 24)
+        self.assertLess(len(text), 12000 + 4000)
+        table = text[-4000:]
+        for words in ("kernels against references", "NOT BUILT", "HUNG, 137", "of 24 rows are not ok"):
+            self.assertIn(words, table)
+        self.assertIn("groups: 3 is not 4", text)
+        self.assertIn("no such word", text)
+
+    def test_no_device(self):
+        self.write("bodies/test_kernels", "#!/bin/sh\necho there is no device\nexit 77\n")
+        status, text = self.run_it()
+        self.assertEqual(status, 77)
+        self.assertIn("there is no device", text)
+
+    def test_the_time_is_up(self):
+        status, _ = self.run_it("--seconds", "0")
+        self.assertEqual((status, set(self.results.values())), (1, {"NOT RUN, late"}))
+
+    def test_some_rows(self):
+        self.assertEqual(self.run_it("--only", "^layers")[0], 0)
+        self.assertEqual(len(self.results), 2)
+        status, text = self.run_it("--only", "^none of them")
+        self.assertEqual(status, 1)
+        self.assertIn("no row has", text)
+
+    def test_sanitize(self):
+        self.write("bodies/test_training", "#!/bin/sh\nexit 2\n")
+        status, text = self.run_it("sanitize")
+        self.assertEqual(status, 1)
+        self.assertEqual(self.rows("memcheck: training"), {"FAILED (2)"})
+        self.assertIn("4 of 27 rows are not ok", text)
+
+
+if __name__ == "__main__":
+    unittest.main()
