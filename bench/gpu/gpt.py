@@ -224,8 +224,8 @@ def join_quietly(join):
 
 
 class Bench:
-    def __init__(self, commands, minutes, rounds):
-        self.c, self.rounds = commands, rounds
+    def __init__(self, commands, minutes, rounds, out=None):
+        self.c, self.rounds, self.out = commands, rounds, out
         self.deadline = time.time() + 60 * minutes
         self.notes, self.about = [], {}
         self.ms = {}  # (size, name): a median for each round
@@ -233,6 +233,17 @@ class Bench:
 
     def left(self):
         return self.deadline - time.time()
+
+    def write(self):
+        """gpt.json and gpt.md with what there is so far: who is killed leaves it. Returns the page."""
+        text = report(self)
+        if self.out:
+            with open(os.path.join(self.out, "gpt.md"), "w") as file:
+                file.write(time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
+            with open(os.path.join(self.out, "gpt.json"), "w") as file:
+                json.dump({"ms": {"%s %s" % key: values for key, values in self.ms.items()}, "about": self.about, "host_ms": self.host_ms,
+                           "profile": self.profile, "timeline": self.timeline, "notes": self.notes}, file, indent=1)
+        return text
 
     def note(self, text):
         print(text, flush=True)
@@ -298,6 +309,7 @@ class Bench:
                 break
             for turn, name, what in turns if number % 2 == 0 else reversed(turns):
                 turn(size, name, what)
+                self.write()
 
     def look_inside(self):
         self.profile = read_profile(run(self.c.train("124M", "none", PROFILED, "--profile"), self.left(), self.c.build))
@@ -418,20 +430,14 @@ def main():
         if subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode if has_nvidia_smi() else True:
             print("there is no GPU here (nvidia-smi -L finds none): GPT-2 is left out")
             return 77
-        bench, failed = Bench(commands, args.minutes, args.rounds), 0
+        os.makedirs(args.out, exist_ok=True)
+        bench, failed = Bench(commands, args.minutes, args.rounds, args.out), 0
         try:
             bench.measure()
-        except (Failed, OSError, subprocess.TimeoutExpired) as error:
-            bench.note("stopped: %s" % error)
+        except (Failed, OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+            bench.note("stopped: %s: %s" % (type(error).__name__, error))
             failed = 1
-        text = report(bench)
-        os.makedirs(args.out, exist_ok=True)
-        with open(os.path.join(args.out, "gpt.md"), "w") as file:
-            file.write(time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
-        with open(os.path.join(args.out, "gpt.json"), "w") as file:
-            json.dump({"ms": {"%s %s" % key: values for key, values in bench.ms.items()}, "about": bench.about, "host_ms": bench.host_ms,
-                       "profile": bench.profile, "timeline": bench.timeline, "notes": bench.notes}, file, indent=1)
-        print(text)
+        print(bench.write())
         return failed
 
 

@@ -39,7 +39,7 @@ trap 'exit 130' INT TERM
 compile() { # program; the rest are flags
     program=$1
     shift
-    "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/$program.cu" -o "$build/$program"
+    timeout -k 5 240 "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/$program.cu" -o "$build/$program"
 }
 if [ $part = build ]; then
     programs="bench_gpu bench_gpt"
@@ -51,16 +51,19 @@ if [ $part = build ]; then
     exit 0
 fi
 
-compile bench_gpu $target $nccl || exit 1
 mkdir -p "$out" || exit 1
-rm -f "$out/gpu.jsonl"
-"$build/bench_gpu" "$out/gpu.jsonl" >"$build/table"
-status=$?
-cat "$build/table"
-[ $status -eq 0 ] || exit $status
-date -u +%Y-%m-%d >"$out/gpu.txt"
-cat "$build/table" >>"$out/gpu.txt"
-"$python" "$here/peer_torch.py" "$out/gpu.jsonl" >"$build/torch" 2>&1
-cat "$build/torch"
-cat "$build/torch" >>"$out/gpu.txt"
-if [ $part = both ]; then gpt --out "$out"; fi
+failed=0
+# Both parts are tried, whatever the other does; gpu.txt grows line by line.
+kernels() {
+    compile bench_gpu $target $nccl || return 1
+    rm -f "$out/gpu.jsonl"
+    date -u +%Y-%m-%d >"$out/gpu.txt"
+    { timeout -k 5 "${KERNEL_SECONDS:-150}" "$build/bench_gpu" "$out/gpu.jsonl" 2>&1; echo $? >"$build/status"; } | tee -a "$out/gpu.txt"
+    status=$(cat "$build/status")
+    if [ "$status" -ne 0 ]; then echo "bench_gpu ended with status $status" | tee -a "$out/gpu.txt"; return "$status"; fi
+    timeout -k 5 90 "$python" "$here/peer_torch.py" "$out/gpu.jsonl" 2>&1 | tee -a "$out/gpu.txt"
+}
+kernels || failed=$?
+[ $failed -ne 77 ] || exit 77
+if [ $part = both ]; then gpt --out "$out" || failed=$?; fi
+exit $failed
