@@ -17,7 +17,11 @@ part=both
 usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 1; }
 case ${1:-} in
 --kernels | --gpt) part=${1#--}; shift ;;
-build) part=build target="-c -arch=compute_90 -Xcicc -O0 -DDDP_IMPLEMENTATION_INCLUDED -DDDP_CUDA_IMPLEMENTATION_INCLUDED" level=-O0; shift ;;
+build)
+    part=build level=-O0
+    target="-Werror all-warnings -Xcompiler -Werror -c -arch=compute_90 -Xcicc -O0 -DDDP_IMPLEMENTATION_INCLUDED -DDDP_CUDA_IMPLEMENTATION_INCLUDED"
+    shift
+    ;;
 esac
 if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
 nccl=-lnccl
@@ -39,7 +43,7 @@ trap 'exit 130' INT TERM
 compile() { # program; the rest are flags
     program=$1
     shift
-    timeout -k 5 240 "$nvcc" -std=c++17 $level "$@" -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$here/$program.cu" -o "$build/$program"
+    timeout -k 5 240 "$nvcc" -std=c++17 $level "$@" -Xcompiler -Wall,-Wextra "$here/$program.cu" -o "$build/$program"
 }
 if [ $part = build ]; then
     programs="bench_gpu bench_gpt"
