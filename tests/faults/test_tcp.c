@@ -154,9 +154,11 @@ static void test_meeting(void) {
         {{TORCH}, "tcp://localhost:%p", 2, 0, 20000, work},
         {{"SLURM_PROCID=%r", "SLURM_NTASKS=%w", "SLURM_LOCALID=0", "SLURM_STEP_ID=0", "SLURM_JOB_ID=%p", "SLURM_STEP_TASKS_PER_NODE=1(x3)",
           "SLURM_JOB_NODELIST=127.0.0.[1-3,7]"}, NULL, 3, 0, 20000, work}};
+    int ipv6 = ports_have_ipv6();
     for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
         job j = jobs[i];
         faults_begin(j.url ? j.url : j.variables[5]);
+        if (!ipv6 && strstr(faults_scenario, "::1")) continue;
         j.port = some_ports(1);
         start_all(&j);
         reap(0, j.world_size);

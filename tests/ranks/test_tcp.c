@@ -123,7 +123,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         ddp_group_destroy(pairs);
     }
     if (*(ranks_mode *)user == RANKS_PROCESSES) {
-        RANKS_OK(world, join(world, "[::1]", 0, &here)); /* all together, and by IPv6 */
+        RANKS_OK(world, join(world, ports_have_ipv6() ? "[::1]" : "127.0.0.1", 0, &here)); /* all together, and by IPv6 where there is some */
         RANKS_CHECK(world, strcmp(inner.backend_name(here), w == 1 ? "self" : "local") == 0 && ddp_local_rank(here) == me && ddp_local_world_size(here) == w, "%s", inner.backend_name(here));
         RANKS_OK(world, ddp_barrier(here));
         RANKS_OK(world, ddp_barrier(world));

@@ -1490,7 +1490,7 @@ static ddp_result folder_of(ddp_group *group, char folder[64], int done) {
     if (!done) RANKS_OK(group, ddp_broadcast(group, &pid, 1, DDP_I64, 0, NULL));
     if (!done) snprintf(folder, 64, "/tmp/ddp-fsdp-unit-%lld", (long long)pid);
     RANKS_OK(group, ddp_barrier(group));
-    snprintf(command, sizeof command, done ? "rm -rf %s" : "mkdir %s", folder);
+    snprintf(command, sizeof command, done ? "rm -rf %s" : "rm -rf %s && mkdir %s", folder, folder); /* a process of that number may have left it */
     if (ddp_rank(group) == 0) RANKS_CHECK(group, system(command) == 0, "%s", command);
     return ddp_barrier(group);
 }
