@@ -914,10 +914,10 @@ extern "C" {
 #define ddp__fetch_add(pointer, value) __atomic_fetch_add(pointer, value, __ATOMIC_SEQ_CST)
 
 /* The statement that follows, with the lock held, or without it in between. It ends at its end: no return and no break leaves it. */
-#define DDP__LOCKED(lock) DDP__BETWEEN(pthread_mutex_lock, lock, pthread_mutex_unlock)
-#define DDP__UNLOCKED(lock) DDP__BETWEEN(pthread_mutex_unlock, lock, pthread_mutex_lock)
-#define DDP__BETWEEN(before, lock, after) \
-    for (pthread_mutex_t *lock_ = (before(lock), lock); lock_; lock_ = (after(lock_), (pthread_mutex_t *)NULL))
+#define DDP__LOCKED(lock) DDP__BETWEEN(locked_, pthread_mutex_lock, lock, pthread_mutex_unlock)
+#define DDP__UNLOCKED(lock) DDP__BETWEEN(unlocked_, pthread_mutex_unlock, lock, pthread_mutex_lock)
+#define DDP__BETWEEN(name, before, lock, after) \
+    for (pthread_mutex_t *name = (before(lock), lock); name; name = (after(name), (pthread_mutex_t *)NULL))
 
 #define DDP__VERSION (DDP_VERSION_MAJOR * 10000 + DDP_VERSION_MINOR * 100 + DDP_VERSION_PATCH)
 #define DDP__TEXT_MAX 512    /* an error line */

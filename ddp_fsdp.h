@@ -367,7 +367,7 @@ DDPDEF ddp_result ddp_optimizer_step_scaled(ddp_optimizer *optimizer, float lr, 
    DDP_ERR_INVALID when there is none. */
 DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, int which, const char **name, ddp_tensor *state);
 
-/* Steps taken, which the bias correction counts; to set after a load. */
+/* Steps taken, which the bias correction counts; to set after a load, a negative number as 0. */
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer);
 DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
@@ -559,7 +559,7 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
     static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
         const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
                                          (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps, \
-                                         (real)u->keep, (real)u->decay, (real)u->scale, (real)(u->grad_scale ? u->grad_scale : 1), u->first, \
+                                         (real)u->keep, (real)u->decay, (real)u->scale, (real)(u->grad_scale != 0 ? u->grad_scale : 1), u->first, \
                                          u->nesterov, u->kind == DDP_UPDATE_LAMB};                                                 \
         size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
         if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
@@ -888,7 +888,7 @@ DDPDEF ddp_result ddp_optimizer_get_state(ddp_optimizer *optimizer, int param, i
 }
 
 DDPDEF int64_t ddp_optimizer_get_step(const ddp_optimizer *optimizer) { return optimizer ? optimizer->step : 0; }
-DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if (optimizer) optimizer->step = step; }
+DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if (optimizer) optimizer->step = step > 0 ? step : 0; }
 
 //== learning rates ==================================================================================== >>impl-rates
 
@@ -965,7 +965,7 @@ DDPDEF int ddp_scaler_found_inf(const ddp_scaler *scaler) { return scaler ? scal
         for (; count >= 64; count -= 64, x += 64) /* a fixed number of them: compilers see vectors */ \
             for (int i = 0; i < 64; i++) seen |= (word)((x[i] & mask) + lowest);                     \
         for (size_t i = 0; i < count; i++) seen |= (word)((x[i] & mask) + lowest);                   \
-        return seen >> (suffix - 1) & 1;                                                             \
+        return (int)(seen >> (suffix - 1) & 1);                                                      \
     }
 DDP__NON_FINITE_FN(uint16_t, 16)
 DDP__NON_FINITE_FN(uint32_t, 32)
@@ -3932,7 +3932,7 @@ DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp) {
 }
 
 DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
-    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
+    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     ddp__saver *s = fsdp->saver;
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
     int replica = fsdp->desc.replicas && ddp_rank(fsdp->desc.replicas) > 0, writes = !replica || fsdp->desc.checkpoint_group;
@@ -3950,7 +3950,7 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir) {
 }
 
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
-    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL");
+    DDP__FSDP_NEED(fsdp && dir && dir[0], "fsdp or dir is NULL, or dir is empty; name a folder");
     DDP__FSDP_TRY(ddp_fsdp_save_wait(fsdp));
     DDP__FSDP_TRY(ddp__fsdp_meet(fsdp, __func__));
     ddp__saver *s = fsdp->saver;

@@ -12,6 +12,7 @@ fi
 root=$1 work=$2/$3 case=$3
 CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-} MPI_FLAGS=${MPI_FLAGS-}
 warnings='-Wall -Wextra -pedantic -Werror'
+strict='-Wshadow -Wconversion -Wsign-conversion' # not ours, but of trees that headers are copied to
 rm -rf "$work"
 mkdir -p "$work"
 cd "$work" || exit 1
@@ -104,12 +105,12 @@ case_declarations() { # strict ISO C and C++, each header first in its file, twi
 
 implement() { # command...; the flavours of the tests have gcc, g++ and clang at -O2, the trainers gcc at -O3 -march=native, case_linking gcc and g++ without
     implementation >unit.c
-    build "$@" $warnings -I"$root" -c unit.c -o unit.o
+    build "$@" $warnings $strict -I"$root" -c unit.c -o unit.o
 }
 case_c11_clang() { need "$CLANG" clang; implement $CLANG -std=gnu11 -O0; }
 case_native_clangxx() { need "$CLANGXX" clang++; implement $CLANGXX -x c++ -std=c++17 -O0 -march=native; }
-case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings -fsyntax-only -I"$root" unit.c; }
-case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c; }
+case_cxx20_gcc() { need "$CXX" g++; implementation >unit.c; build $CXX -x c++ -std=c++20 $warnings $strict -fsyntax-only -I"$root" unit.c; }
+case_gnu_source_gcc() { implementation '#define _GNU_SOURCE' >unit.c; build $CC -std=gnu11 $warnings $strict -fsyntax-only -I"$root" unit.c; }
 
 case_optimizer_bits() { # the arithmetic of optimizers is the same however it is compiled
     need "$CLANG" clang

@@ -312,6 +312,8 @@ static void a_loaded_state_goes_on_with_the_same_bits(void **state) {
                 assert_int_equal(from.dtype, shapes[t].dtype);
                 memcpy(to.data, from.data, (size_t)ddp_tensor_count(&from) * ddp_dtype_size(from.dtype));
             }
+        ddp_optimizer_set_step(b, -1); /* would divide by 1 - beta^0 */
+        assert_int_equal(ddp_optimizer_get_step(b), 0);
         ddp_optimizer_set_step(b, ddp_optimizer_get_step(a));
         model_gradients(&m, 0, 1, 3);
         model_gradients(&copy, 0, 1, 3);
