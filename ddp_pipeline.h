@@ -998,7 +998,8 @@ static ddp_result ddp__check_cell(const ddp__play *play, int stage, int i) {
     const ddp_schedule *s = play->s;
     int cell = ddp__play_cell(play, stage, i), f = play->forward[cell], g = play->gradient[cell], w = play->weight[cell];
     ddp_result result = ddp__check_present(play, f, DDP_ACTION_FORWARD, stage, i, g >= 0 ? g : w, "forward");
-    if (result == DDP_OK) result = ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w >= 0 ? w : f, "input gradient");
+    if (result == DDP_OK && w < 0) result = ddp__check_present(play, g, DDP_ACTION_BACKWARD, stage, i, f, "backward");
+    if (result == DDP_OK) result = ddp__check_present(play, g, DDP_ACTION_INPUT_GRAD, stage, i, w, "input gradient");
     if (result == DDP_OK) result = ddp__check_present(play, w, DDP_ACTION_WEIGHT_GRAD, stage, i, g, "weight gradient");
     if (result == DDP_OK) result = ddp__check_after(play, g, f, "forward");
     if (result == DDP_OK && w != g) result = ddp__check_after(play, w, g, "input gradient");

@@ -545,7 +545,7 @@ static void checker_says(void **state) {
         {"0F0,0I0,0W0\n1F0,1I0", "rank 1 position 1 1I0: its weight gradient 1W0 is missing on this rank"},
         {"0F0,0B0\n1F0,1W0", "rank 1 position 1 1W0: its input gradient 1I0 is missing on this rank"},
         {"0F0,0F1,0B0,0B1\n1F0,1B0,1B1", "rank 1 position 2 1B1: its forward 1F1 is missing on this rank"},
-        {"0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "rank 0 position 1 0F1: its input gradient 0I1 is missing on this rank"},
+        {"0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "rank 0 position 1 0F1: its backward 0B1 is missing on this rank"},
         {"0F0,0F1,0B0,0B1\n1F0,1B0", "rank 1 position 2: the list ends without 1F1"},
         {"0F0,0F0,0B0", "rank 0 position 1 0F0: 0F0 of that stage and micro-batch is at position 0 already"},
         {"0F0,0B0,0W0", "rank 0 position 2 0W0: 0B0 of that stage and micro-batch is at position 1 already"},
