@@ -2,9 +2,10 @@
 # The trainer on GPUs, on the fake machine: the losses of train_gpt, in f32 within 1e-4, in bf16 near them; the same weights on any number of ranks along dp,
 # under every strategy, with stages, graphs or recomputation; close ones with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and come
 # back. Inside of a step the host waits for nothing. Wrong input is one sentence.
-# usage: train_gpt_cuda.sh path/of/train_gpt_cuda, built from support/train_gpt_cuda.cu, with the other trainers and llmc beside it
+# usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; built from support/train_gpt_cuda.cu, with llmc beside it
 . "$(dirname "$0")/../support/train_gpt.sh"
 folder=$(dirname "$program")
+trainers=${2:-$folder}
 
 seq 1 300 > text
 run="--layers 2 --heads 2 --channels 32 --context 16 --micro-batch 2 --batch 8 --lr 0.01 --seed 7"
@@ -34,7 +35,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
 
 # shellcheck disable=SC2086
 {
-    train_with whole "$folder/train_gpt" $run --steps 10 --ranks 1
+    train_with whole "$trainers/train_gpt" $run --steps 10 --ranks 1
     cuda f32 $run --steps 10 --dtype f32
     close f32
     [ "$(number f32 watched)" -ge 16 ] || fail "steps were not watched: $(cat f32.err)"
@@ -90,7 +91,7 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     cuda offloaded $short --offload --ranks 2
     same_hash one offloaded
 
-    train_with whole4 "$folder/train_gpt" $short --ranks 1
+    train_with whole4 "$trainers/train_gpt" $short --ranks 1
     cuda cut $short --dtype f32 --tp 2
     close cut whole4
     cuda cut_stages $short --dtype f32 --tp 2 --stages 2 --ranks 4
@@ -135,13 +136,13 @@ rm stages.json
     cuda saved $short --ranks 2 --checkpoint here.ckpt
     cuda saved_folder $short --ranks 2 --stages 2 --checkpoint here/
     cuda saved_cut $short --tp 2 --checkpoint cut/
-    train_with saved_whole "$folder/train_gpt" $run --steps 4 --ranks 1 --checkpoint whole.ckpt
-    train_with end "$folder/train_gpt" --resume whole.ckpt --steps 6 --ranks 1
-    train_with end_here "$folder/train_gpt" --resume here.ckpt --steps 6 --ranks 1
-    train_with end_folder "$folder/train_gpt_fsdp" --resume here --steps 6 --ranks 2
-    train_with end_cut "$folder/train_gpt_3d" --resume cut --steps 6 --tp 2 --ranks 2
-    train_with made "$folder/train_gpt_fsdp" $run --steps 4 --ranks 1 --checkpoint made
-    train_with made_cut "$folder/train_gpt_3d" $run --steps 4 --ranks 2 --tp 2 --checkpoint made_cut
+    train_with saved_whole "$trainers/train_gpt" $run --steps 4 --ranks 1 --checkpoint whole.ckpt
+    train_with end "$trainers/train_gpt" --resume whole.ckpt --steps 6 --ranks 1
+    train_with end_here "$trainers/train_gpt" --resume here.ckpt --steps 6 --ranks 1
+    train_with end_folder "$trainers/train_gpt_fsdp" --resume here --steps 6 --ranks 2
+    train_with end_cut "$trainers/train_gpt_3d" --resume cut --steps 6 --tp 2 --ranks 2
+    train_with made "$trainers/train_gpt_fsdp" $run --steps 4 --ranks 1 --checkpoint made
+    train_with made_cut "$trainers/train_gpt_3d" $run --steps 4 --ranks 2 --tp 2 --checkpoint made_cut
     cuda from_whole --resume whole.ckpt --steps 6 --dtype f32 --ranks 2 --strategy optim
     cuda from_here --resume here.ckpt --steps 6 --dtype f32 --stages 2
     cuda from_folder --resume here --steps 6 --dtype f32
