@@ -122,20 +122,17 @@ case_optimizer_bits() { # the arithmetic of optimizers is the same however it is
     [ "$(sort -u all.txt | wc -l)" -eq 1 ] || fail "other bits by compiler or options: $(tr '\n' ' ' <all.txt)"
 }
 
-case_contract() { # names, types and values that programs were promised; nvcc looks at declarations alone, other cases have the bodies
-    for compiler in "$CC -std=gnu11" "${CXX:+$CXX -x c++ -std=c++17}"; do
-        [ -n "$compiler" ] || continue
-        build $compiler $warnings -I"$root" "$root/tests/compile/contract.c" -o contract -lpthread -lm
-        build ./contract
-    done
-    for compiler in "${MPI_FLAGS:+$CC -std=gnu11 -DDDP_USE_MPI $MPI_FLAGS}" "${CLANG:+$CLANG -std=gnu11}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
-        [ -z "$compiler" ] || build $compiler $warnings -fsyntax-only -I"$root" "$root/tests/compile/contract.c"
+case_contract() { # names, types and values that programs were promised; the definitions are those of C, other cases have the bodies in C++ and CUDA
+    bodies='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
+    build $CC -std=gnu11 $warnings -I"$root" "$root/tests/compile/contract.c" -o contract -lpthread -lm
+    build ./contract
+    for compiler in "${MPI_FLAGS:+$CC -std=gnu11 -DDDP_USE_MPI $MPI_FLAGS}" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANG:+$CLANG -std=gnu11}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
+        [ -z "$compiler" ] || build $compiler $bodies $warnings -fsyntax-only -I"$root" "$root/tests/compile/contract.c"
     done
     # A type that is not the promised one is refused, so that this case can fail.
     sed 's/FUNCTION(ddp_sampler_length, int64_t/FUNCTION(ddp_sampler_length, int32_t/' "$root/tests/compile/contract.c" >other.c
-    refuse $CC -std=gnu11 -Werror -I"$root" -fsyntax-only other.c
-    [ -z "$NVCC" ] || cuda -arch=compute_80 -x cu -DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED \
-        -DDDP_TENSOR_IMPLEMENTATION_INCLUDED -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/tests/compile/contract.c" -o contract.o
+    refuse $CC -std=gnu11 $bodies -Werror -I"$root" -fsyntax-only other.c
+    [ -z "$NVCC" ] || cuda -arch=compute_80 -x cu $bodies -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/tests/compile/contract.c" -o contract.o
 }
 
 case_mpi() { # with the MPI backend, in C and C++, by every compiler
