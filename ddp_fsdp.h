@@ -342,7 +342,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
 
 DDPDEF ddp_result ddp_fsdp_get_memory(const ddp_fsdp *fsdp, ddp_fsdp_memory *memory); /* bytes of this rank; not collective */
 
-/* Waits for what is under way, a clip that a peer has not come to as long as the group's timeout, and frees everything. Collective. NULL is ignored. */
+/* Waits for what is under way, as long as the group's timeout for a peer or a device that does not get there, and frees everything. Collective. NULL is ignored. */
 DDPDEF void ddp_fsdp_destroy(ddp_fsdp *fsdp);
 
 /* Groups parameters into units, in the order of each unit's first parameter. Returns the number of units, out[0] to out[cap - 1] are filled in; a negative
@@ -3053,14 +3053,14 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
 }
 
 /* Marks an event; the host waits until a lane has come to it. NULL where the device's calls are done when they return. A failed group ends the wait, unless what
-   the event stands for uses memory that is about to go (last): then only the group's timeout does. */
+   the event stands for uses memory that is about to go: then only the time `until` does, where it is not 0. */
 static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_lane lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
-static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, int last) {
+static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
-    double deadline = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
     for (int done = !event; !done;) {
         DDP__FSDP_TRY(f->device->event_test(f->group, event, &done));
-        if (!done && (!last || ddp_now() > deadline)) DDP__FSDP_TRY(ddp_group_status(f->group));
+        if (!done && until == 0) DDP__FSDP_TRY(ddp_group_status(f->group));
+        if (!done && until > 0 && ddp_now() > until) return DDP_ERR_TIMEOUT;
         if (!done) nanosleep(&nap, NULL);
     }
     return DDP_OK;
@@ -4302,9 +4302,10 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         ddp__reduce_wait(f, &f->units[u]);
         ddp__unit_arrive(f, &f->units[u]);
     }
+    double until = ddp_now() + ddp_group_timeout_ms(f->group) * 1e-3;
     for (int i = 0; i < (f->arrived ? f->pieces : 0) + 3; i++) { /* pinned memory is not in use any more */
         void *event = i < 2 ? f->left[i] : i == 2 ? f->clipped : f->arrived[i - 3];
-        if (event) ddp__fsdp_await(f, event, 1);
+        ddp__fsdp_await(f, event, until);
         if (event) f->device->event_destroy(f->group, event);
     }
     ddp__fsdp_leave_scaler(f);

@@ -602,8 +602,9 @@ static struct {
     size_t taken;                      /* bytes of the device's memory that were ever given out */
     int started, finished, freed_early; /* copies; pieces of pinned memory that were freed before all copies were known to be done */
     int fails;                         /* what the next check and the next test of an event say */
+    int stuck, waited;                 /* no event is come to any more; how many were asked for again and again since then */
 } late;
-typedef struct late_event { int covers, asked; } late_event;
+typedef struct late_event { int covers, asked, in_vain; } late_event;
 
 static ddp_result late_alloc(ddp_group *group, size_t size_bytes, void **out) {
     late.taken += size_bytes;
@@ -628,7 +629,8 @@ static ddp_result late_wait(ddp_group *group, ddp_lane lane, void *event) { (voi
 static ddp_result late_test(ddp_group *group, void *event, int *done) {
     late_event *e = (late_event *)event;
     (void)group;
-    *done = ++e->asked > 2;
+    if (late.stuck && e->in_vain++ == 1) late.waited++;
+    *done = ++e->asked > 2 && !late.stuck;
     if (*done && late.finished < e->covers) late.finished = e->covers;
     return late_result();
 }
@@ -649,8 +651,18 @@ static void late_trust(const ddp_exact_sum *sums, size_t count, double lr, doubl
     (void)sums; (void)count; (void)lr; (void)c; (void)decay; (void)out;
 }
 
-static ddp_result late_devices(ddp_group *group) {
+static ddp_device late_device(void) {
     ddp_device device = *ddp_device_cpu();
+    memset(&late, 0, sizeof late);
+    device.name = "late", device.alloc = late_alloc, device.enter = late_enter, device.check = late_check;
+    device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record, device.event_wait = late_wait;
+    device.event_test = late_test, device.alloc_host = late_alloc_host, device.free_host = late_free_host, device.start_copy = late_start_copy;
+    device.update = late_update, device.clip = late_clip, device.trust = late_trust;
+    return device;
+}
+
+static ddp_result late_devices(ddp_group *group) {
+    ddp_device device = late_device();
     ddp_group *far, *own; /* which fails in the end */
     ddp_fsdp *fsdp;
     ddp_fsdp_memory memory;
@@ -658,11 +670,6 @@ static ddp_result late_devices(ddp_group *group) {
     float norm;
     model m;
     if (ddp_world_size(group) > 1) return DDP_OK;
-    memset(&late, 0, sizeof late);
-    device.name = "late", device.alloc = late_alloc, device.enter = late_enter, device.check = late_check;
-    device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record, device.event_wait = late_wait;
-    device.event_test = late_test, device.alloc_host = late_alloc_host, device.free_host = late_free_host, device.start_copy = late_start_copy;
-    device.update = late_update, device.clip = late_clip, device.trust = late_trust;
     RANKS_OK(group, ddp_group_split(group, 0, 0, &own));
     RANKS_OK(group, relay_over_device(&far, own, &device));
 
@@ -706,6 +713,37 @@ static ddp_result late_devices(ddp_group *group) {
     RANKS_CHECK(group, late.started > before, "no gradient was on its way");
     ddp_fsdp_destroy(fsdp);
     RANKS_CHECK(group, late.freed_early == 0, "%d pieces of memory are freed while copies use them", late.freed_early);
+    ddp_group_destroy(far);
+    ddp_group_destroy(own);
+    return DDP_OK;
+}
+
+/* A device that stands still: destroy gives up once, after the group's timeout, however many pieces are on their way. */
+static ddp_result stuck_device(ddp_group *group) {
+    enum { TIMEOUT_MS = 300 };
+    ddp_device device = late_device();
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *far, *own;
+    ddp_fsdp *fsdp;
+    model m;
+    if (ddp_world_size(group) > 1) return DDP_OK;
+    desc.init_method = "self://";
+    desc.timeout_ms = TIMEOUT_MS;
+    RANKS_OK(group, ddp_group_create(&own, &desc));
+    RANKS_OK(group, relay_over_device(&far, own, &device));
+    blocks(&m, 3, 7, 3);
+    m.desc.offload = DDP_FSDP_OFFLOAD_HOST;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
+    RANKS_OK(group, pass(group, fsdp, &m, 0));
+    RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, NULL));
+    late.fails = 1;
+    FAILS(group, ddp_fsdp_step(fsdp, 0.05f), DDP_ERR_ENGINE, "the late device fails");
+    late.stuck = 1;
+    double start = ddp_now();
+    ddp_fsdp_destroy(fsdp);
+    double seconds = ddp_now() - start;
+    RANKS_CHECK(group, seconds >= 1e-3 * TIMEOUT_MS, "destroy took %.3f s: nothing was waited for", seconds);
+    RANKS_CHECK(group, late.waited == 1, "%d events were each waited for, in %.3f s", late.waited, seconds);
     ddp_group_destroy(far);
     ddp_group_destroy(own);
     return DDP_OK;
@@ -1831,6 +1869,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(steps_set);
     CASE(plain_devices);
     CASE(late_devices);
+    CASE(stuck_device);
     CASE(orders_change);
     CASE(detours);
     CASE(one_looks);
