@@ -1537,7 +1537,7 @@ static int64_t ddp__tensor_mark(const ddp__tensor_move *m, int root) {
 /* Collective: DDP_OK where every rank brings it, and means the same move; otherwise an error on all of them. root -1: there is none. */
 static ddp_result ddp__tensor_agree(const ddp__tensor_move *m, int root, ddp_result mine) {
     ddp__tensor_text shape;
-    char text[512], first[512] = ""; /* the line of this rank, and of the lowest one that failed */
+    char text[512] = "", first[512] = ""; /* the line of this rank, and of the lowest one that failed */
     int64_t mark = ddp__tensor_mark(m, root), words[3] = {INT64_MAX, mark, -mark};
     if (mine != DDP_OK) words[0] = (int64_t)ddp_rank(m->group) * 256 - (int64_t)mine;
     snprintf(text, sizeof text, "%s", ddp_last_error());
