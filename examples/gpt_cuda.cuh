@@ -1348,8 +1348,9 @@ static inline ddp_result gpt_cuda__capture(gpt_cuda *m, gpt_cuda__work_fn work, 
 static inline ddp_result gpt_cuda__play(gpt_cuda *m, gpt_cuda__graph *graph, gpt_cuda__work_fn work, const void *arguments, const char *what) {
     cudaError_t error;
     if (!graph->seen) {
+        GPT_CUDA__TRY(work(m, arguments));
         graph->seen = 1;
-        return work(m, arguments);
+        return DDP_OK;
     }
     if (!graph->exec) GPT_CUDA__TRY(gpt_cuda__capture(m, work, arguments, what, &graph->exec));
     error = cudaGraphLaunch(graph->exec, m->desc.stream);

@@ -25,7 +25,7 @@ A STEP
         copies         1                                   2                                             3
         device            | step 1                                             | step 2                                        | step 3
 
-    On one rank forward and backward of a micro-batch are one CUDA graph. Gradients are then kept whole under every --strategy, as one rank has nothing to
+    On one rank, but for --offload, forward and backward of a micro-batch are one CUDA graph. Gradients are then kept whole under every --strategy, as one rank has nothing to
     split. So it is on several ranks for micro-batches in which optim and none put nothing between units: all but a step's first and last. Elsewhere each
     unit's forward and backward is a graph of its own, and gathers and reductions are calls: launches of a graph that has them would have no sequence
     numbers, no comparison with other ranks' calls and no timeouts. A rank that died would then be waited for without end. Norm and optimizer are launched
@@ -488,7 +488,7 @@ typedef struct way {
 
 /* What ddp_fsdp is told: a graph of a micro-batch wants its gradients whole. */
 static ddp_fsdp_strategy carried_strategy(const trainer *t, const way *w) {
-    int whole = w->graphs && w->dp == 1 && t->pp == 1;
+    int whole = w->graphs && w->dp == 1 && t->pp == 1 && !w->offload;
     return whole && w->strategy != DDP_FSDP_NO_SHARD ? DDP_FSDP_SHARD_OPTIM : w->strategy;
 }
 
@@ -1177,10 +1177,10 @@ static ddp_result build_tables(trainer *t) {
 }
 
 /* Whether ranks have nothing to do with each other between the units of a micro-batch: its gradients are added to those before, on this rank alone, and
-   its values have been gathered. */
+   its values have been gathered. Not with --offload, whose copies go on beside the units. */
 static int is_whole(const trainer *t, int micro) {
     int adds_later = t->strategy == DDP_FSDP_SHARD_OPTIM || t->strategy == DDP_FSDP_NO_SHARD;
-    return t->desc.graphs && (t->dp == 1 || (adds_later && micro > 0 && micro + 1 < t->micro_count));
+    return t->desc.graphs && !t->run.options->offload && (t->dp == 1 || (adds_later && micro > 0 && micro + 1 < t->micro_count));
 }
 
 /* Forward and backward through all units as one graph. */
