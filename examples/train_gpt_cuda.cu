@@ -25,11 +25,11 @@ A STEP
         copies         1                                   2                                             3
         device            | step 1                                             | step 2                                        | step 3
 
-    On one rank, but for --offload, forward and backward of a micro-batch are one CUDA graph. Gradients are then kept whole under every --strategy, as one rank has nothing to
-    split. So it is on several ranks for micro-batches in which optim and none put nothing between units: all but a step's first and last. Elsewhere each
-    unit's forward and backward is a graph of its own, and gathers and reductions are calls: launches of a graph that has them would have no sequence
-    numbers, no comparison with other ranks' calls and no timeouts. A rank that died would then be waited for without end. Norm and optimizer are launched
-    by themselves, as their step and learning rate are the host's.
+    On one rank, but for --offload, forward and backward of a micro-batch are one CUDA graph. Gradients are then kept whole under every --strategy, as one
+    rank has nothing to split. So it is on several ranks for micro-batches in which optim and none put nothing between units: all but a step's first and
+    last. Elsewhere each unit's forward and backward is a graph of its own, and gathers and reductions are calls: launches of a graph that has them would
+    have no sequence numbers, no comparison with other ranks' calls and no timeouts. A rank that died would then be waited for without end. Norm and
+    optimizer are launched by themselves, as their step and learning rate are the host's.
 
     With --stages the runner waits at the end of each step, and ranks that share a GPU wait for each other inside of it. --timeline draws it as it was,
     --profile says what each kernel took.
