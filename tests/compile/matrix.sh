@@ -13,6 +13,8 @@ root=$1 work=$2/$3 case=$3
 CC=${CC-gcc} CXX=${CXX-g++} CLANG=${CLANG-clang} CLANGXX=${CLANGXX-clang++} NVCC=${NVCC-} MPI_FLAGS=${MPI_FLAGS-}
 warnings='-Wall -Wextra -pedantic -Werror'
 strict='-Wshadow -Wconversion -Wsign-conversion' # not ours, but of trees that headers are copied to
+# where declarations alone are looked at
+declared='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
 rm -rf "$work"
 mkdir -p "$work"
 cd "$work" || exit 1
@@ -123,16 +125,15 @@ case_optimizer_bits() { # the arithmetic of optimizers is the same however it is
 }
 
 case_contract() { # names, types and values that programs were promised; the definitions are those of C, other cases have the bodies in C++ and CUDA
-    bodies='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
     build $CC -std=gnu11 $warnings -I"$root" "$root/tests/compile/contract.c" -o contract -lpthread -lm
     build ./contract
     for compiler in "${MPI_FLAGS:+$CC -std=gnu11 -DDDP_USE_MPI $MPI_FLAGS}" "${CXX:+$CXX -x c++ -std=c++17}" "${CLANG:+$CLANG -std=gnu11}" "${CLANGXX:+$CLANGXX -x c++ -std=c++17}"; do
-        [ -z "$compiler" ] || build $compiler $bodies $warnings -fsyntax-only -I"$root" "$root/tests/compile/contract.c"
+        [ -z "$compiler" ] || build $compiler $declared $warnings -fsyntax-only -I"$root" "$root/tests/compile/contract.c"
     done
     # A type that is not the promised one is refused, so that this case can fail.
     sed 's/FUNCTION(ddp_sampler_length, int64_t/FUNCTION(ddp_sampler_length, int32_t/' "$root/tests/compile/contract.c" >other.c
-    refuse $CC -std=gnu11 $bodies -Werror -I"$root" -fsyntax-only other.c
-    [ -z "$NVCC" ] || cuda -arch=compute_80 -x cu $bodies -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/tests/compile/contract.c" -o contract.o
+    refuse $CC -std=gnu11 $declared -Werror -I"$root" -fsyntax-only other.c
+    [ -z "$NVCC" ] || cuda -arch=compute_80 -x cu $declared -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/tests/compile/contract.c" -o contract.o
 }
 
 case_mpi() { # with the MPI backend, in C and C++, by every compiler
@@ -158,13 +159,12 @@ case_arm64() {
         build $ARM64_CXX -x c++ -std=c++17 $flags $warnings -I"$root" -fsyntax-only unit.c
         if [ -n "$CLANG" ]; then build $CLANG --target=aarch64-linux-gnu -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c; fi
     done
-    bodies='-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED -DDDP_PIPELINE_IMPLEMENTATION_INCLUDED -DDDP_TENSOR_IMPLEMENTATION_INCLUDED'
     for example in "$root"/examples/*.c; do
-        build $ARM64_CC -std=gnu11 $bodies $warnings -I"$root" -fsyntax-only "$example"
+        build $ARM64_CC -std=gnu11 $declared $warnings -I"$root" -fsyntax-only "$example"
     done
     for header in gpt.h gpt_tensor.h sources.h llmc.h training.h comm_hooks.h; do # trainers are C; these are C++ too
         include "examples/$header" >unit.cc
-        build $ARM64_CXX -std=c++17 $bodies $warnings -I"$root" -fsyntax-only unit.cc
+        build $ARM64_CXX -std=c++17 $declared $warnings -I"$root" -fsyntax-only unit.cc
     done
     if [ -z "${QEMU_ARM64-}" ]; then return 0; fi # the arithmetic of optimizers is the same on both machines
     build $CC -std=gnu11 -O2 -I"$root" -I"$root/examples" "$root/tests/compile/optimizer_bits.c" -o bits -lm

@@ -28,7 +28,6 @@ typedef struct test_inner {
     void (*stream_end)(void);
     void (*exact_add_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
     int (*tcp_listen)(const char *host, int port);
-    void (*announce_text)(int listener, char out[256]);
     void (*first_host)(char *out, size_t size_bytes, const char *list);
     size_t (*hello)(void *out, const char *token, int rank, int world_size, uint32_t version); /* the letter of a rank; its size */
     ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
