@@ -146,7 +146,7 @@ enum { DDP_LOWER_MERGE = 1, DDP_LOWER_SHARD = 2, DDP_LOWER_REDUCE = 4, DDP_LOWER
 typedef struct ddp_stage_cost {
     double forward, input_grad, weight_grad; /* B takes input_grad + weight_grad */
     double transfer;          /* from this stage's end of F, or of I or B, to when its neighbour on another rank can begin */
-    double overlapped;        /* F of this stage together with a B of another one; 0 = the sum of the two */
+    double overlapped;        /* F of this stage together with a B of another one; 0 = they run one after the other */
     double activation;        /* memory from F to the end of I or B; 0 = 1 */
     double weight_activation; /* memory from I to the end of W; 0 = half of activation */
 } ddp_stage_cost;
@@ -861,6 +861,7 @@ typedef struct ddp__play {
     unsigned char *done;     /* of each action */
     int has_comm, has_sharding, has_reduce;
     ddp_action_time *times;  /* NULL unless wanted */
+    int apart;               /* times of two that overlap without a cost of their own: 1 = one after the other, 0 = both take the sum */
 } ddp__play;
 
 static __attribute__((format(printf, 3, 4))) ddp_result ddp__schedule_wrong(const ddp_schedule *s, int index, const char *format, ...) {
@@ -1137,14 +1138,6 @@ static double ddp__cost_of(const ddp_stage_cost *costs, const ddp_action *a) {
     }
 }
 
-/* What the action takes; with the next one when they overlap. */
-static double ddp__cost_of_step(const ddp_stage_cost *costs, const ddp_action *a) {
-    const ddp_action *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
-    if (!a->overlaps) return ddp__cost_of(costs, a);
-    if (costs && costs[f->stage].overlapped > 0) return costs[f->stage].overlapped;
-    return ddp__cost_of(costs, a) + ddp__cost_of(costs, a + 1);
-}
-
 /* When the action's tensors are there, after `at` at the earliest. */
 static double ddp__play_arrival(const ddp__play *play, const ddp_stage_cost *costs, int index, double at) {
     int source = ddp__play_source(play, index);
@@ -1154,6 +1147,22 @@ static double ddp__play_arrival(const ddp__play *play, const ddp_stage_cost *cos
     if (costs && play->s->stage_rank[play->s->actions[source].stage] != play->s->stage_rank[play->s->actions[index].stage])
         arrival += costs[play->s->actions[source].stage].transfer;
     return arrival > at ? arrival : at;
+}
+
+/* The earliest times of an action, or of two that overlap, on a rank that is free then. */
+static void ddp__play_time(ddp__play *play, const ddp_stage_cost *costs, int index, double free_at) {
+    const ddp_action *a = &play->s->actions[index], *f = a->kind == DDP_ACTION_FORWARD ? a : a + 1;
+    ddp_action_time *t = &play->times[index];
+    double given = a->overlaps && costs ? costs[f->stage].overlapped : 0;
+    if (!a->overlaps || (play->apart && !(given > 0))) {
+        for (int k = 0; k <= a->overlaps; k++) {
+            t[k].begin = ddp__play_arrival(play, costs, index + k, free_at);
+            free_at = t[k].end = t[k].begin + ddp__cost_of(costs, &a[k]);
+        }
+        return;
+    }
+    t[0].begin = t[1].begin = ddp__play_arrival(play, costs, index + 1, ddp__play_arrival(play, costs, index, free_at));
+    t[0].end = t[1].end = t[0].begin + (given > 0 ? given : ddp__cost_of(costs, a) + ddp__cost_of(costs, a + 1));
 }
 
 /* Runs every list as far as it goes: each rank until it has to wait, then whoever waited for what it did. Times, if wanted, are the earliest ones; they do not
@@ -1173,11 +1182,7 @@ static int ddp__play_run(ddp__play *play, const ddp_stage_cost *costs, int stric
             int i = play->position[rank], n = 1 + s->actions[i].overlaps, blocker = ddp__play_blocker(play, i, strict);
             if (blocker < 0 && n == 2) blocker = ddp__play_blocker(play, i + 1, strict);
             if (blocker >= 0) { play->waiter[blocker] = rank; break; }
-            if (play->times) {
-                double begin = i > s->first[rank] ? play->times[i - 1].end : 0;
-                for (int k = i; k < i + n; k++) begin = ddp__play_arrival(play, costs, k, begin);
-                for (int k = i; k < i + n; k++) play->times[k].begin = begin, play->times[k].end = begin + ddp__cost_of_step(costs, &s->actions[i]);
-            }
+            if (play->times) ddp__play_time(play, costs, i, i > s->first[rank] ? play->times[i - 1].end : 0);
             for (int k = i; k < i + n; k++) {
                 play->done[k] = 1;
                 if (play->waiter[k] >= 0) play->stack[depth++] = play->waiter[k];
@@ -1269,7 +1274,7 @@ static ddp_rank_report ddp__report_rank(const ddp_schedule *s, int rank, const d
         if (!begun || times[i].begin < r.begin) r.begin = times[i].begin;
         if (!begun || times[i].end > r.end) r.end = times[i].end;
         begun = 1;
-        if (i == s->first[rank] || !a[-1].overlaps) r.busy += times[i].end - times[i].begin;
+        if (i == s->first[rank] || !a[-1].overlaps || times[i].begin >= times[i - 1].end) r.busy += times[i].end - times[i].begin;
         saved = ddp__cost_activation(costs, a->stage), left = ddp__cost_weight_activation(costs, a->stage);
         split = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_WEIGHT_GRAD;
         if (a->kind == DDP_ACTION_FORWARD) in_flight++, memory += saved;
@@ -1303,12 +1308,13 @@ static void ddp__report(const ddp_schedule *s, const ddp_stage_cost *costs, cons
     report->bubble_rate = report->span > work ? (report->span - work) / report->span : 0; /* who never waits may have worked an ulp more */
 }
 
-/* A checked graph whose times are those of the costs. */
-static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, const char *who) {
+/* A checked graph whose times are those of the costs. apart: see ddp__play; an order of messages is made from times in which what overlaps begins and ends as one. */
+static ddp_result ddp__play_timed(ddp__play *play, const ddp_schedule *s, const ddp_stage_cost *costs, int apart, const char *who) {
     ddp_result result = ddp__play_checked(play, s, who);
     if (result != DDP_OK) return result;
     result = ddp__costs_check(s, costs, who);
     if (result == DDP_OK && !(play->times = (ddp_action_time *)ddp__schedule_alloc(s, (size_t)s->count, sizeof *play->times))) result = DDP_ERR_NO_MEMORY;
+    play->apart = apart;
     if (result == DDP_OK) ddp__play_run(play, costs, 0); /* waits for less than what has just been proven to run */
     else ddp__play_close(play);
     return result;
@@ -1318,7 +1324,7 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
     ddp__play play;
     ddp_result result;
     if (!report) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_simulate: report is NULL");
-    result = ddp__play_timed(&play, schedule, costs, "ddp_schedule_simulate");
+    result = ddp__play_timed(&play, schedule, costs, 1, "ddp_schedule_simulate");
     if (result != DDP_OK) return result;
     ddp__report(schedule, costs, play.times, report);
     ddp__play_close(&play);
@@ -1828,7 +1834,7 @@ static ddp_result ddp__lower_part(const ddp_schedule **s, const ddp_schedule *ca
     if (!made) return DDP_ERR_NO_MEMORY;
     if (part == DDP_LOWER_MERGE) ddp__lower_merge(made, *s);
     else if (part == DDP_LOWER_COMM) {
-        result = ddp__play_timed(&play, *s, NULL, "ddp_schedule_lower");
+        result = ddp__play_timed(&play, *s, NULL, 0, "ddp_schedule_lower");
         if (result == DDP_OK) result = ddp__lower_comm(made, &play);
         ddp__play_close(&play);
     } else {
@@ -1973,7 +1979,7 @@ static void ddp__draw_text(const ddp__picture *picture, ddp__sheet *sheet) {
             label = ddp__cell_label(s, &s->actions[i]);
             length = (int)strlen(label.text);
             from = (int)((picture->times[i].begin - picture->begin) / unit + 0.5);
-            to = (int)((picture->times[i].end - picture->begin) / unit + 0.5);
+            to = (int)((picture->times[i + n - 1].end - picture->begin) / unit + 0.5);
             for (; column < from; column++, space = width - 1) ddp__sheet_put(sheet, "%*s.", space, "");
             if (to <= column) to = column + 1;
             ddp__sheet_put(sheet, "%*s%s", space, "", label.text);
@@ -2022,6 +2028,11 @@ static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x,
         ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">darker: every second chunk</text>\n", (int)x, (int)y + 13);
 }
 
+/* Whether the action runs beside the one before it. */
+static int ddp__picture_second(const ddp__picture *picture, int rank, int i) {
+    return i > picture->s->first[rank] && picture->s->actions[i - 1].overlaps && picture->times[i].begin < picture->times[i - 1].end;
+}
+
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
     const double left = 64, top = 34, row = 26, gap = 4;
@@ -2042,7 +2053,7 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
         ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, (int)(y + 17), rank);
         ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, (int)y, ddp__decimal(scale * span, 2).text, (int)row);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
-            int second = i > s->first[rank] && s->actions[i - 1].overlaps, half = second || s->actions[i].overlaps;
+            int second = ddp__picture_second(picture, rank, i), half = second || (i + 1 < s->first[rank + 1] && ddp__picture_second(picture, rank, i + 1));
             double length = scale * (picture->times[i].end - picture->times[i].begin) - 1;
             if (!ddp__action_computes(s->actions[i].kind)) continue;
             ddp__draw_box(sheet, s, &s->actions[i], left + scale * (picture->times[i].begin - picture->begin), y + (second ? row / 2 : 0),
@@ -2070,7 +2081,7 @@ static void ddp__draw_trace(const ddp__picture *picture, ddp__sheet *sheet) {
         ddp__draw_trace_row(sheet, rank, rank, 0);
         for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
             const ddp_action *a = &s->actions[i];
-            int second = i > s->first[rank] && a[-1].overlaps; /* on a row of its own: events of a row nest */
+            int second = ddp__picture_second(picture, rank, i); /* on a row of its own: events of a row nest */
             if (!ddp__action_computes(a->kind)) continue;
             if (second && !named++) ddp__draw_trace_row(sheet, s->rank_count + rank, rank, 1);
             ddp__sheet_put(sheet, ",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"stage\":%d,\"microbatch\":%d}}",
@@ -2093,7 +2104,7 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
     if (!schedule || !size_bytes) return ddp_fail(DDP_ERR_INVALID, "%s: schedule or size_bytes is NULL", who);
     if ((int)format < 0 || format > DDP_SCHEDULE_TRACE) return ddp_fail(DDP_ERR_INVALID, "%s: format=%d, there are 0 to %d", who, (int)format, DDP_SCHEDULE_TRACE);
     if (format != DDP_SCHEDULE_CSV) {
-        result = ddp__play_timed(&play, schedule, costs, who);
+        result = ddp__play_timed(&play, schedule, costs, 1, who);
         for (int i = 0; i < schedule->count && times && result == DDP_OK; i++)
             if (!(times[i].begin >= -DBL_MAX && times[i].end >= times[i].begin && times[i].end <= DBL_MAX))
                 result = ddp_fail(DDP_ERR_INVALID, "%s: times[%d] is from %g to %g; end is not before begin", who, i, times[i].begin, times[i].end);
@@ -2762,7 +2773,7 @@ static ddp_result ddp__pipe_stream_open(ddp_pipeline *p, ddp__pipe_stream *strea
    needs. A receive is issued as soon as the sends before it are, earlier than its moment: that is only computation which makes none of these. */
 static ddp_result ddp__pipe_order(ddp_pipeline *p) {
     ddp__play play;
-    ddp_result result = ddp__play_timed(&play, p->schedule, NULL, ddp__pipe_create_name);
+    ddp_result result = ddp__play_timed(&play, p->schedule, NULL, 0, ddp__pipe_create_name);
     if (result == DDP_OK) result = ddp__pipe_stream_open(p, &p->streams[0], 0, p->world_size - 1, play.times);
     ddp__play_close(&play);
     return result;

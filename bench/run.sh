@@ -4,7 +4,7 @@
 #   sh bench/run.sh            everything, under 8 minutes
 #   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
 #   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes; needs nothing else
-#   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 4 minutes; needs nothing else
+#   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 5 minutes; needs nothing else
 #   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
 #   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
 #   sh bench/run.sh --loader   samples per second of ddp_loader and what steps wait for it, under 2 minutes; beside PyTorch's where $PYTHON (python3) has it
@@ -46,7 +46,7 @@ measure_part() {
     program=$build/$part data=$out/$part.dat
     case $part in
         fsdp) "$program" 2 61 4 128 "$data" && "$program" 2 21 6 256 "$data" ;;
-        pipeline) "$program" waits 8 32 10 3 "$data" && echo && "$program" gpt ;;
+        pipeline) "$program" waits 8 32 10 5 "$data" && echo && "$program" gpt ;;
         tensor) "$program" 512 8 256 4 15 "$data" && echo && "$program" 128 4 128 4 61 ;;
         loader) "$program" && if ${PYTHON:-python3} -c "import torch" 2>/dev/null; then echo && ${PYTHON:-python3} "$here/peer_loader_torch.py"; fi ;;
         *) "$program" ;;

@@ -34,15 +34,26 @@ static ddp_schedule *made(ddp_schedule_kind kind, int p, int m, int v) {
     return s;
 }
 
-static char *written(const ddp_schedule *s, ddp_schedule_format format) {
+static char *drawn(const ddp_schedule *s, ddp_schedule_format format, const ddp_stage_cost *costs) {
     size_t size = 0, room;
     char *text;
-    ok(ddp_schedule_write(s, format, NULL, &size));
+    ok(ddp_schedule_draw(s, format, costs, NULL, NULL, &size));
     text = (char *)malloc(size);
     room = size;
-    ok(ddp_schedule_write(s, format, text, &room));
+    ok(ddp_schedule_draw(s, format, costs, NULL, text, &room));
     assert_int_equal(room, size);
     assert_int_equal(strlen(text) + 1, size);
+    return text;
+}
+
+static char *written(const ddp_schedule *s, ddp_schedule_format format) {
+    size_t size = 0;
+    char *text = drawn(s, format, NULL), *same;
+    ok(ddp_schedule_write(s, format, NULL, &size));
+    same = (char *)malloc(size);
+    ok(ddp_schedule_write(s, format, same, &size));
+    assert_string_equal(text, same);
+    free(same);
     return text;
 }
 
@@ -273,6 +284,7 @@ static void formulas(void **state) {
                             case DDP_SCHEDULE_ZB_H2: if (turn > 2) bubble = (p - 1) * (f + i - 2 * w); assert_int_equal(flight, 2 * p - 1); break;
                             case DDP_SCHEDULE_INTERLEAVED_ZB_1P: if (c == 0) bubble = (p - 1) * (f + i - w); assert_int_equal(flight, v * p); break;
                             case DDP_SCHEDULE_ZB_V: if (c == 0) bubble = 0; assert_true(flight <= 2 * p); break;
+                            case DDP_SCHEDULE_DUALPIPE_V: if (c == 0) bubble = (p - 1) * (f + i - w); break; /* with pairs as one: pairs_as_one */
                             default: break;
                             }
                             if (kinds[k] != DDP_SCHEDULE_PIPEDREAM && kinds[k] != DDP_SCHEDULE_PIPEDREAM_2BW) assert_int_equal(ranks[r].weight_versions, 1);
@@ -283,6 +295,23 @@ static void formulas(void **state) {
                         ddp_schedule_destroy(s);
                     }
                 }
+}
+
+/* DualPipeV where a pair has a cost of its own: DeepSeek's (stages/2 - 1)(F&B + B - 3W) on the rank at the tip, which has the most pairs. */
+static void pairs_as_one(void **state) {
+    (void)state;
+    for (int p = 2; p <= 6; p++)
+        for (double together = 2; together <= 3; together += 0.5) {
+            ddp_stage_cost costs[12] = {{0, 0, 0, 0, 0, 0, 0}};
+            ddp_rank_report ranks[6];
+            ddp_schedule *s = made(DDP_SCHEDULE_DUALPIPE_V, p, 4 * p, 2);
+            for (int stage = 0; stage < 2 * p; stage++) {
+                costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1;
+                costs[stage].overlapped = together;
+            }
+            assert_true(simulated(s, costs, ranks).span - ranks[p - 1].busy == (p - 1) * (together + 2 - 3));
+            ddp_schedule_destroy(s);
+        }
 }
 
 static void spans(void **state) {
@@ -317,9 +346,17 @@ static void costs_count(void **state) {
 
     ok(ddp_schedule_parse(&s, "0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B0,0B1"));
     ok(ddp_schedule_check(s));
-    assert_true(simulated(s, costs, NULL).makespan == 3 + 3 + 2 + 2 + 4);
+    assert_true(simulated(s, costs, ranks).makespan == 3 + 3 + 2 + 2 + 4 && ranks[0].busy == 14);
     costs[0].overlapped = 2;
     assert_true(simulated(s, costs, NULL).makespan == 3 + 2 + 2 + 2 + 4);
+    ddp_schedule_destroy(s);
+
+    ok(ddp_schedule_parse(&s, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")); /* without a cost of their own F1's output leaves before B0 begins */
+    memset(costs, 0, sizeof costs);
+    for (int stage = 0; stage < 2; stage++) costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1;
+    assert_true(simulated(s, costs, ranks).makespan == 9 && ranks[0].busy == 6 && ranks[1].end == 7);
+    costs[0].overlapped = 3; /* together they wait for both inputs, and both outputs leave at the end */
+    assert_true(simulated(s, costs, ranks).makespan == 12 && ranks[0].busy == 6 && ranks[1].end == 10);
     costs[1].forward = -1;
     refused(ddp_schedule_simulate(s, costs, &report), "costs[1].forward=-1");
     costs[1].forward = INFINITY;
@@ -700,6 +737,7 @@ static int occurrences(const char *text, const char *what) {
 }
 
 static void pictures(void **state) {
+    ddp_stage_cost costs[4] = {{0, 0, 0, 0, 0, 0, 0}};
     ddp_schedule *s = made(DDP_SCHEDULE_1F1B, 3, 4, 1);
     ddp_action_time times[24];
     char *text = written(s, DDP_SCHEDULE_TEXT), small[16] = "untouched";
@@ -746,6 +784,10 @@ static void pictures(void **state) {
     ddp_schedule_destroy(s);
     s = made(DDP_SCHEDULE_DUALPIPE_V, 2, 4, 2); /* what overlaps has a row of its own, next to its rank's */
     text = written(s, DDP_SCHEDULE_TRACE);
+    assert_int_equal(occurrences(text, "\"thread_name\""), 2); /* one after the other: nothing to put beside */
+    free(text);
+    for (int stage = 0; stage < 4; stage++) costs[stage].forward = costs[stage].input_grad = costs[stage].weight_grad = 1, costs[stage].overlapped = 2.5;
+    text = drawn(s, DDP_SCHEDULE_TRACE, costs);
     assert_int_equal(occurrences(text, "\"thread_name\""), 4);
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"name\":\"rank 1, overlapped\"}}"));
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"sort_index\":3}}"));
@@ -940,7 +982,7 @@ static void profile(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(worked_examples), cmocka_unit_test(grid), cmocka_unit_test(nearest), cmocka_unit_test(published_rates), cmocka_unit_test(formulas),
-        cmocka_unit_test(spans), cmocka_unit_test(costs_count), cmocka_unit_test(made_to_measure), cmocka_unit_test(made_to_any_measure),
+        cmocka_unit_test(pairs_as_one), cmocka_unit_test(spans), cmocka_unit_test(costs_count), cmocka_unit_test(made_to_measure), cmocka_unit_test(made_to_any_measure),
         cmocka_unit_test(checker_against_executor), cmocka_unit_test(checker_says), cmocka_unit_test(csv), cmocka_unit_test(pytorch_lists),
         cmocka_unit_test(lowering), cmocka_unit_test(pictures), cmocka_unit_test(names), cmocka_unit_test(out_of_memory), cmocka_unit_test(partition),
         cmocka_unit_test(partition_refuses), cmocka_unit_test(profile)};
