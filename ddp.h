@@ -3887,6 +3887,7 @@ typedef struct ddp__venue {
     struct pollfd *poll;
     int count, next;     /* of peers; stranger */
     double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
+    double grace;        /* how much longer the others wait for its word, which says more than silence: its process may stand still for a while */
     ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
 } ddp__venue;
 
@@ -4033,11 +4034,9 @@ static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
         }
         void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)p->text) + (p->got - head);
         ssize_t n = ddp__pass(p->fd, 1, to, end - p->got, &p->heap_fd);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return 0;
-        if (n == 0) errno = ECONNRESET;
-        if (n <= 0) return -1;
-        p->got += (size_t)n;
+        if (n < 0 && errno != EINTR) return errno == EAGAIN ? 0 : -1;
+        if (n == 0) { errno = ECONNRESET; return -1; }
+        if (n > 0) p->got += (size_t)n;
     }
 }
 
@@ -4172,7 +4171,7 @@ static int ddp__await_news(ddp__peer *p, double until) {
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0; ask again, or elsewhere. */
 static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
-    double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + 1.0; /* rank 0 knows our deadline; its answer says more than silence */
+    double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + v->grace; /* rank 0 knows our deadline */
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
     ddp__hello_text(letter.text, v, DDP__VERSION);
     (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
@@ -4472,6 +4471,7 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
     int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
     v->group = group;
     v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    v->grace = group->desc.timeout_ms < 9000 ? 0.5 + 0.5e-3 * group->desc.timeout_ms : 5;
     v->peer = (ddp__peer *)ddp__group_calloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
     if (!v->peer) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
     v->poll = (struct pollfd *)(void *)(v->peer + count);
@@ -4597,7 +4597,7 @@ static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     return missing;
 }
 
-/* Waits for the data of all peers. A rank whose time is up says so, and waits a moment for rank 0 to say who is to blame. */
+/* Waits for the data of all peers. A rank whose time is up says so, and waits for rank 0 to say who is to blame. */
 static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline) {
     for (;;) {
         pthread_mutex_lock(&t->lock);
@@ -4608,7 +4608,7 @@ static ddp_result ddp__tcp_await(ddp_group *group, ddp__tcp *t, double deadline)
         if (missing && ddp_now() > deadline) ddp__tcp_fail(group, t, ddp__tcp_missing(group, t));
         int failed = t->self.cause != DDP_OK && (missing || group->rank == 0);
         ddp__tcp_tell(t);
-        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + 0.5) failed = 0;
+        if (failed && group->rank && t->self.cause == DDP_ERR_TIMEOUT && !t->heard && ddp_now() < deadline + t->venue.grace) failed = 0;
         pthread_mutex_unlock(&t->lock);
         if (failed) return DDP_ERR_POISONED;
         if (!missing) return DDP_OK;

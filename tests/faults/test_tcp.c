@@ -112,6 +112,14 @@ static ddp_result work(ddp_group *world, void *user) {
     return ddp_barrier(world);
 }
 
+/* Stops rank 0 shortly before the time of those that wait now is up, until after that: what it knows, they are to hear all the same. */
+static void rank0_stands_still(void) {
+    ranks_sleep_us((RUN_INTO_MS * DDP_TEST_SLOWDOWN - 500) * 1000L);
+    kill(stage_shared->rank[0].pid, SIGSTOP);
+    ranks_sleep_us(2000000);
+    kill(stage_shared->rank[0].pid, SIGCONT);
+}
+
 /* A socket of this process that listens at a port. */
 static int occupy(int port) {
     int fd = inner.tcp_listen("", port);
@@ -298,6 +306,7 @@ static void test_missing(void) {
     j.port = some_ports(1);
     start(&j, 2, 2);
     start(&j, 0, 0);
+    rank0_stands_still();
     for (int r = 0; r < 4; r += 2) {
         reap(r, 1);
         expect(r, DDP_ERR_TIMEOUT, "missing rank 1,3", "");
@@ -443,23 +452,28 @@ static ddp_result call_off(ddp_group *world, void *user) {
 
 static ddp_result sleepy(ddp_group *world, void *user) {
     (void)user;
-    if (ddp_rank(world) == 1) { heard(&stage_shared->counter, 2); return ddp_group_status(world); } /* it is there, and makes no call */
-    ddp_result result = ddp_barrier(world);
-    say(&stage_shared->counter);
-    return result;
+    while (ddp_rank(world) == 1 && ddp_group_status(world) == DDP_OK) ranks_sleep_us(1000); /* it is there, and makes no call */
+    if (ddp_rank(world) == 1) return ddp_group_status(world);
+    say(&stage_shared->numbers[0]);
+    return ddp_barrier(world);
 }
 
 static void test_calls(void) {
-    static const struct { const char *what; body fn; ddp_result want; const char *word, *word2; int lazy; } table[] = {
-        {"another count", differ, DDP_ERR_MISMATCH, "ranks made different calls", "rank 1 ddp_all_reduce f32 count=8 sum", 0},
-        {"a rank leaves", leave, DDP_ERR_PEER_LOST, "rank 1 (pid ", "has destroyed this group", 1},
-        {"a rank aborts", call_off, DDP_ERR_POISONED, "rank 1 (pid ", "called ddp_group_abort", 0},
-        {"a rank makes no call", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0}};
+    static const struct { const char *what; body fn; ddp_result want; const char *word, *word2; int lazy, still; } table[] = {
+        {"another count", differ, DDP_ERR_MISMATCH, "ranks made different calls", "rank 1 ddp_all_reduce f32 count=8 sum", 0, 0},
+        {"a rank leaves", leave, DDP_ERR_PEER_LOST, "rank 1 (pid ", "has destroyed this group", 1, 0},
+        {"a rank aborts", call_off, DDP_ERR_POISONED, "rank 1 (pid ", "called ddp_group_abort", 0, 0},
+        {"a rank makes no call", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0, 0},
+        {"a rank makes no call, and rank 0 stands still for a while", sleepy, DDP_ERR_TIMEOUT, "arrived: rank 0,2; missing: rank 1", "", 0, 1}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, table[i].want == DDP_ERR_TIMEOUT ? RUN_INTO_MS : 20000, table[i].fn};
         faults_begin(table[i].what);
         j.port = some_ports(1);
         start_all(&j);
+        if (table[i].still) {
+            EXPECT(heard(&stage_shared->numbers[0], 2), "only %d of 2 ranks came", stage_shared->numbers[0]);
+            rank0_stands_still();
+        }
         reap(0, 3);
         for (int r = 0; r < 3; r++)
             if (r != 1 || !table[i].lazy) expect(r, table[i].want, table[i].word, table[i].word2);
