@@ -162,6 +162,7 @@ static void test_moments(ddp_group *group, int exchange, int keep) {
 }
 
 enum { PARAMS = 2, ELEMENTS = 35 };
+enum { TIMEOUT_MS = 600000 }; /* a disk may take long; nobody is to be waited for in vain */
 
 /* SGD with momentum on gradients that never change: a version is how many steps there were. Each sum rounds once, whoever computes it. */
 typedef struct trained { ddp_fsdp_param params[PARAMS]; ddp_fsdp_unit_desc unit; ddp_fsdp *fsdp; ddp_fsdp_state state; } trained;
@@ -268,7 +269,7 @@ static void test_trained(ddp_group *group, int background) {
     for (shared->version = 1; killed && at < 500; at++) {
         int status = 0;
         pid_t child = fork();
-        if (child == 0) _exit(ranks_run(RANKS_THREADS, 1 + background, 20000, save_next, &at) == DDP_OK ? 0 : 3);
+        if (child == 0) _exit(ranks_run(RANKS_THREADS, 1 + background, TIMEOUT_MS, save_next, &at) == DDP_OK ? 0 : 3);
         while (waitpid(child, &status, 0) < 0) {}
         killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
         EXPECT(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0), "the save ends with status %x", status);
@@ -293,7 +294,7 @@ static void test_random(ddp_group *group) {
         long point = (long)(random_u64() % 200);
         if (child == 0) {
             if (kills % 2) calls_left = 1 + (int)point;
-            (void)ranks_run(RANKS_THREADS, 2, 60000, save_forever, NULL);
+            (void)ranks_run(RANKS_THREADS, 2, TIMEOUT_MS, save_forever, NULL);
             _exit(0);
         }
         if (kills % 2 == 0) {
