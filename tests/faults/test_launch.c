@@ -204,12 +204,17 @@ static ddp_result idle_main(ddp_group *world, void *user) {
 static void test_idle_ranks_sleep(void) {
     static const char *const names[] = {"16 ranks, 15 wait 1 s in a barrier", "16 ranks, 15 wait 1 s for asynchronous work", "16 ranks, 15 wait 1 s for a message"};
     for (int what = 0; what < 3; what++) {
-        int most = 0;
+        const int *used = stage_shared->numbers + 1;
+        int median = 0; /* one rank or another is billed for what the machine did meanwhile, but waits that spin make all of them busy */
         faults_begin(names[what]);
         EXPECT(launch(RANKS_PROCESSES, 16, 20000, idle_main, &what) == DDP_OK, "%s", ddp_last_error());
-        for (int r = 1; r < 16; r++) most = stage_shared->numbers[r] > most ? stage_shared->numbers[r] : most;
-        printf("%s: the busiest used %.1f%% of a core\n", names[what], most * 1e-4);
-        EXPECT(most < 80000 * DDP_TEST_SLOWDOWN, "a waiting rank used %.1f%% of a core", most * 1e-4); /* 15 that spin on two cores: 13% each */
+        for (int r = 0; r < 15; r++) {
+            int as_busy = 0;
+            for (int other = 0; other < 15; other++) as_busy += used[other] >= used[r];
+            if (as_busy >= 8 && used[r] > median) median = used[r];
+        }
+        printf("%s: half of the ranks used up to %.1f%% of a core\n", names[what], median * 1e-4);
+        EXPECT(median < 50000, "most of those that wait used %.1f%% of a core", median * 1e-4); /* 15 that spin on two cores: 13% each */
     }
 }
 
