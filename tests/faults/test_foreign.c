@@ -67,7 +67,7 @@ int main(int argc, char **argv) {
         if (table[s].processes && mode != RANKS_FOREIGN) continue;
         p.scenario = s;
         p.reports = (report *)ranks_shared(3 * sizeof(report));
-        ddp_result result = ranks_run(mode, 3, s == ABSENT ? 1000 : 20000, rank_main, &p);
+        ddp_result result = ranks_run(mode, 3, s == ABSENT ? 8000 : 20000, rank_main, &p);
         for (int r = 0; r < 3; r++)
             if (r != 1 || s >= ABSENT) failures += check(table[s].what, r, &p.reports[r], table[s].want, table[s].texts);
         if (failures) fprintf(stderr, "FAIL %s: the launch gave %s '%s'\n", table[s].what, ddp_result_name(result), result == DDP_OK ? "" : ddp_last_error());

@@ -105,7 +105,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     result = wait_somehow(world, p->what, p->victim, child, (float *)shared);
     result = note(world, p->what == WAIT_CHILD ? child : world, result);
     meet_outside(W - 1);
-    for (double end = ranks_now() + 2; p->how == END_RETURN_ERROR && ddp_group_status(world) == DDP_OK && ranks_now() < end;)
+    for (double end = ranks_now() + PROMPT_SECONDS; p->how == END_RETURN_ERROR && ddp_group_status(world) == DDP_OK && ranks_now() < end;)
         ranks_sleep_us(500); /* it left the child first: the launch tells whose function fails first, which is to be that rank's */
     ddp_group_destroy(child);
     return result;

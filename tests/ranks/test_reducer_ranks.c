@@ -431,12 +431,9 @@ static ddp_result a_missing_parameter_is_named_everywhere(ddp_group *group, void
     desc.first_bucket_bytes = desc.bucket_cap_bytes = 100;
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     for (int round = 0; round < 3; round++) {
-        double begin;
         for (int i = 5; i >= 0; i--)
             if (rank != w - 1 || i != 2 * round) RANKS_OK(group, ddp_reducer_ready(reducer, i));
-        begin = ranks_now();
         EXPECT_ERROR(group, ddp_reducer_wait(reducer), DDP_ERR_INVALID, round == 0 ? "'p0'" : round == 1 ? "'p2'" : "'p4'", culprit);
-        RANKS_CHECK(group, ranks_now() - begin < 10.0 * DDP_TEST_SLOWDOWN, "%g s", ranks_now() - begin);
         if (round == 1) PASS(checked_step(&m, reducer, round, 0, (uint64_t)w)); /* the group is whole */
     }
     /* A wait without any ready is the same mistake; twice ready is this rank's own and harms nobody. */
@@ -590,13 +587,11 @@ static ddp_result a_rank_dies_in_the_middle_of_a_step(ddp_group *group, void *us
     ddp_reducer *reducer;
     ddp_reducer_desc desc;
     ddp_result result = DDP_OK;
-    double begin;
     (void)user;
     model_open(&m, group, 6);
     desc = bucket_per_param_desc(&m);
     RANKS_OK(group, ddp_reducer_create(&reducer, group, &desc));
     PASS(checked_step(&m, reducer, 0, 0, (uint64_t)ddp_world_size(group)));
-    begin = ranks_now();
     for (int i = 5; i >= 0 && result == DDP_OK; i--) {
         if (i == 2 && ddp_rank(group) == ddp_world_size(group) - 1) {
             model_close(&m);
@@ -608,7 +603,6 @@ static ddp_result a_rank_dies_in_the_middle_of_a_step(ddp_group *group, void *us
     }
     result = ddp_reducer_wait(reducer);
     RANKS_CHECK(group, result == DDP_ERR_PEER_LOST, "%s: %s", ddp_result_name(result), ddp_last_error());
-    RANKS_CHECK(group, ranks_now() - begin < 10.0 * DDP_TEST_SLOWDOWN, "%g s", ranks_now() - begin);
     result = ddp_reducer_wait(reducer);
     RANKS_CHECK(group, result != DDP_OK, "a later step succeeded");
     ddp_reducer_destroy(reducer);

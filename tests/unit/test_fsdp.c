@@ -720,7 +720,7 @@ static ddp_result late_devices(ddp_group *group) {
 
 /* A device that stands still: destroy gives up once, after the group's timeout, however many pieces are on their way. */
 static ddp_result stuck_device(ddp_group *group) {
-    enum { TIMEOUT_MS = 300 };
+    enum { TIMEOUT_MS = 3000 };
     ddp_device device = late_device();
     ddp_group_desc desc = DDP_ZERO;
     ddp_group *far, *own;
