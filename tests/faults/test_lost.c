@@ -112,7 +112,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 static double slowest;
-static int learned, learned_late; /* how often a rank learned of a loss, and how often not within half the time it has */
+static int learned, learned_late; /* how often a rank learned of a loss, and how often not within the 100 ms that are promised */
 
 static void run(ranks_mode mode, ending how, waiting what, int victim, int late) {
     char scenario[200], pid[32];
@@ -138,7 +138,7 @@ static void run(ranks_mode mode, ending how, waiting what, int victim, int late)
         EXPECT(names_rank(s->text2, victim) && says(s->text2, ending_words[how]), "rank %d: later text '%s' has another cause than '%s'", r,
                s->text2, s->text);
         if (!late && took > slowest) slowest = took;
-        if (!late) learned++, learned_late += took > PROMPT_SECONDS / 2;
+        if (!late) learned++, learned_late += took > 0.1 * DDP_TEST_SLOWDOWN;
         EXPECT(late || took < PROMPT_SECONDS, "rank %d learned of it after %.3f s", r, took);
     }
     EXPECT(result == (how == END_RETURN_ERROR ? DDP_ERR_CORRUPT : DDP_ERR_PEER_LOST), "launch gave %s '%s'", ddp_result_name(result), ddp_last_error());
@@ -210,7 +210,8 @@ int main(int argc, char **argv) {
         }
     printf("slowest rank to learn of a loss: %.1f ms\n", slowest * 1e3);
     faults_begin("all of the above");
-    EXPECT(learned_late * 4 <= learned, "%d times of %d it took long to learn of a loss", learned_late, learned); /* not all by bad luck */
+    printf("%d of %d within %d ms\n", learned - learned_late, learned, 100 * DDP_TEST_SLOWDOWN);
+    EXPECT(learned_late * 2 <= learned, "%d times of %d it took too long to learn of a loss", learned_late, learned); /* on a busy machine a few, not half */
     if (mode == RANKS_PROCESSES) {
         for (int i = 0; i < 24 / DDP_TEST_SLOWDOWN + 4; i++) storm(i, i % 3 == 2 ? 5 : 2);
     }
