@@ -84,5 +84,5 @@ static void exhaust(ddp_group *group) {
 }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide, ddp__copy_across,
-    ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen, ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust};
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide,
+    ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen, ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust};

@@ -23,6 +23,8 @@ typedef struct test_inner {
     void (*reduce_tree)(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how);
     void (*cast)(void *dst, ddp_dtype dst_dtype, const void *src, ddp_dtype src_dtype, size_t count);
     void (*divide)(void *data, size_t count, ddp_dtype dtype, uint64_t divisor);
+    void (*update_f32)(const ddp_update *u);
+    void (*update_f64)(const ddp_update *u);
     void (*copy_across)(void *dst, const void *src, size_t size_bytes);
     void (*copy_stream)(void *dst, const void *src, size_t size_bytes);
     void (*stream_end)(void);

@@ -17,8 +17,13 @@ inline void seen(int n, const void *address, size_t size_bytes) {
     misaligned += n > 1 && (uintptr_t)address % (size_bytes < 16 ? size_bytes : 16) != 0;
 }
 #define DDP__CUDA_SEEN(n, address, size_bytes) seen(n, address, size_bytes)
-#define DDP_IMPLEMENTATION
+#define DDP_CUDA_IMPLEMENTATION
 #include "../../ddp_cuda.cuh"
+#include "../support/inner.h"
+#define ddp__cast inner.cast /* of the object with the bodies of ddp.h */
+#define ddp__reduce_tree inner.reduce_tree
+#define ddp__update_f32 inner.update_f32
+#define ddp__update_f64 inner.update_f64
 #include "../support/cuda_kernels.h"
 
 /* ---- the fake ---- */
