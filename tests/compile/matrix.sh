@@ -154,8 +154,8 @@ case_arm64() {
     implementation '#define DDP_STATIC' >unit.c
     main_program | sed 's/return ddp_test_other();/return 0;/' >>unit.c
     build $ARM64_CC -std=gnu11 -O0 -march=armv8-a $warnings -I"$root" -c unit.c -o unit.o # -c: the assembler reads what is in its language
+    build $ARM64_CC -std=gnu11 -march=armv8.2-a+fp16+bf16+crypto $warnings -I"$root" -fsyntax-only unit.c
     for flags in '' '-march=armv8.2-a+fp16+bf16+crypto'; do
-        build $ARM64_CC -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c
         build $ARM64_CXX -x c++ -std=c++17 $flags $warnings -I"$root" -fsyntax-only unit.c
         if [ -n "$CLANG" ]; then build $CLANG --target=aarch64-linux-gnu -std=gnu11 $flags $warnings -I"$root" -fsyntax-only unit.c; fi
     done
@@ -182,12 +182,6 @@ case_libc_first_clang() {
     need "$CLANG" clang
     implementation "$libc_first" >unit.c
     build $CLANG -std=gnu11 $warnings -fsyntax-only -I"$root" unit.c
-}
-
-case_nvcc() {
-    need "$NVCC" nvcc
-    implementation >unit.cu
-    build $NVCC -x cu -std=c++17 $unoptimised -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" -c unit.cu -o unit.o
 }
 
 # ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
@@ -222,16 +216,6 @@ case_cuda() { # as PTX, and code for a later generation; then with ddp.h in a C 
     refuse $CC -std=gnu11 -I"$root" -isystem "$(cuda_include)" -fsyntax-only wrong.c
     grep -q 'error.*nvcc' refused.log || fail "a C compiler does not say that nvcc is needed: $(cat refused.log)"
 }
-# With ddp_tensor.h and cuBLASLt itself, in one file and private. There is no device: a product without a group is refused before one is looked for.
-case_cuda_cublaslt() {
-    need_cuda
-    printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >probe.cu
-    "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || need '' cuBLASLt
-    { printf '%s\n' '#define DDP_IMPLEMENTATION' '#define DDP_STATIC' '#define DDP_USE_CUBLASLT'; include "ddp_cuda.cuh ddp_tensor.h"
-        echo 'int main(void) { ddp_gemm g = DDP_ZERO; return ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user"); }'; } >unit.cu
-    cuda $unoptimised unit.cu -o program -lcublasLt -lpthread -lm
-    build ./program
-}
 # Each side of what is asked of NCCL_VERSION_CODE, with the header that is there. Names that came later may not be used.
 case_cuda_nccl_versions() {
     need_cuda
@@ -260,12 +244,25 @@ case_cuda_nccl_versions() {
 # The other three are built by the C++ compiler, as cuda_tests.
 case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS=test_kernels sh "$root/tests/gpu/run.sh" build "$work"; }
 case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
-case_cuda_example() { # with all in one file and private; it runs where there is a GPU, and says what is missing where there is none
+# One file with all there is, and private: what ddp.h and the headers beside it are to nvcc, the plain ones first, then cuBLASLt and the smallest example, which
+# runs where there is a GPU, and says what is missing where there is none. A product without a group is refused before a device is looked for.
+case_cuda_example() {
     need_cuda
-    nccl=-lnccl
+    nccl=-lnccl cublaslt=-lcublasLt
     echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
-    build "$NVCC" -std=c++17 -arch=compute_90 -Xcicc -O0 -DDDP_STATIC -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror "$root/examples/all_reduce_cuda.cu" -o program $nccl
-    if ./program 2 >out.log 2>&1; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
+    printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >probe.cu
+    "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || cublaslt=
+    { printf '%s\n' '#define DDP_IMPLEMENTATION' '#define DDP_STATIC' "${cublaslt:+#define DDP_USE_CUBLASLT}"; include
+        printf '%s\n' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main'
+        echo 'int main(int argc, char **argv) {'
+        [ -z "$cublaslt" ] ||
+            echo '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;'
+        printf '%s\n' '    return example_main(argc, argv);' '}'; } >unit.cu
+    build "$NVCC" -std=c++17 $unoptimised -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" unit.cu -o program $cublaslt $nccl -lpthread -lm
+    status=0
+    ./program 2 >out.log 2>&1 || status=$?
+    [ $status -ne 9 ] || fail "a product without a group is not refused as it should be"
+    if [ $status -eq 0 ]; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
     else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
 }

@@ -1,7 +1,7 @@
 /*  host_only.h - the host's half of ddp_cuda.cuh through a plain C++ compiler, in a fraction of nvcc's time and with any sanitizer.
 
     Include first. Kernels are parsed, but never instantiated: nothing launches one where DDP__CUDA_RUNTIME runs them as loops on the CPU. Device code is
-    what compile.cuda_targets and tests/gpu look at. Where nvcc compiles, this header does nothing. */
+    what compile.cuda and tests/gpu look at. Where nvcc compiles, this header does nothing. */
 #ifndef DDP_TEST_HOST_ONLY_H
 #define DDP_TEST_HOST_ONLY_H
 #if !defined(__CUDACC__)
