@@ -2,7 +2,7 @@
 # The trainer on GPUs, on the fake machine: the losses of train_gpt, in f32 within 1e-4, in bf16 near them; the same weights on any number of ranks along dp,
 # under every strategy, with stages, graphs or recomputation; close ones with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and come
 # back. Inside of a step the host waits for nothing. Wrong input is one sentence.
-# usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; built from support/train_gpt_cuda.cu, with llmc beside it
+# usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; support/gpt_tests.cu by that name, with llmc beside it
 . "$(dirname "$0")/../support/train_gpt.sh"
 folder=$(dirname "$program")
 trainers=${2:-$folder}

@@ -1,6 +1,6 @@
 /*  gpt_tests.cu - the tests of the GPT's kernels and model on the fake machine as one program, as cuda_tests.cu.
 
-    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu. */
+    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu. Called train_gpt_cuda the program is that trainer, but for sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #include "device.h"
@@ -17,9 +17,17 @@ namespace attention_tests {
 #include "../gpu/test_attention.cu"
 }
 #undef main
+#if !defined(__SANITIZE_ADDRESS__)
+#undef CUDA
+#include "train_gpt_cuda.cu"
+#endif
 
 int main(int argc, char **argv) {
     const char *name = argc > 1 ? argv[1] : "";
+#if !defined(__SANITIZE_ADDRESS__)
+    const char *called = strrchr(argv[0], '/');
+    if (strcmp(called ? called + 1 : argv[0], "train_gpt_cuda") == 0) return train_gpt_cuda(argc, argv);
+#endif
     argc--;
     argv++;
     if (strcmp(name, "gpt") == 0) return gpt_model_tests::test_main(argc, argv);

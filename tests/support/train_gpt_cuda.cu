@@ -1,25 +1,11 @@
-/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake machine of fake_gpu.h, kernels and all.
+/*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake machine of fake_gpu.h, kernels and all. A part of gpt_tests.cu, which it shares
+    the kernels with.
 
     Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4), and
     DDP_TEST_SEED, in which order streams run (1). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
     stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
     many halves of steps were looked at, how many graphs they launched and how many products outside of graphs, and how much memory the first GPU held at
     most. */
-#define DDP_TEST_ON_CPU
-#include "host_only.h"
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#include "fake_nccl.h"
-#include "fake_cublaslt.h"
-#include "fake_kernel.h"
-#include "fake_cuda_names.h"
-#pragma GCC diagnostic pop
-struct ddp__cuda_runtime;
-static const struct ddp__cuda_runtime *device_runtime(void);
-#define DDP__CUDA_RUNTIME device_runtime()
-#define DDP__CUDA_SEEN(n, address, size_bytes) fake_seen(address, size_bytes)
-#define DDP__CUDA_STAGE ((size_t)16384)
-#define DDP_USE_CUBLASLT
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 
@@ -57,12 +43,7 @@ struct watcher {
 #include "../../examples/train_gpt_cuda.cu"
 #undef main
 
-static const struct ddp__cuda_runtime *device_runtime(void) {
-    static const ddp__cuda_runtime table = FAKE_GPU_RUNTIME(1);
-    return &table;
-}
-
-int main(int argc, char **argv) {
+static int train_gpt_cuda(int argc, char **argv) {
     const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED");
     int status, wrong;
     fake_start(gpus ? atoi(gpus) : 4, seed ? (uint64_t)atoi(seed) : 1);
