@@ -29,6 +29,17 @@ if ! printf '#include <nccl.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then
     echo "NCCL is not installed: left out" >&2
     nccl=-DDDP_NO_NCCL
 fi
+build=$(mktemp -d) || exit 1
+trap 'rm -rf "$build"' EXIT
+trap 'exit 130' INT TERM
+. "$here/../../tests/gpu/libraries.sh"
+has() { printf '#include <%s>\n' "$1" | "$nvcc" -x cu -E - >/dev/null 2>&1; }
+nccl=-lnccl
+if [ $part = build ]; then has nccl.h; else find_library "$build" nccl nccl.h '[] { int v; return ncclGetVersion(&v) != ncclSuccess; }()'; fi || {
+    echo "NCCL is not installed: left out" >&2
+    nccl=-DDDP_NO_NCCL
+}
+[ $part = build ] || find_library "$build" cublasLt cublasLt.h 'cublasLtGetVersion() == 0' || echo "cuBLASLt is not installed: there will be no GPT-2" >&2
 gpt() { GPT_NCCL=$nccl "$python" "$here/gpt.py" "$@"; }
 if [ $part = gpt ]; then gpt "$@"; exit; fi
 case ${1:-} in
@@ -36,9 +47,6 @@ case ${1:-} in
 --out) out=${2:?--out needs a folder} ;;
 *) usage ;;
 esac
-build=$(mktemp -d) || exit 1
-trap 'rm -rf "$build"' EXIT
-trap 'exit 130' INT TERM
 
 compile() { # program; the rest are flags
     program=$1
@@ -47,7 +55,7 @@ compile() { # program; the rest are flags
 }
 if [ $part = build ]; then
     programs="bench_gpu bench_gpt"
-    if ! printf '#include <cublasLt.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then echo "cuBLASLt is not installed: bench_gpt is left out"; programs=bench_gpu; fi
+    if ! has cublasLt.h; then echo "cuBLASLt is not installed: bench_gpt is left out"; programs=bench_gpu; fi
     for program in $programs; do
         compile $program $target $([ $nccl = -lnccl ] || echo $nccl) || exit 1
         echo "compiled $program"

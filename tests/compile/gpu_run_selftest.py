@@ -14,6 +14,7 @@ import unittest
 ROOT = os.path.abspath(sys.argv.pop(1))
 
 COMPILER = """#!/bin/sh
+case " $* " in *" -l${MISSING:-nothing} "*) case "${NVCC_PREPEND_FLAGS:-}" in *" -L"*/found/lib" "*) ;; *) exit 1 ;; esac ;; esac
 while [ $# -gt 0 ]; do [ "$1" != -o ] || out=$2; shift; done
 name=$(basename "$out")
 if [ "$name" = "${BROKEN:-}" ]; then echo "error: no such word"; exit 1; fi
@@ -34,12 +35,14 @@ class Tests(unittest.TestCase):
         os.makedirs(os.path.join(self.root, "tests", "gpu"))
         os.makedirs(os.path.join(self.root, "bodies"))
         os.makedirs(os.path.join(self.root, "bin"))
-        shutil.copy(os.path.join(ROOT, "tests", "gpu", "run.sh"), os.path.join(self.root, "tests", "gpu"))
+        for name in ("run.sh", "libraries.sh"):
+            shutil.copy(os.path.join(ROOT, "tests", "gpu", name), os.path.join(self.root, "tests", "gpu"))
         self.write("tests/gpu/test_trainer.sh", "exit 0\n")
         for name, text in (("nvcc", COMPILER), ("cc", COMPILER), ("compute-sanitizer", SANITIZER)):
             self.write("bin/" + name, text)
 
     def write(self, path, text):
+        os.makedirs(os.path.dirname(os.path.join(self.root, path)), exist_ok=True)
         with open(os.path.join(self.root, path), "w") as file:
             file.write(text)
         os.chmod(os.path.join(self.root, path), 0o755)
@@ -95,6 +98,21 @@ class Tests(unittest.TestCase):
         status, text = self.run_it()
         self.assertEqual(status, 77)
         self.assertIn("there is no device", text)
+
+    def test_libraries_of_pytorch(self):
+        for path in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h", "other/lib/libnccl.so.1"):
+            self.write("packages/nvidia/" + path, "")
+        status, text = self.run_it("--only", "^NCCL: layers", MISSING="nccl", PYTHONPATH=os.path.join(self.root, "packages"))
+        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
+        self.assertIn("nvidia/nccl/lib/libnccl.so.2 are PyTorch's", text)
+        self.assertEqual(os.listdir(os.path.join(self.root, "build/gpu/found/include")), ["nccl.h"])
+
+    def test_libraries_that_are_not_there(self):
+        self.write("bodies/nccl", "#!/bin/sh\nexit 127\n")  # it links, and does not start
+        status, text = self.run_it("--only", "^layers", PYTHONPATH="", PYTHON="false")
+        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
+        self.assertIn("NCCL is not installed", text)
+        self.assertIn("without NCCL", text)
 
     def test_the_time_is_up(self):
         status, _ = self.run_it("--seconds", "0")

@@ -34,16 +34,18 @@ mkdir -p "$build" "$out" || exit 1
 
 # --- building ---
 
+. tests/gpu/libraries.sh
+[ $mode != build ] || only_links=1
+mkdir -p "$build/found" || exit 1
+found=$(cd "$build/found" && pwd)
 nccl=-lnccl
-if ! printf '#include <nccl.h>\nint main(void) { int v; return ncclGetVersion(&v) != ncclSuccess; }\n' >"$build/nccl.cu" ||
-    ! "$nvcc" -Wno-deprecated-gpu-targets "$build/nccl.cu" -lnccl -o "$build/nccl" >"$build/nccl.log" 2>&1; then
+if ! find_library "$found" nccl nccl.h '[] { int v; return ncclGetVersion(&v) != ncclSuccess; }()'; then
     echo "NCCL is not installed: building with DDP_NO_NCCL"
     nccl=-DDDP_NO_NCCL
 fi
 cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers; the model of test_gpt is made of them
 gpt="test_attention test_gpt"
-if ! printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >"$build/cublaslt.cu" ||
-    ! "$nvcc" -Wno-deprecated-gpu-targets "$build/cublaslt.cu" -lcublasLt -o "$build/cublaslt" >"$build/cublaslt.log" 2>&1; then
+if ! find_library "$found" cublasLt cublasLt.h 'cublasLtGetVersion() == 0'; then
     echo "cuBLASLt is not installed: layers by the plain kernel alone, and no GPT"
     cublaslt=
     gpt=test_attention
