@@ -13,7 +13,8 @@
               before the thread waits for it. In a build with AddressSanitizer each access is in bounds.
     Waiting   for a flag that no thread sets which could run is a failure.
 
-    The first failure ends the launch. Fragments of matrices lie as the PTX ISA says; their products are added in f32, in order of k. */
+    The first failure ends the launch. Fragments of matrices lie as the PTX ISA says; their products are added as tensor cores of sm_90 do it, which cut off
+    where the CPU rounds (Xie et al. 2025, arXiv 2511.10909): tolerances that hold here hold there. */
 #ifndef DDP_TEST_FAKE_KERNEL_H
 #define DDP_TEST_FAKE_KERNEL_H
 
@@ -417,12 +418,28 @@ FAKE_HOT static void fake_tiles(uint32_t (*r)[4], const uint16_t (*rows)[8], int
     }
 }
 
-/* In and out by lanes. */
+/* Exponent of a number that is not 0, as its bits have it; of 0 one that no sum is aligned to. */
+static inline int fake_exponent(uint32_t bits) { return bits << 1 == 0 ? -1000 : (bits >> 23 & 255) ? (int)(bits >> 23 & 255) : 1; }
+static inline double fake_power(int exponent) { uint64_t bits = (uint64_t)(1023 + exponent) << 52; double x; memcpy(&x, &bits, 8); return x; }
+
+/* To f32, cut off. */
+static inline float fake_cut(double x) {
+    float near = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &near, 4);
+    bits -= fabs((double)near) > fabs(x) && fabs(x) < 3.4028236692093846e38; /* 2^128 */
+    memcpy(&near, &bits, 4);
+    return near;
+}
+
+/* In and out by lanes, d += a b as sm_90 adds: the 16 products of an element and d are cut off (not rounded) 25 binary places behind the largest exponent among
+   them, their sum is exact, and it is cut off to f32. A product's exponent is the sum of its factors'. Where something is not finite: as the CPU adds. */
 FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const uint32_t (*b)[2]) {
-    typedef float four __attribute__((vector_size(16)));
     union { uint32_t bits[16][16]; float at[16][16]; } x;
-    union { uint32_t bits[16][8]; four row[16][2]; } y;
-    union { float at[16][8]; four row[16][2]; } z;
+    union { uint32_t bits[16][8]; float at[16][8]; } y;
+    union { uint32_t bits[16][8]; float at[16][8]; } z;
+    int x_exponent[16][16], y_exponent[16][8], z_exponent[16][8], finite = 1;
+    double wide[16][8]; /* y */
     for (int lane = 0; lane < 32; lane++) {
         int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; i++) {
@@ -436,12 +453,30 @@ FAKE_HOT static void fake_product(float (*d)[4], const uint32_t (*a)[4], const u
             y.bits[2 * t + i * 8 + 1][g] = b[lane][i] & 0xffff0000u;
         }
     }
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 16; k++) {
-            four factor = {x.at[i][k], x.at[i][k], x.at[i][k], x.at[i][k]};
-            z.row[i][0] += factor * y.row[k][0];
-            z.row[i][1] += factor * y.row[k][1];
+    for (int i = 0; i < 256; i++) finite &= (x_exponent[i / 16][i % 16] = fake_exponent(x.bits[i / 16][i % 16])) < 255;
+    for (int i = 0; i < 128; i++) {
+        finite &= (y_exponent[i / 8][i % 8] = fake_exponent(y.bits[i / 8][i % 8])) < 255;
+        finite &= (z_exponent[i / 8][i % 8] = fake_exponent(z.bits[i / 8][i % 8])) < 255;
+        wide[i / 8][i % 8] = (double)y.at[i / 8][i % 8];
+    }
+    for (int i = 0; i < 16 && finite; i++) {
+        double scale[8], sum[8];
+        int *top = z_exponent[i];
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 8; j++) {
+                int exponent = x_exponent[i][k] + y_exponent[k][j] - 127;
+                top[j] = exponent > top[j] ? exponent : top[j];
+            }
+        for (int j = 0; j < 8; j++) {
+            if (top[j] < -400) top[j] = 0; /* only zeros */
+            scale[j] = fake_power(25 + 127 - top[j]);
+            sum[j] = (double)(int32_t)((double)z.at[i][j] * scale[j]);
         }
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < 8; j++) sum[j] += (double)(int32_t)((double)x.at[i][k] * wide[k][j] * scale[j]);
+        for (int j = 0; j < 8; j++) z.at[i][j] = fake_cut(sum[j] * fake_power(top[j] - 25 - 127));
+    }
+    for (int i = 0; i < 2048 && !finite; i++) z.at[i / 128][i / 16 % 8] += x.at[i / 128][i % 16] * y.at[i % 16][i / 16 % 8];
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) d[lane][i] = z.at[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
 }

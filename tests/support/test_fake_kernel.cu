@@ -8,6 +8,7 @@
 #include "fake_cuda_names.h"
 #include "../../examples/gpt_cuda_base.cuh"
 #include "watchdog.h"
+#include <float.h>
 
 #define SEEDS 12
 
@@ -158,6 +159,40 @@ static void fragments(void) {
                 CHECK(seen(out)[i * 8 + j] == sum);
             }
     }
+    CLEAN();
+}
+
+/* out[i] = d + five products with 1; in[6 i ...]: d and the products. */
+static __global__ void added_kernel(float *out, const float *in, int count) {
+    for (int i = 0; i < count; i++) {
+        float d[4], products[5];
+        uint32_t x[4], y[2] = {gpt_cuda_pack_bf16(1, 1), gpt_cuda_pack_bf16(1, 1)};
+        for (int k = 0; k < 4; k++) gpt_cuda_load<1>(&d[k], in + 6 * i);
+        for (int k = 0; k < 5; k++) gpt_cuda_load<1>(&products[k], in + 6 * i + 1 + k);
+        if (threadIdx.x % 4) for (int k = 0; k < 4; k++) products[k] = 0;
+        x[0] = x[1] = gpt_cuda_pack_bf16(products[0], products[1]);
+        x[2] = x[3] = gpt_cuda_pack_bf16(products[2], products[3]);
+        if (threadIdx.x % 4 == 1) x[0] = x[1] = gpt_cuda_pack_bf16(products[4], 0);
+        gpt_cuda_mma_bf16(d, x, y);
+        if (threadIdx.x == 0) gpt_cuda_store<1>(out + i, d);
+    }
+}
+
+/* Tensor cores cut off: 25 places behind the largest exponent, and the sum to f32. */
+static void added(void) {
+    const float e = ldexpf(1, -24), huge = 1e30f;
+    const float cases[][7] = {
+        /* d, products, the sum */
+        {1, 1.5f * e, 0, 0, 0, 0, 1}, {1, 2 * e, 0, 0, 0, 0, 1 + 2 * e}, {1, e, e, 0, 0, 0, 1 + 2 * e}, {1, e / 2, e / 2, e / 2, e / 2, 0, 1 + 2 * e},
+        {1, e / 4, e / 4, e / 4, e / 4, 0, 1}, {-1, -1.5f * e, 0, 0, 0, 0, -1}, {1, -e / 4, 0, 0, 0, 0, 1}, {1, -e / 2, 0, 0, 0, 0, 1 - e},
+        {0, huge, 1, -huge, 0, 0, 0}, {3, 5, -7, 0.5f, 100, -1, 100.5f}, {0, 0, 0, 0, 0, 0, 0}, {e * e, 0, 0, 0, 0, 0, e * e},
+        {0, INFINITY, 1, 0, 0, 0, INFINITY},
+        {FLT_MAX, FLT_MAX / 2, 0, 0, 0, 0, INFINITY}, {FLT_MAX, ldexpf(1, 103), 0, 0, 0, 0, FLT_MAX}};
+    const int count = (int)(sizeof cases / sizeof *cases);
+    float *out = made<float>(count), *in = made<float>(count * 6);
+    for (int i = 0; i < count; i++) memcpy(seen(in) + 6 * i, cases[i], 6 * sizeof(float));
+    RUN(added_kernel, 1, 32, 0, out, in, count);
+    for (int i = 0; i < count; i++) CHECK(seen(out)[i] == cases[i][6]);
     CLEAN();
 }
 
@@ -459,7 +494,8 @@ static void names(void) {
 #define CASE(name) {#name, name}
 int main(void) {
     static const struct { const char *name; void (*run)(void); } cases[] = {
-        CASE(numbers), CASE(sums), CASE(neighbours), CASE(transposed), CASE(fragments), CASE(products), CASE(lanes), CASE(accesses), CASE(flags), CASE(streams),
+        CASE(numbers), CASE(sums), CASE(neighbours), CASE(transposed), CASE(fragments), CASE(added),
+        CASE(products), CASE(lanes), CASE(accesses), CASE(flags), CASE(streams),
         CASE(graphs), CASE(launches), CASE(names)};
     watchdog_start(50);
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
