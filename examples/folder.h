@@ -84,6 +84,24 @@ static ddp_result folder_read(const run_options *o, run_saved *saved) {
     return DDP_OK;
 }
 
+/* Rank 0: whether a folder has queries, keys and values as this run needs them: apart, or as one tensor. ddp_fsdp_load looks at all else. instead: what to
+   do with the other kind. */
+static inline ddp_result folder_check_qkv(const char *path, int apart, const char *instead) {
+    char name[4096], *text = NULL;
+    size_t capacity = 0;
+    int other = 0;
+    FILE *file;
+    snprintf(name, sizeof name, "%s/model.safetensors.index.json", path);
+    file = fopen(name, "rb");
+    if (!file) return DDP_OK;
+    if (getdelim(&text, &capacity, 0, file) > 0) other = strstr(text, apart ? ".attn.qkv.weight\"" : ".attn.q.weight\"") != NULL;
+    free(text);
+    fclose(file);
+    if (!other) return DDP_OK;
+    return WRONG("--resume %s has queries, keys and values %s, and this run needs them %s; %s", path, apart ? "in one tensor" : "apart",
+                 apart ? "apart" : "in one tensor", instead);
+}
+
 /* Whether a checkpoint can be made there or replaced, asked at the start. Leaves everything as it was. */
 static ddp_result folder_check(const char *path) {
     char state[4096];

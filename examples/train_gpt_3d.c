@@ -134,6 +134,7 @@ static ddp_result plan_run(trainer *t) {
     TRY(check_options(o, r->world_size));
     if (o->checkpoint) TRY(folder_check(o->checkpoint));
     if (o->resume) TRY(folder_read(o, &saved));
+    if (o->resume) TRY(folder_check_qkv(o->resume, 1, "go on with train_gpt_fsdp, or with train_gpt_cuda --tp 1"));
     TRY(check_mesh(t, o->config.heads ? o->config.heads : o->resume ? saved.config.heads : 4));
     TRY(make_plan(&r->plan, o, t->dp, o->resume ? &saved : NULL, &r->text));
     TRY(gpt_tensor_check(r, t->tp));

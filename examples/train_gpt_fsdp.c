@@ -75,6 +75,7 @@ static ddp_result plan_run(trainer *t) {
         return WRONG("--replicas %d on %d ranks splits the model over %d ranks; use 2^k of them, so that sums keep their tree", replicas, r->world_size, inner);
     if (o->checkpoint) TRY(folder_check(o->checkpoint));
     if (o->resume) TRY(folder_read(r->options, &saved));
+    if (o->resume) TRY(folder_check_qkv(o->resume, 0, "go on with train_gpt_3d, or with train_gpt_cuda --tp 2 or more"));
     return make_plan(&r->plan, o, r->world_size, o->resume ? &saved : NULL, &r->text);
 }
 

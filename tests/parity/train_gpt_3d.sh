@@ -99,6 +99,8 @@ fi
 mkdir other
 echo note > other/note
 cp -r here damaged
+cp -r here fused
+sed -i 's/[.]attn[.]q[.]weight"/.attn.qkv.weight"/' fused/model.safetensors.index.json
 data=$(find damaged -name 'model-*.safetensors')
 printf 'damage' | dd of="$data" bs=1 seek=$(($(wc -c < "$data") - 64)) conv=notrunc 2> dd.log || fail "$(cat dd.log)"
 rm dd.log
@@ -119,6 +121,7 @@ before=$(state)
     wrong "it is not a folder" $run --pp 2 --checkpoint text text
     wrong "holds other files" $run --dp 2 --checkpoint other text
     wrong "No such file" --dp 2 --resume missing text
+    wrong "go on with train_gpt_fsdp" --pp 2 --dp 2 --resume fused text
     wrong "checksum" --pp 2 --dp 2 --resume damaged text
     wrong "was trained with --layers 3, not 2" --pp 2 --layers 2 --resume here text
     wrong "use --steps 3 or more" --pp 2 --steps 2 --resume here text

@@ -81,6 +81,8 @@ mkdir other
 echo note > other/note
 echo other > words
 cp -r here damaged
+cp -r here apart
+sed -i 's/[.]attn[.]qkv[.]weight"/.attn.q.weight"/' apart/model.safetensors.index.json
 data=$(find damaged -name 'model-*.safetensors')
 printf 'damage' | dd of="$data" bs=1 seek=$(($(wc -c < "$data") - 64)) conv=notrunc 2> dd.log || fail "$(cat dd.log)"
 rm dd.log
@@ -97,6 +99,7 @@ for ranks in 1 2; do
     wrong "holds other files" $small --checkpoint other text
     wrong "No such file" $small --resume missing text
     wrong "no checkpoint of train_gpt_fsdp" --ranks $ranks --resume older text
+    wrong "go on with train_gpt_3d" --ranks $ranks --resume apart text
     wrong "checksum" --ranks $ranks --resume damaged text
     wrong "was trained with --layers 1, not 2" --ranks $ranks --layers 2 --resume here text
     wrong "other text" --ranks $ranks --resume here text words
