@@ -2,13 +2,11 @@
 
     Group memory and control memory were cut at 4 KiB. There, pages that two ranks' parts shared were never given back, and what was reserved behind a
     mapping stayed reserved. */
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "../support/before_syscall.h"
 
 enum { PAGE = 65536 };
 static int crooked, mapped, given_back; /* of this process */
@@ -26,20 +24,14 @@ static int page_madvise(void *address, size_t size, int advice) {
     return madvise(address, size, advice);
 }
 
-static long page_syscall(long number, ...) {
-    long argument[6];
-    va_list list;
-    va_start(list, number);
-    for (int i = 0; i < 6; i++) argument[i] = va_arg(list, long);
-    va_end(list);
+static void before_syscall(long number, const long argument[6]) {
     if (number == SYS_fallocate && argument[1]) given_back++, crooked += !whole((uint64_t)argument[2]) || !whole((uint64_t)argument[3]);
-    return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4], argument[5]);
 }
 
 #define sysconf page_sysconf
 #define mmap page_mmap
 #define madvise page_madvise
-#define syscall page_syscall
+#define syscall watched_syscall
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #undef sysconf

@@ -3,15 +3,12 @@
     The root of a broadcast waits until everybody has read its buffer. When the group failed (here: an abort) and the root changed that buffer, a rank that
     only then read it, in one copy or in group memory, found all counters where they should be and returned DDP_OK with the changed data. */
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
-#include <unistd.h>
-static long held_syscall(long number, ...);
-#define syscall held_syscall
+#include "../support/before_syscall.h"
+#define syscall watched_syscall
 static void *held_memcpy(void *dst, const void *src, size_t size);
 #define memcpy held_memcpy
 #define DDP__LARGE_BYTES 65536
@@ -41,16 +38,12 @@ static void *held_memcpy(void *dst, const void *src, size_t size) {
     return memcpy(dst, src, size);
 }
 
-static long held_syscall(long number, ...) {
-    long a[6];
-    va_list args;
-    va_start(args, number);
-    for (int i = 0; i < 6; i++) a[i] = va_arg(args, long);
-    va_end(args);
+static void before_syscall(long number, const long argument[6]) {
 #if defined(SYS_process_vm_readv)
-    if (number == SYS_process_vm_readv) wait_for_change(((const struct iovec *)a[1])->iov_len);
+    if (number == SYS_process_vm_readv) wait_for_change(((const struct iovec *)argument[1])->iov_len);
+#else
+    (void)number, (void)argument;
 #endif
-    return syscall(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
 static void *abort_main(void *world) {
