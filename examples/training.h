@@ -22,6 +22,35 @@ USAGE
 #include <string.h>
 #include <time.h>
 
+//== what is wrong on one rank ============================================================================= >>told
+
+typedef struct training__told { int32_t result; char text[508]; } training__told;
+
+/* This rank's result, with its line. */
+static inline training__told training__told_now(ddp_result result) {
+    training__told told;
+    memset(&told, 0, sizeof told);
+    told.result = result;
+    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%s", ddp_last_error());
+    return told;
+}
+
+/* What this rank adds to an all-reduce by DDP_OP_MIN, which leaves the lowest rank that has failed. */
+static inline uint64_t training__vote(ddp_group *group, const training__told *own) {
+    return (uint64_t)(own->result == DDP_OK ? ddp_world_size(group) : ddp_rank(group));
+}
+
+/* Collective: the failure of rank first, on all; a rank that has one of its own keeps that. DDP_OK where there is no such rank. */
+static inline ddp_result training__tell(ddp_group *group, uint64_t first, const training__told *own) {
+    training__told told = *own;
+    ddp_result result;
+    if (first >= (uint64_t)ddp_world_size(group)) return DDP_OK;
+    result = ddp_broadcast(group, &told, sizeof told, DDP_U8, (int)first, NULL);
+    if (result != DDP_OK) return result;
+    if (own->result != DDP_OK) return ddp_fail((ddp_result)own->result, "%s", own->text);
+    return ddp_fail((ddp_result)told.result, "on rank %d %.480s", (int)first, told.text);
+}
+
 //== metrics =============================================================================================== >>metrics
 
 /* What a rank has seen of the samples. Starts as zeros. The sum is exact, so who has added which sample, and when, leaves no trace. */
@@ -43,20 +72,34 @@ static inline void metric_add(metric *m, double value, int is_padding) {
     m->count++;
 }
 
-/* Adds up metric_count metrics over ranks, which then start from zeros again. sample_count: how many samples all ranks together must have added to each;
-   0 = not checked. Collective, the same counts on every rank; a rank may have added nothing. Errors, the same on every rank: DDP_ERR_INVALID when a metric
-   has no sample at all, or not sample_count of them: then nothing is lost and *totals is not written. */
-static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, int metric_count, int64_t sample_count, metric_total *totals) {
-    enum { CELLS = (int)(sizeof(metric) / sizeof(int64_t)) };
-    metric *sums;
-    ddp_result result;
-    if (!group || !metrics || !totals) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: group, metrics or totals is NULL");
+/* What is wrong on this rank. */
+static inline ddp_result metric__check(const metric *metrics, int metric_count, int64_t sample_count, const metric_total *totals) {
+    if (!metrics || !totals) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metrics or totals is NULL");
     if (metric_count < 1) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: metric_count=%d; give at least one", metric_count);
     if (sample_count < 0)
         return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: sample_count=%lld; give the size of the data set, or 0", (long long)sample_count);
-    sums = (metric *)malloc((size_t)metric_count * sizeof *sums);
-    if (!sums) return ddp_fail(DDP_ERR_NO_MEMORY, "metric_all_reduce: %d metrics", metric_count);
-    result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM, NULL);
+    return DDP_OK;
+}
+
+/* Adds up metric_count metrics over ranks, which then start from zeros again. sample_count: how many samples all ranks together must have added to each;
+   0 = not checked. Collective, the same counts on every rank; a rank may have added nothing. Errors, the same on every rank, even where one alone has
+   given a wrong argument: DDP_ERR_INVALID, also when a metric has no sample at all, or not sample_count of them; DDP_ERR_NO_MEMORY; DDP_ERR_MISMATCH when
+   metric_count differs. Nothing is lost then, and *totals is not written. A group that is NULL is an error on that rank alone. */
+static inline ddp_result metric_all_reduce(ddp_group *group, metric *metrics, int metric_count, int64_t sample_count, metric_total *totals) {
+    enum { CELLS = (int)(sizeof(metric) / sizeof(int64_t)) };
+    metric *sums = NULL;
+    training__told own;
+    uint64_t first;
+    ddp_result result;
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "metric_all_reduce: group is NULL");
+    result = metric__check(metrics, metric_count, sample_count, totals);
+    if (result == DDP_OK && !(sums = (metric *)malloc((size_t)metric_count * sizeof *sums)))
+        result = ddp_fail(DDP_ERR_NO_MEMORY, "metric_all_reduce: %d metrics", metric_count);
+    own = training__told_now(result);
+    first = training__vote(group, &own);
+    result = ddp_all_reduce(group, &first, &first, 1, DDP_U64, DDP_OP_MIN, NULL);
+    if (result == DDP_OK) result = training__tell(group, first, &own);
+    if (result == DDP_OK) result = ddp_all_reduce(group, metrics, sums, (size_t)metric_count * CELLS, DDP_I64, DDP_OP_SUM, NULL);
     for (int i = 0; i < metric_count && result == DDP_OK; i++)
         if (sums[i].count == 0) result = ddp_fail(DDP_ERR_INVALID, "metric %d of %d: no rank has added a sample", i, metric_count);
         else if (sample_count && sums[i].count != sample_count)
@@ -142,26 +185,42 @@ static inline ddp_result drift__name(ddp_group *group, const ddp_param *params, 
                     (long long)step, name, tensors, others > 1 ? "s" : "", list, ranks - others);
 }
 
-/* Whether all ranks have the same parameters, bit for bit: once every `every` steps, when step is a multiple of it; at other steps it returns at once. Reads
-   the values once and sends 32 bytes. Collective. Errors, the same on every rank: DDP_ERR_CORRUPT names the first parameter that differs, and the
-   ranks that have another one than most; DDP_ERR_MISMATCH when param_count differs; DDP_ERR_INVALID. */
-static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, int param_count, int64_t step, int64_t every) {
-    uint64_t seen[4], hash = 0; /* a number and its complement: the least of both are the least and the greatest over ranks */
-    ddp_result result;
-    if (!group || (!params && param_count > 0)) return ddp_fail(DDP_ERR_INVALID, "drift_check: group or params is NULL");
-    if (param_count < 0) return ddp_fail(DDP_ERR_INVALID, "drift_check: param_count=%d; give 0 or more", param_count);
+/* What is wrong on this rank; *hash: of all its parameters. */
+static inline ddp_result drift__hash(const ddp_param *params, int param_count, int64_t step, int64_t every, uint64_t *hash) {
+    *hash = 0;
     if (step < 0 || every < 1)
         return ddp_fail(DDP_ERR_INVALID, "drift_check: step=%lld every=%lld; give a step from 0 and at least every 1", (long long)step, (long long)every);
-    if (step % every) return DDP_OK;
+    if (param_count < 0) return ddp_fail(DDP_ERR_INVALID, "drift_check: param_count=%d; give 0 or more", param_count);
+    if (!params && param_count > 0) return ddp_fail(DDP_ERR_INVALID, "drift_check: params is NULL");
     for (int i = 0; i < param_count; i++) {
         int64_t count = ddp_tensor_count(&params[i].value);
         if (count < 0 || !ddp_dtype_size(params[i].value.dtype) || (count > 0 && !params[i].value.data))
             return ddp_fail(DDP_ERR_INVALID, "drift_check: parameter %d \"%.48s\": its value has no data, or a wrong dtype or shape", i,
                             params[i].name ? params[i].name : "");
-        hash = drift__mix(hash, drift__tensor_hash(&params[i]));
+        *hash = drift__mix(*hash, drift__tensor_hash(&params[i]));
     }
-    seen[0] = hash, seen[1] = ~hash, seen[2] = (uint64_t)param_count, seen[3] = ~(uint64_t)param_count;
-    result = ddp_all_reduce(group, seen, seen, 4, DDP_U64, DDP_OP_MIN, NULL);
+    return DDP_OK;
+}
+
+/* Whether all ranks have the same parameters, bit for bit: once every `every` steps, when step is a multiple of it; at other steps it returns at once. Reads
+   the values once and sends 40 bytes. Collective, the same step and every on every rank. Errors, the same on every rank, even where one alone has given a
+   wrong argument: DDP_ERR_CORRUPT names the first parameter that differs, and the ranks that have another one than most; DDP_ERR_MISMATCH when
+   param_count differs; DDP_ERR_INVALID. A rank whose step or every is wrong looks now: where the others do not, their next call does not fit, and
+   is an error on all. A group that is NULL is an error on that rank alone. */
+static inline ddp_result drift_check(ddp_group *group, const ddp_param *params, int param_count, int64_t step, int64_t every) {
+    uint64_t seen[5], hash; /* a number and its complement: the least of both are the least and the greatest over ranks */
+    training__told own;
+    ddp_result result;
+    if (!group) return ddp_fail(DDP_ERR_INVALID, "drift_check: group is NULL");
+    if (step >= 0 && every > 0 && step % every) return DDP_OK;
+    own = training__told_now(drift__hash(params, param_count, step, every, &hash));
+    seen[0] = hash;
+    seen[1] = ~hash;
+    seen[2] = (uint64_t)param_count;
+    seen[3] = ~(uint64_t)param_count;
+    seen[4] = training__vote(group, &own);
+    result = ddp_all_reduce(group, seen, seen, 5, DDP_U64, DDP_OP_MIN, NULL);
+    if (result == DDP_OK) result = training__tell(group, seen[4], &own);
     if (result != DDP_OK) return result;
     if (seen[2] != ~seen[3])
         return ddp_fail(DDP_ERR_MISMATCH, "drift_check: ranks gave between %d and %d parameters; give the same everywhere", (int)seen[2], (int)~seen[3]);

@@ -109,6 +109,24 @@ static ddp_result wrong_counts(ddp_group *world) {
     return DDP_OK;
 }
 
+/* One rank alone gives what is wrong: all are told at once, and the group and the metrics live on. */
+static ddp_result metrics_wrong_on_one(ddp_group *world) {
+    metric m[2];
+    metric_total total[2];
+    int w = ddp_world_size(world), wrong = ddp_rank(world) == w - 1;
+    memset(m, 0, sizeof m);
+    metric_add(&m[0], 1, 0);
+    metric_add(&m[1], 2, 0);
+    REFUSED(world, metric_all_reduce(world, wrong ? NULL : m, 2, 0, total), DDP_ERR_INVALID, "metrics or totals is NULL");
+    REFUSED(world, metric_all_reduce(world, m, 2, 0, wrong ? NULL : total), DDP_ERR_INVALID, "metrics or totals is NULL");
+    REFUSED(world, metric_all_reduce(world, m, wrong ? -3 : 2, 0, total), DDP_ERR_INVALID, "metric_count=-3");
+    REFUSED(world, metric_all_reduce(world, m, 2, wrong ? -1 : 0, total), DDP_ERR_INVALID, "sample_count=-1");
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "who it is: %s", ddp_last_error());
+    RANKS_OK(world, metric_all_reduce(world, m, 2, 0, total));
+    RANKS_CHECK(world, total[0].sum == w && total[1].sum == 2 * w, "%g and %g", total[0].sum, total[1].sum);
+    return DDP_OK;
+}
+
 //== drift ==================================================================================
 
 enum { TENSORS = 4 };
@@ -197,6 +215,37 @@ static ddp_result drift_bad_input(ddp_group *world) {
     return DDP_OK;
 }
 
+static ddp_result drift_wrong_on_one(ddp_group *world) {
+    weights mine;
+    int wrong = ddp_rank(world) == ddp_world_size(world) - 1;
+    fill_weights(&mine);
+    REFUSED(world, drift_check(world, wrong ? NULL : mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "params is NULL");
+    REFUSED(world, drift_check(world, mine.params, wrong ? -1 : TENSORS, 0, 1), DDP_ERR_INVALID, "param_count=-1");
+    REFUSED(world, drift_check(world, mine.params, TENSORS, wrong ? -1 : 20, 10), DDP_ERR_INVALID, "step=-1");
+    REFUSED(world, drift_check(world, mine.params, TENSORS, 20, wrong ? 0 : 10), DDP_ERR_INVALID, "every=0");
+    if (wrong) mine.params[2].value.data = NULL;
+    REFUSED(world, drift_check(world, mine.params, TENSORS, 0, 1), DDP_ERR_INVALID, "parameter 2 \"weight\": its value has no data");
+    RANKS_CHECK(world, wrong || strncmp(ddp_last_error(), "on rank ", 8) == 0, "who it is: %s", ddp_last_error());
+    fill_weights(&mine);
+    RANKS_OK(world, drift_check(world, mine.params, TENSORS, 50, 10)); /* the group goes on */
+    return DDP_OK;
+}
+
+/* One rank looks for drift where the others do not: their next calls do not fit, which is an error on all, long before the timeout of 60 s. */
+static ddp_result looks_alone(ddp_group *world, void *user) {
+    weights mine;
+    int32_t word = 0;
+    ddp_result result;
+    double start = ranks_now();
+    (void)user;
+    fill_weights(&mine);
+    result = drift_check(world, mine.params, TENSORS, ddp_rank(world) == 0 ? -1 : 11, 10);
+    if (result == DDP_OK) result = ddp_all_reduce(world, &word, &word, 1, DDP_I32, DDP_OP_SUM, NULL);
+    if ((result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED) && strstr(ddp_last_error(), "ddp_all_reduce") && ranks_now() - start < 30) return DDP_OK;
+    fprintf(stderr, "FAIL rank %d after %.1f s: %s: %s\n", ddp_rank(world), ranks_now() - start, ddp_result_name(result), ddp_last_error());
+    return DDP_ERR_CORRUPT;
+}
+
 //== rank 0 first ===========================================================================
 
 static ddp_result prepares(void *user) { return ++*(int *)user, DDP_OK; }
@@ -217,9 +266,11 @@ static ddp_result all_tests(ddp_group *world, void *user) {
     (void)user;
     RANKS_RUN(world, counts_once(world));
     RANKS_RUN(world, wrong_counts(world));
+    RANKS_RUN(world, metrics_wrong_on_one(world));
     RANKS_RUN(world, hash_sees(world));
     RANKS_RUN(world, drift_is_named(world));
     RANKS_RUN(world, drift_bad_input(world));
+    RANKS_RUN(world, drift_wrong_on_one(world));
     RANKS_RUN(world, rank0_prepares(world));
     return DDP_OK;
 }
@@ -266,6 +317,7 @@ int main(int argc, char **argv) {
     all = (seen *)ranks_shared(3 * sizeof *all);
     failures = ranks_each(argc, argv, worlds, 50, &mode, all_tests);
     if (failures == 0 && !ranks_joins(mode)) {
+        failures += ranks_run(mode, 3, 60000 * DDP_TEST_SLOWDOWN, looks_alone, NULL) != DDP_OK;
         failures += ranks_run(mode, 3, timeout_ms, outlasts, &timeout_ms) != DDP_OK;
         if (mode == RANKS_PROCESSES) /* the watchdog is sooner than the timeout */
             failures += rank0_is_lost(SIGKILL, 60000 * DDP_TEST_SLOWDOWN, DDP_ERR_PEER_LOST, "rank 0 (pid");
