@@ -1969,7 +1969,7 @@ static ddp_result ddp__cuda_device_alloc(ddp_group *group, size_t size_bytes, vo
     char call[64];
     cudaError_t error;
     *out = NULL;
-    if (group && ddp__cuda_lanes_of(group)) cuda->set_device(ddp__cuda_lanes_of(group)->device);
+    if (group && ddp__cuda_lanes_of(group)) DDP__CUDA_DO("ddp_device_cuda alloc", "cudaSetDevice", cuda->set_device(ddp__cuda_lanes_of(group)->device));
     snprintf(call, sizeof call, "cudaMalloc of %llu bytes", (unsigned long long)size_bytes);
     error = cuda->malloc(out, size_bytes ? size_bytes : 1);
     if (error != cudaSuccess) { *out = NULL; return ddp__cuda_fail(error, "ddp_device_cuda alloc", call); }
@@ -1988,9 +1988,10 @@ static void ddp__cuda_device_free(ddp_group *, void *memory) {
 }
 
 static ddp_result ddp__cuda_device_alloc_host(ddp_group *group, size_t size_bytes, void **out) {
+    const ddp__cuda_lanes *lanes = group ? ddp__cuda_lanes_of(group) : NULL;
     char call[64];
     *out = NULL;
-    if (group && ddp__cuda_lanes_of(group)) DDP__CUDA_RUNTIME->set_device(ddp__cuda_lanes_of(group)->device);
+    if (lanes) DDP__CUDA_DO("ddp_device_cuda alloc_host", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(lanes->device));
     snprintf(call, sizeof call, "cudaHostAlloc of %llu bytes", (unsigned long long)size_bytes);
     cudaError_t error = DDP__CUDA_RUNTIME->host_alloc(out, size_bytes ? size_bytes : 1);
     if (error == cudaSuccess) return DDP_OK;

@@ -348,6 +348,31 @@ static ddp_result failing_device(device_rank *d) {
     return DDP_OK;
 }
 
+/* Memory is not taken on a wrong device: what cudaSetDevice has to say is the result. */
+static ddp_result failing_memory(device_rank *d) {
+#if defined(DDP_TEST_ON_CPU)
+    const ddp_device *device = ddp_group_device(d->group);
+    int pinned, number, last = ddp_rank(d->group) == ddp_world_size(d->group) - 1;
+    DDP__CUDA_RUNTIME->get_device(&number);
+    for (pinned = 0; pinned < 2; pinned++) {
+        void *memory = d;
+        ddp_result result;
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+        if (last) {
+            fake_fail("cudaSetDevice", number, 1, cudaErrorInvalidDevice, 0);
+            result = pinned ? device->alloc_host(d->group, 64, &memory) : device->alloc(d->group, 64, &memory);
+            RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && !memory, "pinned %d: %s", pinned, ddp_result_name(result));
+            RANKS_CHECK(d->cpu, strstr(ddp_last_error(), pinned ? "alloc_host: cudaSetDevice: " : "alloc: cudaSetDevice: "), "%s", ddp_last_error());
+            RANKS_CHECK(d->cpu, fake_fault_fired(1), "the device has not been changed");
+        }
+        RANKS_OK(d->cpu, ddp_barrier(d->cpu));
+    }
+#else
+    (void)d;
+#endif
+    return DDP_OK;
+}
+
 //== a loader whose batches lie in pinned memory ============================================
 
 static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) {
@@ -410,6 +435,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         RANKS_RUN(world, mismatches(d));
         RANKS_RUN(world, aborts_and_losses(d));
         RANKS_RUN(world, failing_device(d));
+        RANKS_RUN(world, failing_memory(d));
     }
     RANKS_RUN(world, splits(d));
     RANKS_RUN(world, divisors(d));
