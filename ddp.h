@@ -423,8 +423,9 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer);
 
 /* Adds the sum of so many entries, such as a micro-batch's losses and tokens. */
 DDPDEF void ddp_mean_add(ddp_mean *mean, double sum, int64_t count);
-/* *mean on every rank becomes that of all ranks, exactly. Collective, blocking. Over the axes of a mesh: one after the other. A negative count on
-   any rank is DDP_ERR_INVALID on all. */
+/* *mean on every rank becomes that of all ranks, exactly. Collective, blocking. A negative count on any rank is DDP_ERR_INVALID on all ranks of this group,
+   and *mean is left. Over the axes of a mesh: one after the other; who is told so then calls ddp_group_abort on its groups along the axes that are left,
+   since the ranks there have not been told and would wait for it. */
 DDPDEF ddp_result ddp_mean_reduce(ddp_group *group, ddp_mean *mean);
 DDPDEF double ddp_mean_value(const ddp_mean *mean); /* the exact sum, rounded, by count; 0 where that is 0 */
 

@@ -267,7 +267,9 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
 /* From one layout to another of the same global shape and axes, axis by axis. Where inner axes cut what an outer one has to change, they are gathered
    first. Collective over all axes, blocking. PARTIAL along several axes is summed one after the other, innermost first. in is this rank's part; out
    is written, or made by axes[0]. *plan (may be NULL): sent_bytes is the sum over the steps, workspace_bytes with tensors between steps, at most;
-   collective names the step that sends most. out NULL: plan alone, in's data need not be set. Errors as above, along each axis. */
+   collective names the step that sends most. out NULL: plan alone, in's data need not be set. Errors as above, along each axis; but a layout that is not one, or
+   two that do not fit each other, tell of no axes to send along: DDP_ERR_INVALID on this rank alone, which then calls ddp_group_abort on the axes,
+   since the others would wait for it. */
 DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan);
 
