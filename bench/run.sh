@@ -4,7 +4,7 @@
 #   sh bench/run.sh            everything, under 8 minutes
 #   sh bench/run.sh --quick    all_reduce with two ranks against Open MPI, under 90 seconds
 #   sh bench/run.sh --fsdp     a step under each strategy of ddp_fsdp.h, under 2 minutes; needs nothing else
-#   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 5 minutes; needs nothing else
+#   sh bench/run.sh --pipeline the runner of ddp_pipeline.h beside its simulations, under 6 minutes; needs nothing else
 #   sh bench/run.sh --tensor   a transformer block over 1, 2 and 4 tensor ranks, under 2 minutes; needs nothing else
 #   sh bench/run.sh --optimizer  steps of optimizers beside bare loops over the same memory, under a minute; needs nothing else
 #   sh bench/run.sh --loader   samples per second of ddp_loader and what steps wait for it, under 2 minutes; beside PyTorch's where $PYTHON (python3) has it
