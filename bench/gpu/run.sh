@@ -24,11 +24,6 @@ build)
     ;;
 esac
 if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
-nccl=-lnccl
-if ! printf '#include <nccl.h>\n' | "$nvcc" -x cu -E - >/dev/null 2>&1; then
-    echo "NCCL is not installed: left out" >&2
-    nccl=-DDDP_NO_NCCL
-fi
 build=$(mktemp -d) || exit 1
 trap 'rm -rf "$build"' EXIT
 trap 'exit 130' INT TERM
