@@ -9,6 +9,7 @@
 #include "../support/inner.h"
 #include "../support/ranks.h"
 
+#include <limits.h>
 #include <sys/syscall.h>
 
 //== between ddp.h and MPI ==================================================================
@@ -53,7 +54,7 @@ static ddp_result join(ddp_group **world, ddp_order order, int timeout_ms) {
     ddp_group_desc desc = DDP_ZERO;
     desc.init_method = "mpi://";
     desc.order = order;
-    desc.timeout_ms = timeout_ms * DDP_TEST_SLOWDOWN;
+    desc.timeout_ms = timeout_ms > INT_MAX / DDP_TEST_SLOWDOWN ? timeout_ms : timeout_ms * DDP_TEST_SLOWDOWN;
     return ddp_group_create(world, &desc);
 }
 
