@@ -22,9 +22,19 @@ static void be_rank(int rank) {
     _exit(0);
 }
 
+/* Who has left the namespace for its children starts no thread any more, but AddressSanitizer starts one behind main: hence a process that never gets there. */
+static void start_apart(void) {
+    pid_t child;
+    if (syscall(SYS_unshare, 0x20000000 /* CLONE_NEWPID */) != 0) _exit(77);
+    child = fork();
+    if (child == 0) be_rank(1);
+    _exit(child < 0 || waitpid(child, NULL, 0) != child);
+}
+
 int main(void) {
     char port[16];
     pid_t child[2];
+    int status = -1;
     faults_start(60);
     faults_begin("rank 1 is the first process of its own namespace");
     snprintf(port, sizeof port, "%d", some_ports(1)); /* it names the job */
@@ -34,15 +44,16 @@ int main(void) {
     setenv("LOCAL_WORLD_SIZE", "2", 1);
     child[0] = fork();
     if (child[0] == 0) be_rank(0);
-    if (syscall(SYS_unshare, 0x20000000 /* CLONE_NEWPID */) != 0) {
+    child[1] = fork();
+    if (child[1] == 0) start_apart();
+    if (child[1] > 0 && waitpid(child[1], &status, 0) == child[1] && WIFEXITED(status) && WEXITSTATUS(status) == 77) {
         kill(child[0], SIGKILL);
         fprintf(stderr, "no pid namespaces here: skipped\n");
         return 77;
     }
-    child[1] = fork();
-    if (child[1] == 0) be_rank(1);
+    EXPECT(child[0] > 0 && waitpid(child[0], NULL, 0) == child[0], "rank 0 did not start");
+    EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank 1 did not start");
     for (int r = 0; r < 2; r++) {
-        EXPECT(child[r] > 0 && waitpid(child[r], NULL, 0) == child[r], "rank %d did not start", r);
         EXPECT(stage_shared->rank[r].first == DDP_ERR_UNSUPPORTED, "rank %d: %s", r, ddp_result_name(stage_shared->rank[r].first));
         EXPECT(says(stage_shared->rank[r].text, "rank 1 (pid 1) is in another pid namespace than rank 0"), "rank %d: %s", r, stage_shared->rank[r].text);
     }
