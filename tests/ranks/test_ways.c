@@ -1,27 +1,22 @@
 /* Large private data has three ways: slots through the caches, slots past them, and the peers' buffers read in one copy. Which one is taken is learnt; here
    each is forced in turn, and all must give the same. A rank that may not read its peers, or reads another process in their place, takes everybody back to
    slots, and so does a buffer that only its owner can read. A hole in a buffer is an error that names its rank; a process that is gone is lost. */
-#define DDP__LARGE_BYTES 65536
-#define DDP_IMPLEMENTATION
 #include "ddp.h"
+#include "inner.h"
 #include "watchdog.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 enum { BLOCK = 50021 }; /* elements: not a whole number of chunks, lines or pages */
 
 #define TRY(call) do { ddp_result r_ = (call); if (r_ != DDP_OK) return r_; } while (0)
 #define CHECK(condition) do { if (!(condition)) return ddp_fail(DDP_ERR_CORRUPT, "rank %d line %d way %d: %s", ddp_rank(world), __LINE__, way, #condition); } while (0)
-
-static ddp__local *local_of(ddp_group *world) { return (ddp__local *)world->state; }
-
-/* Makes `way` the one that rank 0 proposes next, whatever the kind and size. */
-static void force(ddp_group *world, int way) {
-    for (int kind = 0; kind < DDP__ROUTES; kind++)
-        for (int size = 0; size < 16; size++) {
-            ddp__route *route = &local_of(world)->route[kind][size];
-            route->calls = 4; /* the next one is not a call that tries another way */
-            for (int i = 0; i < DDP__WAYS; i++) route->seconds[i] = i == way ? 0.5 : 1;
-        }
-}
 
 static float value(int rank, size_t i) { return (float)((i * 7 + (size_t)rank * 13) % 251); }
 
@@ -30,10 +25,10 @@ static void fill(float *data, size_t count, int rank) { for (size_t i = 0; i < c
 /* A call by the way, and whether it was taken: reading in one copy ends by a single round, slots use one for each chunk. */
 #define CALL(reads, call)                                                               \
     do {                                                                                \
-        uint64_t round_ = local_of(world)->round;                                       \
-        force(world, way);                                                              \
+        uint64_t round_ = inner.round(world);                                           \
+        inner.force_way(world, way);                                                    \
         TRY(call);                                                                      \
-        CHECK(!(reads) || local_of(world)->round == round_ + 1);                        \
+        CHECK(!(reads) || inner.round(world) == round_ + 1);                            \
     } while (0)
 
 static ddp_result every_call(ddp_group *world, int way, int reads) {
@@ -81,30 +76,29 @@ static ddp_result every_call(ddp_group *world, int way, int reads) {
 }
 
 static ddp_result ways(ddp_group *world, void *user) {
-    int way = DDP__WAY_READ;
+    int way = inner.way_read;
     (void)user;
     TRY(ddp_barrier(world)); /* everybody has come, and can be read */
-    CHECK(ddp__can_read_peers(local_of(world)));
-    for (way = 0; way < DDP__WAYS; way++) TRY(every_call(world, way, way == DDP__WAY_READ));
-    if (ddp_rank(world) == 1) local_of(world)->can_read[0] = -1;
-    return every_call(world, DDP__WAY_READ, 0);
+    CHECK(inner.can_read_peers(world));
+    for (way = 0; way < inner.ways; way++) TRY(every_call(world, way, way == inner.way_read));
+    if (ddp_rank(world) == 1) *inner.can_read(world, 0) = -1;
+    return every_call(world, inner.way_read, 0);
 }
 
 /* The root's buffer has a hole, and then the root is no more. */
 static ddp_result nothing_there(ddp_group *world, void *user) {
     size_t size = (size_t)1 << 20;
     char *mine = (char *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    int way = DDP__WAY_READ, gone = *(const int *)user;
-    ddp__job_rank *root = &local_of(world)->heap->job->rank[1];
+    int way = inner.way_read, gone = *(const int *)user;
     ddp_result result;
     CHECK(mine != (char *)MAP_FAILED);
     TRY(ddp_barrier(world));
-    CHECK(ddp__can_read_peers(local_of(world)));
+    CHECK(inner.can_read_peers(world));
     TRY(ddp_barrier(world));
-    if (ddp_rank(world) == 1 && gone) root->pid = 1 << 30; /* more than there are */
+    if (ddp_rank(world) == 1 && gone) *inner.pid(world, 1) = 1 << 30; /* more than there are */
     if (ddp_rank(world) == 1 && !gone) CHECK(mprotect(mine + size / 2, size / 4, PROT_NONE) == 0);
     TRY(ddp_barrier(world));
-    force(world, way);
+    inner.force_way(world, way);
     result = ddp_broadcast(world, mine, size / 4, DDP_F32, 1, NULL);
     if (gone) CHECK(result == DDP_ERR_PEER_LOST && strstr(ddp_last_error(), "rank 1: pid 1073741824 is gone"));
     else CHECK(result == DDP_ERR_SYSTEM && strstr(ddp_last_error(), "could not read the buffer of rank 1: Bad address"));
@@ -114,21 +108,21 @@ static ddp_result nothing_there(ddp_group *world, void *user) {
 
 /* A pid may name another process here than there: in containers that share all but their processes. */
 static ddp_result another_process(ddp_group *world, void *user) {
-    int me = ddp_rank(world), way = DDP__WAY_READ;
+    int me = ddp_rank(world), way = inner.way_read;
     float *in = (float *)malloc(BLOCK * sizeof *in), *out = (float *)malloc(2 * BLOCK * sizeof *out);
     (void)user;
     CHECK(in && out);
     TRY(ddp_barrier(world));
-    if (me == 0) local_of(world)->heap->job->rank[1].pid = (int32_t)getpid();
+    if (me == 0) *inner.pid(world, 1) = (int32_t)getpid();
     TRY(ddp_barrier(world));
     fill(in, BLOCK, me);
     if (me == 1) TRY(ddp_send(world, in, BLOCK, DDP_F32, 0, 7, NULL));
     if (me == 0) TRY(ddp_recv(world, out, BLOCK, DDP_F32, 1, 7, NULL));
     for (size_t i = 0; me == 0 && i < BLOCK; i++) CHECK(out[i] == value(1, i));
-    force(world, way);
+    inner.force_way(world, way);
     TRY(ddp_all_gather(world, in, out, BLOCK, DDP_F32, NULL));
     for (size_t i = 0; i < 2 * BLOCK; i++) CHECK(out[i] == value((int)(i / BLOCK), i % BLOCK));
-    CHECK(me == 1 || local_of(world)->can_read[1] == -1);
+    CHECK(me == 1 || *inner.can_read(world, 1) == -1);
     free(in);
     free(out);
     return DDP_OK;
@@ -146,7 +140,7 @@ static void *secret_memory(size_t size) {
 }
 
 static ddp_result secret(ddp_group *world, void *user) {
-    int me = ddp_rank(world), w = ddp_world_size(world), way = DDP__WAY_READ, has = 0;
+    int me = ddp_rank(world), w = ddp_world_size(world), way = inner.way_read, has = 0;
     size_t all = (size_t)w * BLOCK;
     float *in = (float *)secret_memory(all * sizeof *in), *out = (float *)malloc(all * sizeof *out);
     int32_t ok = in != NULL;
@@ -157,18 +151,18 @@ static ddp_result secret(ddp_group *world, void *user) {
     if (!has && me == 0) fprintf(stderr, "no memory here that only its owner can read\n");
     if (has) {
         fill(in, all, me);
-        force(world, way);
+        inner.force_way(world, way);
         TRY(ddp_all_gather(world, in, out, BLOCK, DDP_F32, NULL));
         for (size_t i = 0; i < all; i++) CHECK(out[i] == value((int)(i / BLOCK), i % BLOCK));
-        force(world, way);
+        inner.force_way(world, way);
         TRY(ddp_reduce_scatter(world, in, out, BLOCK, DDP_F32, DDP_OP_MAX, NULL));
-        force(world, way);
+        inner.force_way(world, way);
         TRY(ddp_broadcast(world, in, all, DDP_F32, 1, NULL));
         for (size_t i = 0; i < all; i++) CHECK(in[i] == value(1, i));
         if (me == 1) TRY(ddp_send(world, in, all, DDP_F32, 0, 7, NULL));
         if (me == 0) TRY(ddp_recv(world, out, all, DDP_F32, 1, 7, NULL));
         for (size_t i = 0; me == 0 && i < all; i++) CHECK(out[i] == value(1, i));
-        CHECK(local_of(world)->can_read[!me] == 1); /* other buffers still are read in one copy */
+        CHECK(*inner.can_read(world, !me) == 1); /* other buffers still are read in one copy */
         munmap(in, all * sizeof *in);
     }
     free(out);
@@ -199,6 +193,7 @@ static long try_to_read(void) {
 
 int main(void) {
     watchdog_start(120);
+    inner.large_bytes = 65536;
     if (try_to_read() != 1) { fprintf(stderr, "process_vm_readv is refused here: skipped\n"); return 77; }
     if (run("ways", ways, 2, 0) || run("ways", ways, 3, 0) || run("secret", secret, 3, 0)) return 1;
     if (run("a hole", nothing_there, 3, 0) || run("gone", nothing_there, 3, 1) || run("another process", another_process, 2, 0)) return 1;

@@ -3,9 +3,8 @@
     A rank's thread and its communication thread slept on one word with one flag: the first that woke took the flag away, and the other one slept on; who
     ended a message for the other did not wake it either, nor did a collective wake a communication thread that slept for messages. Sleeps ended after
     1 or 2 ms and hid it. Here they last 10 s: a few that are slept out, and the watchdog ends the test. */
-#define DDP__P2P_SLICE_MS 10000
-#define DDP_IMPLEMENTATION
 #include "../../ddp.h"
+#include "../support/inner.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
@@ -78,6 +77,7 @@ int main(int argc, char **argv) {
     ddp_launch_desc desc = DDP_ZERO;
     faults_start(50);
     faults_begin("wakes");
+    inner.p2p_slice_ms = 10000;
     desc.world_size = RANKS;
     desc.mode = argc > 1 && strcmp(argv[1], "threads") == 0 ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     EXPECT(ddp_launch(&desc, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());

@@ -39,6 +39,7 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 #define __builtin_cpu_supports(name) (!inner.narrow && __builtin_cpu_supports(name))
 #define DDP__LARGE_BYTES (inner.large_bytes)
 #define DDP__RUNS_BYTES (inner.runs_bytes)
+#define DDP__P2P_SLICE_MS (inner.p2p_slice_ms)
 #define DDP__RANDPERM_INSIDE_OUT_FROM (inner.inside_out_from)
 #undef DDP__MACHINE_SALT
 #define DDP__MACHINE_SALT (machine_salt + pretended_machine())
@@ -83,6 +84,31 @@ static void exhaust(ddp_group *group) {
     job->limit = job->bump;
 }
 
+static void write_cause(ddp_group *group, ddp_result code, const char *text) { /* what ddp__local_poison does, a part at a time */
+    ddp__control *control = ((ddp__local *)group->state)->control;
+    control->poison_code = (int32_t)code;
+    snprintf(control->poison_text, sizeof control->poison_text, "%s", text);
+    ddp__store(&control->poison, code == DDP_OK ? 1u : 2u);
+}
+
+static void force_way(ddp_group *group, int way) {
+    for (int kind = 0; kind < DDP__ROUTES; kind++)
+        for (int size = 0; size < 16; size++) {
+            ddp__route *route = &((ddp__local *)group->state)->route[kind][size];
+            route->calls = 4; /* the next one is not a call that tries another way */
+            for (int i = 0; i < DDP__WAYS; i++) route->seconds[i] = i == way ? 0.5 : 1;
+        }
+}
+
+static uint64_t round_of(const ddp_group *group) { return ((const ddp__local *)group->state)->round; }
+
+static int can_read_peers(ddp_group *group) { return ddp__can_read_peers((ddp__local *)group->state); }
+
+static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group->state)->can_read[peer]; }
+
+static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
+
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, ddp__reduce_tree, ddp__cast, ddp__divide,
-    ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen, ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust};
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, 5, DDP__WAYS, DDP__WAY_READ,
+    ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen,
+    ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

@@ -18,6 +18,8 @@ typedef struct test_inner {
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
     int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
     void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
+    int p2p_slice_ms;                    /* DDP__P2P_SLICE_MS */
+    int ways, way_read;                  /* how many ways large private data has, and which of them reads the peers' buffers in one copy */
 
     /* private functions */
     void (*reduce_tree)(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype, ddp_op op, uint64_t divisor, int how);
@@ -35,7 +37,15 @@ typedef struct test_inner {
     ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
     const char *(*backend_name)(const ddp_group *group);
     void (*forget_cause)(ddp_group *group); /* of its failure */
-    void (*exhaust)(ddp_group *group);   /* a group of the local backend: its shared memory is used up */
+
+    /* of a group of the local backend */
+    void (*exhaust)(ddp_group *group);   /* its shared memory is used up */
+    void (*write_cause)(ddp_group *group, ddp_result code, const char *text); /* of its failure; DDP_OK: somebody is about to write it */
+    void (*force_way)(ddp_group *group, int way); /* the one that rank 0 proposes next, whatever the kind and size */
+    uint64_t (*round)(const ddp_group *group); /* how many there have been in its collectives */
+    int (*can_read_peers)(ddp_group *group);
+    int *(*can_read)(ddp_group *group, int peer); /* 1 = its process has been read, -1 = refused, 0 = not known yet */
+    int32_t *(*pid)(ddp_group *group, int rank); /* as the ranks of the world know it */
 } test_inner;
 
 extern test_inner inner;

@@ -1,8 +1,10 @@
 /*  test_optimizer.c - optimizers, learning rates and the loss scaler of ddp_fsdp.h: every kind and option against plain formulas in double, bits by
     sharding, state through a device and through the user's allocator, every bad input. compile/optimizer_bits.c has bits by compiler. */
-#define DDP_IMPLEMENTATION
 #include "ddp_fsdp.h"
 
+#include <math.h>
+
+#include "../support/inner.h"
 #include "../support/unit.h"
 #include "../support/watchdog.h"
 
@@ -90,6 +92,9 @@ static ddp_optimizer_desc option(ddp_optimizer_kind kind) {
     return d;
 }
 
+static int is_adam(const ddp_optimizer_desc *d) { return d->kind == DDP_OPTIMIZER_ADAMW || d->kind == DDP_OPTIMIZER_LAMB; }
+static int has_trust(const ddp_optimizer_desc *d) { return d->kind == DDP_OPTIMIZER_LAMB || d->kind == DDP_OPTIMIZER_LARS; }
+
 enum { OPTIONS = 15 };
 static ddp_optimizer_desc options_at(int i) {
     static const ddp_optimizer_kind kinds[OPTIONS] = {DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_ADAMW, DDP_OPTIMIZER_SGD, DDP_OPTIMIZER_SGD,
@@ -128,7 +133,7 @@ static void plain_step(const ddp_optimizer_desc *d, int t, double *w, double *m,
     int matrix = shapes[t].ndim > 1 || !d->decay_matrices_only;
     double b1 = or_default(d->beta1, (double)0.9f), b2 = or_default(d->beta2, (double)0.999f), decay = matrix ? (double)d->weight_decay : 0;
     double eps = or_default(d->eps, d->kind == DDP_OPTIMIZER_LAMB ? 1e-6 : 1e-8), mu = (double)d->momentum, ratio = 1;
-    if (d->kind == DDP_OPTIMIZER_ADAMW || d->kind == DDP_OPTIMIZER_LAMB) {
+    if (is_adam(d)) {
         for (int64_t i = 0; i < count; i++) {
             m[i] = b1 * m[i] + (1 - b1) * g[i];
             v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i];
@@ -273,7 +278,7 @@ static void bits_do_not_depend_on_the_sharding(void **state) {
             s.to = world_size > 0;
             launch.mode = DDP_LAUNCH_THREADS;
             launch.world_size = world_size ? world_size : 1;
-            if (!s.to || world_size == 1 || ddp__optimizer_has_trust(&s.desc) || k % 3 == world_size % 3) expect_ok(ddp_launch(&launch, train_shard, &s));
+            if (!s.to || world_size == 1 || has_trust(&s.desc) || k % 3 == world_size % 3) expect_ok(ddp_launch(&launch, train_shard, &s));
             if (s.to && memcmp(results[0], results[1], sizeof results[0]) != 0) fail_msg("options %d: %d ranks have other bits", k, world_size);
         }
     }
@@ -307,7 +312,7 @@ static void a_loaded_state_goes_on_with_the_same_bits(void **state) {
                 if (ddp_optimizer_get_state(a, t, which, &name, &from) != DDP_OK) continue;
                 expect_ok(ddp_optimizer_get_state(b, t, which, &other, &to));
                 assert_string_equal(name, other);
-                assert_string_equal(name, ddp__optimizer_is_adam(&d) ? which ? "exp_avg_sq" : "exp_avg" : "momentum_buffer");
+                assert_string_equal(name, is_adam(&d) ? which ? "exp_avg_sq" : "exp_avg" : "momentum_buffer");
                 assert_int_equal(ddp_tensor_count(&from), ddp_tensor_count(&m.params[t].value));
                 assert_int_equal(from.dtype, shapes[t].dtype);
                 memcpy(to.data, from.data, (size_t)ddp_tensor_count(&from) * ddp_dtype_size(from.dtype));
@@ -374,8 +379,8 @@ static void state_comes_from_the_users_allocator(void **state) {
 static int updates;
 static void device_update(const ddp_update *u) {
     updates++;
-    if (u->dtype == DDP_F32) ddp__update_f32(u);
-    else ddp__update_f64(u);
+    if (u->dtype == DDP_F32) inner.update_f32(u);
+    else inner.update_f64(u);
 }
 
 static void a_device_computes_itself(void **state) {
