@@ -29,7 +29,14 @@ while [ $mode != build ] && [ $# -gt 0 ]; do
     shift 2
 done
 out=${out:-$build}
+case $seconds in '' | *[!0-9]*) usage ;; esac
 if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
+sanitizer="with compute-sanitizer"
+command -v compute-sanitizer >/dev/null 2>&1 || sanitizer="without compute-sanitizer"
+if [ "$mode $sanitizer" = "sanitize without compute-sanitizer" ]; then
+    echo "there is no compute-sanitizer; put the CUDA toolkit's bin in PATH, or run without the word sanitize" >&2
+    exit 1
+fi
 mkdir -p "$build" "$out" || exit 1
 
 # --- building ---
@@ -151,8 +158,8 @@ row() { # title log command...
 finish() {
     printf '\n%s\n' "$(head -n 1 "$build/kernels.log" 2>/dev/null | grep device)"
     cat "$table"
-    echo "$(grep -vc ' ok  ' "$table") of $rows rows are not ok; $(($(date +%s) - started)) s with building; $([ "$nccl" = -lnccl ] && echo "with NCCL" ||
-        echo "without NCCL")"
+    echo "$(grep -Evc ' (ok|not there)  ' "$table") of $rows rows are not ok; $(($(date +%s) - started)) s with building; $([ "$nccl" = -lnccl ] &&
+        echo "with NCCL" || echo "without NCCL"), $sanitizer"
 }
 trap 'finish; exit 143' TERM INT
 # 1 rank runs in the program itself and starts CUDA there: it comes after the launches of processes.
@@ -201,7 +208,7 @@ else
     row "kernels against references" kernels "$build/test_kernels"
     row "attention against the CPU" attention "$build/test_attention"
     ranks
-    if command -v compute-sanitizer >/dev/null 2>&1; then
+    if [ "$sanitizer" = "with compute-sanitizer" ]; then
         mode=sanitize
         for tool in memcheck racecheck; do row "kernels under compute-sanitizer, $tool" kernels_$tool "$build/test_kernels_small"; done
     else
