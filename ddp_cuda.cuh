@@ -59,7 +59,7 @@ ERRORS
     with the failing call and CUDA's own text, such as
       ddp_cuda_adamw: cudaLaunchKernel: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)
       rank 0/2 ddp_all_reduce group=world seq=3 f32 count=1000: timed out after 60000 ms: seq=3 ddp_all_reduce f32 count=1000 sum of
-      group world is not done on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
+      group world is under way on rank 0; behind is rank 1, whose last was seq=2 ddp_broadcast f32 count=10 root=0
     A failure inside a kernel shows up, as always with CUDA, at a later call. The functions of ddp_device that return nothing keep
     their thread's first failure for ddp_cuda_check.
 
@@ -2695,13 +2695,28 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, co
     if (ddp__cuda_is_message(mark)) snprintf(out, size, "the peer has not issued its part, or issued it in another order");
 }
 
+/* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
+   has just come may be known to the others by now: until their next words nobody is behind. */
+static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_word *words, ddp_result cause, const char *what) {
+    char text[DDP__CUDA_TEXT], call[160], behind[300] = "";
+    ddp__cuda_mark first = DDP_ZERO;
+    int heard = cause == DDP_ERR_TIMEOUT;
+    pthread_mutex_lock(&n->lock);
+    if (n->op_count) first = n->ops[n->op_first].mark;
+    heard |= ddp_now() - n->since > 10e-3 * DDP__NCCL_TICK_MS;
+    pthread_mutex_unlock(&n->lock);
+    if (heard && (first.seq || ddp__cuda_is_message(&first))) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
+    snprintf(text, sizeof text, "%.180s; %s of group %.60s is under way on rank %d%s%.160s", what, ddp__nccl_describe(call, &first), ddp_group_name(n->group),
+             n->rank, behind[0] ? "; " : "", behind);
+    ddp__nccl_poison(n->group, n, cause, text);
+}
+
 /* Forgets what is done; takes note of what CUDA and NCCL report, and of what takes too long. */
 static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
-    char text[DDP__CUDA_TEXT], what[160], behind[300];
+    char what[200];
     ncclResult_t now = ncclSuccess;
     cudaError_t error = cudaSuccess;
-    ddp__cuda_mark first;
-    int late = 0, pending, error_free;
+    int late, error_free;
     pthread_mutex_lock(&n->lock);
     while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
         error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
@@ -2710,29 +2725,21 @@ static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
         n->op_count--;
         n->since = ddp_now();
     }
-    pending = n->op_count;
-    if (pending) {
-        first = n->ops[n->op_first].mark;
-        late = ddp_now() - n->since > ddp_group_timeout_ms(n->group) * 1e-3;
-    }
+    late = n->op_count && ddp_now() - n->since > ddp_group_timeout_ms(n->group) * 1e-3;
     pthread_mutex_unlock(&n->lock);
     if (error != cudaSuccess) DDP__CUDA_RUNTIME->clear_error();
     if (error != cudaSuccess && error != cudaErrorNotReady) {
-        snprintf(text, sizeof text, "rank %d: %s: cudaEventQuery: %s (%s)", n->rank, ddp__nccl_describe(what, &first), cudaGetErrorString(error), cudaGetErrorName(error));
-        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+        snprintf(what, sizeof what, "cudaEventQuery: %s (%s)", cudaGetErrorString(error), cudaGetErrorName(error));
+        ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
     }
     error_free = __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK; /* the rank's own thread may abort the group meanwhile */
     if (error_free && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
-        const char *last = ncclGetLastError(n->comm);
-        snprintf(text, sizeof text, "rank %d: %s: ncclCommGetAsyncError: %s%s%.200s", n->rank, pending ? ddp__nccl_describe(what, &first) : "between calls",
-                 ncclGetErrorString(now == ncclSuccess ? ncclInternalError : now), last && last[0] ? ": " : "", last ? last : "");
-        ddp__nccl_poison(n->group, n, DDP_ERR_ENGINE, text);
+        ddp__nccl_error(n->comm, now == ncclSuccess ? ncclInternalError : now, "ncclCommGetAsyncError");
+        snprintf(what, sizeof what, "%.199s", ddp_last_error());
+        ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
     }
-    if (!late) return;
-    ddp__nccl_behind(n, words, &first, behind, sizeof behind);
-    snprintf(text, sizeof text, "timed out after %d ms: %s of group %s is not done on rank %d; %s", ddp_group_timeout_ms(n->group),
-             ddp__nccl_describe(what, &first), ddp_group_name(n->group), n->rank, behind);
-    ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, text);
+    snprintf(what, sizeof what, "timed out after %d ms", ddp_group_timeout_ms(n->group));
+    if (late) ddp__nccl_report(n, words, DDP_ERR_TIMEOUT, what);
 }
 
 /* The same call number with another call behind it. */
@@ -2825,15 +2832,9 @@ static ddp_result ddp__nccl_say(ddp__nccl *n, ddp__nccl_word *word, ddp__nccl_wo
 /* The watchdogs could not talk, as their last error says: that is the cause, with the call that this rank waits for. */
 static void ddp__nccl_unheard(ddp__nccl *n, ddp_result result, const ddp__nccl_word *words) {
     const char *cause = strstr(ddp_last_error(), ": "); /* behind what their call was */
-    char text[DDP__CUDA_TEXT], what[160], behind[300] = "";
-    ddp__cuda_mark first = DDP_ZERO;
-    pthread_mutex_lock(&n->lock);
-    if (n->op_count) first = n->ops[n->op_first].mark;
-    pthread_mutex_unlock(&n->lock);
-    if (first.seq) ddp__nccl_behind(n, words, &first, behind, sizeof behind);
-    snprintf(text, sizeof text, "%.150s; %s is under way on rank %d%s%.150s", cause ? cause + 2 : ddp_last_error(), ddp__nccl_describe(what, &first), n->rank,
-             behind[0] ? "; " : "", behind);
-    ddp__nccl_poison(n->group, n, result, text);
+    char what[200];
+    snprintf(what, sizeof what, "%.199s", cause ? cause + 2 : ddp_last_error());
+    ddp__nccl_report(n, words, result, what);
 }
 
 /* words: 1 to say, then what was heard, then what is being heard. A word said is heard by all in the same round, so a rank that leaves says so

@@ -559,8 +559,9 @@ static ddp_result one_is_missing(rank_state *s) {
         while (__atomic_load_n(&settled, __ATOMIC_SEQ_CST) < s->size - 1) ranks_sleep_us(1000);
     }
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    snprintf(name, sizeof name, "rank %d", s->size - 1);
-    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "all_reduce") && strstr(line, "seq=2"), "the line is: %s", line);
+    snprintf(name, sizeof name, "behind is rank %d", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, name) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group world") && strstr(line, "whose last was seq=1"),
+                "the line is: %s", line);
     RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
     RANKS_CHECK(s->cpu, strstr(ddp_last_error(), name), "the line is: %s", ddp_last_error());
     return DDP_OK;
@@ -593,8 +594,26 @@ static ddp_result error_from_behind(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group world") && !strstr(line, "behind is"), "the line is: %s", line);
     RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
+    return DDP_OK;
+}
+
+/* NCCL reports an error on rank 0 while it waits for the last rank, which has not come: everybody is told of the error, the call and who is behind. */
+static ddp_result error_while_behind(rank_state *s) {
+    char line[512], name[64];
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    if (s->rank < s->size - 1) ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (s->rank == 0) {
+        ranks_sleep_us(1000000); /* the others have said how far they are */
+        fake_async_error(0, ncclRemoteError);
+    }
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    if (s->rank < s->size - 1) fake_synchronize(s->stream);
+    snprintf(name, sizeof name, "behind is rank %d, whose last was seq=1 ddp_all_reduce", s->size - 1);
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "seq=2 ddp_all_reduce f32 count=600 sum of group world") &&
+                        strstr(line, name), "the line is: %s", line);
     return DDP_OK;
 }
 
@@ -650,6 +669,7 @@ static void watchdogs(void) {
     job.silence_ms = 2000;
     job.timeout_ms = 30000;
     fails_on(3, 0, one_is_silent);
+    fails_on(3, 0, error_while_behind);
     for (int k = 0; k < 4; k++)
         for (int size = 2; size <= MAX_RANKS; size++)
             for (int seed = 0; seed < seeds; seed++) {
@@ -791,6 +811,24 @@ static ddp_result calls_are(rank_state *s, const char *what, const char *wanted)
     return DDP_OK;
 }
 
+/* What NCCL can do with group memory came in two steps. */
+#if DDP__NCCL_VERSION >= 21900
+#define GROUP_ALLOC "ncclMemAlloc"
+#define GROUP_FREE "ncclMemFree"
+#else
+#define GROUP_ALLOC "cudaMalloc"
+#define GROUP_FREE "cudaFree"
+#endif
+#if DDP__NCCL_VERSION >= 22700
+#define GROUP_REGISTER "ncclCommWindowRegister(c1, m7, 4096, 1)\n"
+#define GROUP_DEREGISTER "ncclCommWindowDeregister(c1)\n"
+#elif DDP__NCCL_VERSION >= 21900
+#define GROUP_REGISTER "ncclCommRegister(c1, m7, 4096)\n"
+#define GROUP_DEREGISTER "ncclCommDeregister(c1)\n"
+#else
+#define GROUP_REGISTER
+#define GROUP_DEREGISTER
+#endif
 static ddp_result sequences(rank_state *s) {
     ddp_group *half = NULL;
     ddp_work work[2] = {DDP_ZERO, DDP_ZERO};
@@ -900,16 +938,16 @@ static ddp_result sequences(rank_state *s) {
              "cudaStreamWaitEvent(s1, e36)\n"));
     RANKS_OK(s->cpu, ddp_group_alloc(s->group, 4096, &memory));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_alloc",
-             "ncclMemAlloc(4096) = m7\n"
+             GROUP_ALLOC "(4096) = m7\n"
              "cudaMemsetAsync(m7, 0, 4096, s2)\n"
              "cudaStreamSynchronize(s2)\n"
-             "ncclCommWindowRegister(c1, m7, 4096, 1)\n"));
+             GROUP_REGISTER));
     RANKS_OK(s->cpu, ddp_group_free(s->group, memory));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_free",
              "cudaStreamSynchronize(s2)\n"
              "cudaStreamSynchronize(s1)\n"
-             "ncclCommWindowDeregister(c1)\n"
-             "ncclMemFree(m7)\n"));
+             GROUP_DEREGISTER
+             GROUP_FREE "(m7)\n"));
     RANKS_OK(s->cpu, ddp_group_split(s->group, 0, -s->rank, &half));
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
              "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
