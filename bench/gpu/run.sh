@@ -72,5 +72,5 @@ kernels() {
 }
 kernels || failed=$?
 [ $failed -ne 77 ] || exit 77
-if [ $part = both ]; then gpt --out "$out" || failed=$?; fi
+if [ $part = both ]; then gpt --out "$out" || { status=$?; [ $failed -ne 0 ] || failed=$status; }; fi
 exit $failed

@@ -3,6 +3,7 @@
 
     bench_gpt_selftest.py ROOT"""
 import os
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -30,9 +31,9 @@ for step in range(1, steps + 1):
         time.sleep(0.01)
         print("step %4d/%d   validation loss 10.8000   (unigram entropy 7.9726)" % (step, steps), flush=True)
 if "--profile" in words:
-    print("\\n  step 8 of rank 0, 30.000 ms        launches         ms    share   TFLOP/s      GB/s")
-    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f" % ("mlp up, gelu", 12, 20, 66.7, 700.1, 900))
-    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f\\n" % ("optimizer", 1, 1, 33.3, 0, 0))
+    print("\\n  step 8 of rank 0, 30.000 ms        launches         ms    share   TFLOP/s      GB/s   of limit")
+    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("mlp up, gelu", 12, 20, 66.7, 700.1, 900, 70.8))
+    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f         -\\n" % ("optimizer", 1, 1, 33.3, 0, 0))
 if "--timeline" in words:
     import json
     span = lambda name, cat, step, begin, end: {"name": name, "cat": cat, "ph": "X", "ts": step * 30e3 + begin, "dur": end - begin, "args": {"step": step}}
@@ -127,6 +128,31 @@ class Tests(unittest.TestCase):
         self.assertEqual(bench.notes, ["torch autocast: left out: PyTorch is not installed: left out", "torch bf16: failed: %s: status 1: out of memory"
                                        % os.path.basename(sys.executable), "torch autocast: left out: PyTorch is not installed: left out"])
         self.assertEqual(len(bench.ms[("1.5B", "trainer")]), 1)
+
+    def test_whether_there_is_a_gpu(self):
+        self.assertFalse(gpt.has_gpu("libthere_is_no_driver.so.1"))
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        for number, (status, count) in enumerate(((0, 2), (0, 0), (100, 0))):
+            path = os.path.join(folder.name, "driver%d.so" % number)
+            code = "int cuInit(unsigned f) { (void)f; return %d; }\nint cuDeviceGetCount(int *n) { *n = %d; return 0; }\n" % (status, count)
+            subprocess.run([os.environ.get("CC", "cc"), "-x", "c", "-shared", "-fPIC", "-o", path, "-"], input=code, text=True, check=True)
+            self.assertEqual(gpt.has_gpu(path), count > 0)
+
+    def test_kernels_that_do_not_compile(self):
+        """No device is not what run.sh says then, though GPT-2 may be left out for it."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        done = subprocess.run(["sh", os.path.join(ROOT, "bench", "gpu", "run.sh"), "--out", folder.name], env=dict(os.environ, NVCC="false"),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, 1)
+
+    def test_a_profile_that_cannot_be_read(self):
+        bench = self.bench()
+        with open(bench.c.trainer, "w") as file:
+            file.write("print('all is well')")
+        bench.look_inside()
+        self.assertEqual(bench.notes, ["profile: left out: the trainer printed none that could be read"])
 
     def test_a_program_that_hangs(self):
         with self.assertRaisesRegex(gpt.Failed, "killed after 1 s"):

@@ -3,6 +3,7 @@
 # under every strategy, with stages, graphs or recomputation; close ones with --tp. Checkpoints go to train_gpt, train_gpt_fsdp and train_gpt_3d and come
 # back. Inside of a step the host waits for nothing. Wrong input is one sentence.
 # usage: train_gpt_cuda.sh path/of/train_gpt_cuda [folder of the other trainers]; support/gpt_tests.cu by that name, with llmc beside it
+bench=$(cd "$(dirname "$0")/../../bench/gpu" && pwd)
 . "$(dirname "$0")/../support/train_gpt.sh"
 folder=$(dirname "$program")
 trainers=${2:-$folder}
@@ -104,8 +105,17 @@ for name in one 'full 1' 'full plain' 'full 4' 'optim 2' stages cut again 'singl
         fail "$name: $expected MiB were expected, $(number "$name" held) bytes held"
 done
 grep -q '^  gather ' mesh.all || fail "no profile: $(cat mesh.all)"
-"${PYTHON:-python3}" - <<'END' || fail "stages.json is not as it should be"
-import json
+# As bench/gpu/gpt.py reads them, too.
+"${PYTHON:-python3}" - "$bench" <<'END' || fail "stages.json, or a profile or table, is not as it should be: $(cat mesh.all)"
+import json, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, sys.argv[1])
+import gpt
+text = open("mesh.all").read()
+profile = text[text.index(" of rank 0, "):].split("\n\n")[0].split("\n")[1:]
+assert [row[0] for row in gpt.read_profile(text)] == [line[2:36].rstrip() for line in profile] and len(profile) > 10
+assert gpt.read_table(text)["strategy"] == "grad"
+assert len(gpt.read_timeline(json.load(open("stages.json"))["traceEvents"])["host_ms"]) == 3
 events = [e for e in json.load(open("stages.json"))["traceEvents"] if e["ph"] == "X"]
 assert {e["pid"] for e in events} == {0, 1} and {e["tid"] for e in events} == {0, 1} and {e["args"]["step"] for e in events} == {2, 3, 4}
 assert any(e["name"] == "read the step before" for e in events) and all(e["dur"] >= 0 for e in events)
