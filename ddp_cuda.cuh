@@ -188,7 +188,7 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
 /* The stream that the next calls on the group follow and hold up. Not collective; may change from call to call. */
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream);
 
-/* The stream on which the group's communication runs: a bucket hook puts its kernels there. */
+/* The stream on which the group's communication runs: a bucket hook puts its kernels there. 0 for a group that is not one of GPUs. */
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group);
 
 /* Memory of the current device as ddp.h's layers see it. See >>spi for what its functions promise beyond struct ddp_device. */
@@ -3875,7 +3875,9 @@ DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
     return DDP_OK;
 }
 
-DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) { return ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM]; }
+DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
+    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM] : 0;
+}
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
     static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,

@@ -273,6 +273,10 @@ static ddp_result tested(rank_state *s) {
 static ddp_result other_stream(rank_state *s) {
     cudaStream_t first = s->stream, second;
     float *expected;
+    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(NULL, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is NULL"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_set_stream(s->cpu, first) == DDP_ERR_INVALID && strstr(ddp_last_error(), "group is not one of GPUs"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(NULL) == 0 && ddp_cuda_comm_stream(s->cpu) == 0, "a stream of no group of GPUs");
+    RANKS_CHECK(s->cpu, ddp_cuda_comm_stream(s->group) != 0 && ddp_cuda_comm_stream(s->group) != first, "the group has no stream of its own");
     fake_stream_create(&second, 0);
     for (int round = 0; round < 4; round++) {
         s->stream = round % 2 ? second : first;
@@ -452,7 +456,7 @@ static ddp_result from_elsewhere(rank_state *s) {
 #define PARAMS 5
 static int uses[] = {100, 60, 200, 40, 200}; /* elements of each parameter: N in all */
 
-typedef struct training { int adjacent, given, steps; ddp_dtype comm_dtype; int find_unused, micro_batches; } training;
+typedef struct training { int adjacent, given, steps; ddp_dtype comm_dtype; int find_unused, hook; } training;
 static training plan;
 
 static void backward(rank_state *s, float *grad, int count, int step, int p) {
@@ -464,6 +468,20 @@ static void backward(rank_state *s, float *grad, int count, int step, int p) {
 static void optimizer(rank_state *s, const float *grad, float *weight, int count) {
     fake_launch_work(s->stream, "optimizer", {{grad, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 0}, {weight, (size_t)count * 4, 1}},
                      [grad, weight, count] { for (int i = 0; i < count; i++) ((float *)fake_view(weight))[i] += ((float *)fake_view(grad))[i]; });
+}
+
+/* A bucket hook: its kernels, on the communication stream, stand between those that make the gradients and the all-reduce, and behind that. */
+static ddp_result doubles(ddp_group *group, ddp_bucket *bucket, void *user) {
+    float *p = (float *)bucket->data;
+    size_t count = bucket->count;
+    ddp_result result = DDP_OK;
+    for (int side = 0; side < 2 && result == DDP_OK; side++) {
+        fake_launch_work(ddp_cuda_comm_stream(group), "hook", {{p, count * 4, 0}, {p, count * 4, 1}}, [p, count, side] {
+            for (size_t i = 0; i < count; i++) ((float *)fake_view(p))[i] = side ? ((float *)fake_view(p))[i] - 1 : ((float *)fake_view(p))[i] * 2;
+        });
+        if (side == 0) result = ddp_all_reduce(group, p, p, count, DDP_F32, DDP_OP_AVG, NULL);
+    }
+    return (void)user, result;
 }
 
 /* Buckets are reduced behind the kernels that make their gradients, and before those that use them; no host waits for it after the first step. */
@@ -486,6 +504,7 @@ static ddp_result trains(rank_state *s) {
     desc.first_bucket_bytes = 400;
     desc.comm_dtype = plan.comm_dtype;
     desc.find_unused = plan.find_unused;
+    desc.hook = plan.hook ? doubles : NULL;
     RANKS_OK(s->cpu, ddp_reducer_create(&reducer, s->group, &desc));
     for (int step = 0; step < plan.steps; step++) {
         if (step == 2) {
@@ -508,7 +527,8 @@ static ddp_result trains(rank_state *s) {
         for (int i = 0; i < uses[p]; i++) {
             s->expected[at + i] = 0;
             for (int step = 0; step < plan.steps; step++)
-                if (!(plan.find_unused && p == 1 && step % 2)) s->expected[at + i] += summed(s->size, step + p, i) / (float)s->size;
+                if (!(plan.find_unused && p == 1 && step % 2))
+                    s->expected[at + i] += plan.hook ? 2 * summed(s->size, step + p, i) / (float)s->size - 1 : summed(s->size, step + p, i) / (float)s->size;
         }
     RANKS_OK(s->cpu, look_back(s));
     ddp_reducer_destroy(reducer);
@@ -516,13 +536,14 @@ static ddp_result trains(rank_state *s) {
 }
 
 static void reducers(void) {
-    for (int way = 0; way < 5; way++) {
+    for (int way = 0; way < 6; way++) {
         memset(&plan, 0, sizeof plan);
         plan.steps = 5;
         plan.given = way != 0;
         plan.adjacent = way == 1;
         plan.find_unused = way == 3;
         if (way == 4) plan.comm_dtype = DDP_BF16;
+        plan.hook = way == 5;
         for (int seed = 0; seed < (DDP_TEST_SLOWDOWN > 1 ? 1 : 4); seed++) { run_on(2, (uint64_t)(seed + way), trains); run_on(4, (uint64_t)(seed + way), trains); }
     }
 }
