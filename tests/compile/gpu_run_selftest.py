@@ -68,7 +68,7 @@ class Tests(unittest.TestCase):
     def test_all_is_well(self):
         status, text = self.run_it()
         self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
-        self.assertIn("0 of 24 rows are not ok", text)
+        self.assertIn("0 of 27 rows are not ok", text)
         self.assertIn("device of nobody", text)
         self.assertEqual(sorted(os.listdir(os.path.join(self.root, "results"))), ["log.txt", "results.jsonl", "table.txt"])
 
@@ -87,10 +87,10 @@ class Tests(unittest.TestCase):
         self.assertEqual(self.rows("layers, "), {"NOT BUILT"})
         self.assertEqual(self.rows("attention"), {"FAILED (77)"})
         self.assertEqual(self.rows("GPT") | self.rows("collectives") | self.rows("kernels"), {"ok"})
-        self.assertEqual(len(self.results), 24)
+        self.assertEqual(len(self.results), 27)
         self.assertLess(len(text), 12000 + 4000)
         table = text[-4000:]
-        for words in ("kernels against references", "NOT BUILT", "HUNG, 137", "of 24 rows are not ok"):
+        for words in ("kernels against references", "NOT BUILT", "HUNG, 137", "of 27 rows are not ok"):
             self.assertIn(words, table)
         self.assertIn("groups: 3 is not 4", text)
         self.assertIn("no such word", text)
@@ -100,6 +100,16 @@ class Tests(unittest.TestCase):
         status, text = self.run_it()
         self.assertEqual(status, 77)
         self.assertIn("there is no device", text)
+
+    def test_ranks_of_nccl_on_one_gpu(self):
+        self.write("bodies/test_training", "#!/bin/sh\necho shares ${NCCL_MULTI_RANK_GPU_ENABLE:-nothing} by ${DDP_TEST_ENGINE:-itself}\n")
+        self.run_it("--only", "on one GPU; processes$")
+        with open(os.path.join(self.root, "build", "gpu", "training_shared2.log")) as log:
+            self.assertEqual((self.results["NCCL: training, 2 ranks on one GPU; processes"], log.read()), ("ok", "shares 1 by nccl\n"))
+        self.write("bodies/nccl", "#!/bin/sh\n! grep -q 23000 $0.cu\n")  # the program that asks NCCL's version, beside its source
+        status, text = self.run_it()
+        self.assertEqual((status, len(self.results)), (0, 24))
+        self.assertIn("NCCL is older than 2.30", text)
 
     def test_libraries_of_pytorch(self):
         for path in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h", "other/lib/libnccl.so.1"):
@@ -140,9 +150,9 @@ class Tests(unittest.TestCase):
         self.assertEqual((status, self.results, text.count("\n")), (1, {}, 1))
         self.assertIn("there is no compute-sanitizer", text)
         status, text = self.run_it()
-        self.assertEqual((status, set(self.results.values()), len(self.results)), (0, {"ok"}, 22))
+        self.assertEqual((status, set(self.results.values()), len(self.results)), (0, {"ok"}, 25))
         self.assertRegex(text, "kernels under compute-sanitizer +not there")
-        self.assertIn("0 of 22 rows are not ok", text)
+        self.assertIn("0 of 25 rows are not ok", text)
         self.assertIn("without compute-sanitizer", text)
 
     def test_a_limit_that_is_none(self):

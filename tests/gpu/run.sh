@@ -50,6 +50,9 @@ if ! find_library "$found" nccl nccl.h '[] { int v; return ncclGetVersion(&v) !=
     echo "NCCL is not installed: building with DDP_NO_NCCL"
     nccl=-DDDP_NO_NCCL
 fi
+shares= # NCCL lets ranks share a GPU
+as_new='[] { int v; return ncclGetVersion(&v) != ncclSuccess || v < 23000 || NCCL_VERSION_CODE < 23000; }()'
+if [ $nccl = -lnccl ] && library_works "$found" nccl nccl.h "$as_new"; then shares=1; fi
 cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers; the model of test_gpt is made of them
 gpt="test_attention test_gpt"
 if ! find_library "$found" cublasLt cublasLt.h 'cublasLtGetVersion() == 0'; then
@@ -187,6 +190,11 @@ ranks() {
     row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
     row "NCCL: sharded training, 1 rank" fsdp_nccl env DDP_TEST_ENGINE=nccl "$build/test_fsdp" threads 1
     row "NCCL: layers, 1 rank" layers_nccl env DDP_TEST_ENGINE=nccl "$build/test_layers" threads 1
+    if [ -z "$shares" ]; then echo "NCCL is older than 2.30: no row where its ranks share the GPU"; return 0; fi
+    set -- env NCCL_MULTI_RANK_GPU_ENABLE=1 DDP_TEST_ENGINE=nccl
+    row "NCCL, tree order: collectives, 2 ranks on one GPU" conformance_shared "$@" "$build/test_conformance" threads 2
+    row "NCCL, tree order: training, 2, 4 ranks on one GPU" training_shared "$@" "$build/test_training" threads 2 4
+    row "NCCL: training, 2 ranks on one GPU; processes" training_shared2 "$@" "$build/test_training" processes 2
 }
 
 if [ "$mode" = sanitize ]; then
