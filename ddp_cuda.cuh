@@ -1931,10 +1931,9 @@ static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_lane lane, void *
 
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
 static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
-    cudaError_t error;
     int capturing = 0;
+    cudaError_t error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM], &capturing);
     *done = 0;
-    error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM], &capturing);
     if (error == cudaSuccess && capturing)
         return ddp_fail(DDP_ERR_INVALID, "rank %d/%d group=%s ddp_test: the stream is being captured into a graph, and nothing runs until that is launched",
                         ddp_rank(group), ddp_world_size(group), ddp_group_name(group));
@@ -2429,25 +2428,24 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     return ddp__nccl_close_group(n, result);
 }
 
-/* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing
-   is allocated. */
+static ddp_result ddp__nccl_vote(ddp__nccl *n, ddp_result mine, const char *who);
+
+/* Grows the scratch to bytes, or leaves it as it is while a graph is captured, which then has more rounds: after the first call of a size nothing is
+   allocated. cudaFree waits for the whole device: no rank goes on before all have freed, as what it would begin may wait for one that shares the device. */
 static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     size_t size = DDP__NCCL_SCRATCH_FIRST;
+    const char *call = "cudaStreamIsCapturing";
     int capturing = 0;
-    cudaError_t error;
     if (bytes <= n->scratch_bytes) return DDP_OK;
     while (size < bytes) size *= 2;
-    error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    cudaError_t error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
     if (error == cudaSuccess && capturing) return DDP_OK;
-    if (error == cudaSuccess && n->scratch) error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]);
-    if (error == cudaSuccess && n->scratch) error = cuda->free(n->scratch);
-    n->scratch = NULL;
-    n->scratch_bytes = 0;
-    if (error == cudaSuccess) error = cuda->malloc(&n->scratch, size);
+    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+    if (error == cudaSuccess) { call = "cudaFree"; error = cuda->free(n->scratch); n->scratch = NULL; }
+    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, size); }
     if (error == cudaSuccess) n->scratch_bytes = size;
-    else n->scratch = NULL;
-    return ddp__cuda_group_fail(n->group, error, "cudaMalloc of the scratch for reductions in tree order");
+    return ddp__nccl_vote(n, ddp__cuda_group_fail(n->group, error, call), "making room for a sum in tree order");
 }
 
 static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) {

@@ -9,6 +9,7 @@
 #include "../support/device.h"
 
 #define N 600 /* elements of a buffer; W divides it */
+#define MANY 20000 /* elements that the scratch of reductions in tree order has to grow for */
 #define MAX_RANKS 4
 
 /* ---- running a program ---- */
@@ -17,7 +18,7 @@ typedef struct rank_state {
     ddp_group *cpu, *group;
     cudaStream_t stream;
     int rank, size, device;
-    float *in, *out, *keep, *spare; /* N, N, 16 N and N floats on the device */
+    float *in, *out, *keep, *spare; /* N, N, 16 N and MANY floats on the device */
     int kept, counts[16];
     float expected[16 * N];         /* what keep holds in the end */
 } rank_state;
@@ -108,8 +109,9 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     s->in = floats(N);
     s->out = floats(N);
     s->keep = floats(16 * N);
-    s->spare = floats(N);
+    s->spare = floats(MANY);
     fake_memset(s->keep, 0, 16 * N * 4, s->stream);
+    fake_memset(s->spare, 0, MANY * 4, s->stream);
     fake_synchronize(s->stream);
     fake_record_from_here();
     desc.stream = s->stream;
@@ -705,6 +707,7 @@ static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **r
     ddp_reducer_desc desc = DDP_ZERO;
     void *memory = NULL;
     ddp_result result = ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
+    if (result == DDP_OK) result = ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL);
     if (result == DDP_OK) result = ddp_all_to_all(s->group, s->in, s->out, N / 4, DDP_F32, &work);
     if (result == DDP_OK) result = ddp_wait(s->group, &work);
     if (result == DDP_OK) result = ddp_batch_begin(s->group);
@@ -778,6 +781,7 @@ static int error_at(const char *function, int n, int sticky) {
     told++;
     call = fake.fault.text.c_str();
     name = fake.fault.text.substr(0, fake.fault.text.find('('));
+    if (name == "kernel") name = "cudaLaunch";
     if (sticky || std::find(seen.begin(), seen.end(), name) != seen.end()) return 1;
     if (!strstr(line, name.c_str()) || strstr(job.line[0], "timed out") || (!function && job.result[0] == DDP_OK)) seen.push_back(name);
     check(strstr(line, name.c_str()) != NULL, "call %d, %s, fails, and the line is: %s", n, call, line);
@@ -1010,6 +1014,18 @@ static ddp_result on_one_device(rank_state *s) {
     return staged ? DDP_OK : collectives(s);
 }
 
+/* The scratch of reductions in tree order grows: cudaFree waits for all that runs on the device, what other ranks have begun there included. */
+static ddp_result grows_on_one_device(rank_state *s) {
+    float last;
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank) ranks_sleep_us(100000);
+    fill(s, s->spare, MANY, 1);
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_SUM, NULL));
+    RANKS_CHECK(s->cpu, fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    RANKS_CHECK(s->cpu, last == summed(s->size, 1, MANY - 1), "the last element is %g", (double)last);
+    return ddp_barrier(s->cpu);
+}
+
 /* Refused on all ranks, with text in the line. */
 static void refused(ddp_result result, const char *text) {
     job.may_fail = 1;
@@ -1036,6 +1052,8 @@ static void sharing(void) {
         job.order = seed & 1 ? DDP_ORDER_TREE : DDP_ORDER_ANY;
         for (int size = 2; size <= MAX_RANKS; size++) run_on(size, seed, on_one_device);
     }
+    job.order = DDP_ORDER_TREE;
+    for (int size = 2; size <= MAX_RANKS; size++) run_on(size, 0, grows_on_one_device);
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
     device_nccl_shares = job.shared = 0;
     job.order = DDP_ORDER_DEFAULT;
