@@ -205,6 +205,33 @@ static void check_pick_ranks(void) {
 
 /* ---- what becomes of CUDA's errors, and of streams ---- */
 
+/* Arguments that no kernel takes, before anything is launched. */
+static void check_kernels_refuse(float *memory) {
+    static const ddp_cuda_range empty = {NULL, 4, 0};
+    void *dst = memory, *null = NULL;
+    const void *src[2] = {memory, NULL};
+    ddp_cuda_norm *norm = (ddp_cuda_norm *)(void *)memory;
+    ddp_cuda_step_desc step = DDP_ZERO;
+    record.launches = 0;
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: src[1] is NULL");
+    says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst[0] is NULL");
+    says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99");
+    says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: range_count=-1, and flat or ranges is NULL or the count negative");
+    says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: ranges[0].data is NULL");
+    says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_unflatten: from i32 to f32; only floats are converted");
+    says(ddp_cuda_unscale(NULL, 1, 1, DDP_F32, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
+    says(ddp_cuda_unscale(memory, 1, 1, DDP_F32, 1, NULL, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
+    says(ddp_cuda_unscale(memory, 1, 1, DDP_I64, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: dtype=i64, and it takes floats");
+    step.master = memory, step.grad = memory, step.count = 1, step.step = 1, step.momentum = 0.9f;
+    says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: first or second is NULL");
+    says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, and first is NULL");
+    says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
+    says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
+    says(ddp_cuda_dequantise8(memory, DDP_F64, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=f64, allowed are f32, f16 and bf16");
+    check_that(record.launches == 0, "%d launches of refused calls", record.launches);
+    check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK, "nothing is refused");
+}
+
 static void check_errors(void) {
     static float memory[4096];
     void *out = memory, *dst = memory;
@@ -261,6 +288,7 @@ static void check_errors(void) {
     step.copy_dtype = DDP_F16;
     says(ddp_cuda_adamw(&step, 0), DDP_ERR_INVALID, "ddp_cuda_adamw: stochastic rounding is for a bf16 copy, not f16");
     says(ddp_cuda_quantise8((int8_t *)memory, memory, memory, DDP_F64, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: src_dtype=f64, allowed are f32, f16 and bf16");
+    check_kernels_refuse(memory);
 }
 
 /* ---- 16-bit floats: every value, and every f32 that lies next to one ---- */

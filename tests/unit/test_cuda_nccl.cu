@@ -88,7 +88,7 @@ static ddp_result look_back(rank_state *s) {
 /* A communicator and a communication stream of the user's, which outlive the group. */
 static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
     ncclUniqueId id;
-    if (s->rank == 0) ncclGetUniqueId(&id);
+    if (ddp_rank(s->cpu) == 0) ncclGetUniqueId(&id);
     RANKS_OK(s->cpu, ddp_broadcast(s->cpu, &id, sizeof id, DDP_U8, 0, NULL));
     RANKS_CHECK(s->cpu, ncclCommInitRank(&desc->comm, s->size, id, s->rank) == ncclSuccess, "no communicator");
     RANKS_CHECK(s->cpu, fake_stream_create(&desc->comm_stream, 1) == cudaSuccess, "no stream");
@@ -138,6 +138,12 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     return job.may_fail ? DDP_OK : result;
 }
 
+static int notices; /* that payloads go through the host */
+static void take_notice(const char *text, void *user) {
+    (void)user;
+    if (strstr(text, "ranks share a device: collectives go through host memory, which is slow")) __atomic_add_fetch(&notices, 1, __ATOMIC_SEQ_CST);
+}
+
 /* Runs a program on ranks of their own device each. */
 static void run_on(int size, uint64_t seed, program_fn program) {
     ddp_launch_desc launch = DDP_ZERO;
@@ -148,6 +154,7 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     launch.world_size = size;
     launch.mode = DDP_LAUNCH_THREADS;
     launch.group.timeout_ms = job.silence_ms ? job.silence_ms : 30000; /* the watchdogs', too: a machine that stands still for a moment fails nobody */
+    launch.group.log_fn = take_notice;
     launch.no_affinity = 1;
     fake.patient = job.patient;
     memset(job.result, 0, sizeof job.result);
@@ -659,7 +666,9 @@ static ddp_result one_leaves(rank_state *s) {
     if (s->rank == 0) return DDP_OK;
     ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL);
     fake_synchronize(s->stream);
-    return fails(s, line, sizeof line);
+    RANKS_OK(s->cpu, fails(s, line, sizeof line));
+    RANKS_CHECK(s->cpu, strstr(line, "rank 0") && strstr(line, "left the group") && ddp_group_status(s->group) == DDP_ERR_PEER_LOST, "the line is: %s", line);
+    return DDP_OK;
 }
 
 /* The last rank counts otherwise: everybody is told both calls. */
@@ -1001,6 +1010,50 @@ static ddp_result sequences(rank_state *s) {
              "cudaStreamDestroy(s2)\n");
 }
 
+/* ---- what makes no group ---- */
+
+/* desc is refused on all ranks: with text, and nothing is made. */
+static ddp_result refuses(rank_state *s, const ddp_cuda_desc *desc, ddp_result wanted, const char *text) {
+    ddp_group *none = s->group;
+    ddp_result result = ddp_cuda_group_create(&none, s->cpu, desc);
+    RANKS_CHECK(s->cpu, result == wanted && strstr(ddp_last_error(), text) && !none, "%s, and not '%s': %s", ddp_result_name(result), text, ddp_last_error());
+    return DDP_OK;
+}
+
+/* What one rank asks for wrongly is told to every rank, in the same words; the ranks go on. */
+static ddp_result wrong_groups(rank_state *s) {
+    static const int one[] = {0};
+    ddp_cuda_desc good = job.desc, desc = good, own = good;
+    ddp_group *none = NULL;
+    int last = s->rank == s->size - 1;
+    good.stream = s->stream;
+    RANKS_CHECK(s->cpu, ddp_cuda_group_create(NULL, s->cpu, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_group_create(&none, NULL, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"),
+                "%s", ddp_last_error());
+#define WRONG(field, value, result, text) \
+    do { desc = good; if (last) desc.field = (value); RANKS_OK(s->cpu, refuses(s, &desc, result, text)); } while (0)
+    WRONG(engine, (ddp_cuda_engine)3, DDP_ERR_INVALID, "engine=3 order=0 timeout_ms=0: one of them is not a value of its kind");
+    WRONG(order, (ddp_order)3, DDP_ERR_INVALID, "engine=0 order=3 timeout_ms=0: one of them");
+    WRONG(timeout_ms, -1, DDP_ERR_INVALID, "engine=0 order=0 timeout_ms=-1: one of them");
+    WRONG(devices, one, DDP_ERR_INVALID, "set both devices and device_count, or neither");
+    WRONG(device_count, 1, DDP_ERR_INVALID, "set both devices and device_count, or neither");
+    WRONG(uuid, "GPU-ff", DDP_ERR_INVALID, "there is no device with uuid GPU-ff; present are 0 (GPU-");
+    WRONG(order, DDP_ORDER_TREE, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
+    WRONG(engine, DDP_CUDA_ENGINE_NCCL, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
+    RANKS_OK(s->cpu, make_own(s, &own));
+    WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
+    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
+    s->rank = s->size - 1 - s->rank; /* a communicator with the ranks the other way around */
+    RANKS_OK(s->cpu, make_own(s, &own));
+    s->rank = s->size - 1 - s->rank;
+    desc = good, desc.comm = own.comm;
+    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, the group is rank 0 of 2 on device 0: give it the communicator"));
+    RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
+#undef WRONG
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    return look_back(s);
+}
+
 /* ---- sharing a device ---- */
 
 static ddp_result on_one_device(rank_state *s) {
@@ -1041,7 +1094,9 @@ static void sharing(void) {
     job.shared = job.staged = job.desc.allow_shared = 1;
     job.desc.devices = zeros;
     job.desc.device_count = MAX_RANKS;
+    check(notices == 0, "%d notices, and no ranks shared a device", notices);
     run_on(3, 0, on_one_device);
+    check(notices == 3, "%d notices of 3 ranks", notices);
     job.staged = 0;
     job.desc.engine = DDP_CUDA_ENGINE_NCCL;
     refused(DDP_ERR_UNSUPPORTED, "use NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose DDP_CUDA_ENGINE_STAGED");
@@ -1096,6 +1151,7 @@ int main(int argc, char **argv) {
     job.own_comm = 0;
     CASE(reducers());
     CASE(watchdogs());
+    CASE(run_on(2, 0, wrong_groups));
     CASE(sharing());
     CASE(errors_everywhere());
     printf("%d checks, %d failed\n", checks, failures);
