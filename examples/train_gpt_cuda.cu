@@ -111,6 +111,13 @@ static int read_gpus(const char *text, int *gpus) {
     return count;
 }
 
+/* What stands behind a list of devices that has blanks, as in --gpus 0 2: a number, and no file. NULL: nothing does. */
+static const char *stray_gpu(const run_options *o) {
+    for (int i = 0; o->gpus && i < o->path_count; i++)
+        if (o->paths[i][0] && !o->paths[i][strspn(o->paths[i], "0123456789, ")] && access(o->paths[i], F_OK) != 0) return o->paths[i];
+    return NULL;
+}
+
 /* What is wrong with single flags, and what follows from them before ranks start: how many to start where --ranks does not say. */
 static int check_flags(run_options *o) {
     int gpus[GPU_LIST], strategy = find_strategy(o->strategy), count = read_gpus(o->gpus, gpus);
@@ -121,6 +128,9 @@ static int check_flags(run_options *o) {
     if (strategy == STRATEGY_COUNT) snprintf(o->wrong, sizeof o->wrong, "--strategy %.60s: give full, grad, optim or none", o->strategy);
     else if (o->dtype && strcmp(o->dtype, "bf16") && strcmp(o->dtype, "f32")) snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: give bf16 or f32", o->dtype);
     else if (count < 0) snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: give up to %d numbers of devices, such as 0,2", o->gpus, GPU_LIST);
+    else if (stray_gpu(o))
+        snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s", o->gpus, stray_gpu(o), o->gpus,
+                 stray_gpu(o));
     else if (least > DDP_MAX_LOCAL_RANKS)
         snprintf(o->wrong, sizeof o->wrong, "--stages %d x --tp %d are %lld ranks; use %d at most", o->stages, o->tensor, (long long)least,
                  DDP_MAX_LOCAL_RANKS);
@@ -176,7 +186,7 @@ typedef struct trainer {
     ddp_dtype dtype;
     ddp_fsdp_strategy strategy;
     int pp, dp, tp, stage, replica, tensor_rank;
-    int device, sharing;              /* its GPU, and how many ranks use it */
+    int device, sharing, any_share;   /* its GPU, how many ranks use it, and whether any GPU has several */
     ddp_mesh *mesh;
     ddp_group *along_pp, *along_dp, *along_tp; /* GPUs along an axis; NULL for pp and tp where there is one */
     ddp_group *everybody;             /* all GPUs, for the norm where pp or tp cut the model; otherwise NULL */
@@ -606,6 +616,7 @@ static ddp_result check_memory(trainer *t) {
         int ranks = 0;
         for (int k = 0; k < r->world_size; k++)
             if (!strcmp(seats[i].host, seats[k].host) && seats[i].device == seats[k].device) needed += seats[k].needed, ranks++;
+        t->any_share |= ranks > 1;
         if (needed <= seats[i].there) continue;
         if (r->rank == 0) {
             say_savings(t, savings, sizeof savings);
@@ -1603,6 +1614,7 @@ static ddp_result train(void *user) {
     TRY(build(t));
     choose_trace(t);
     run_report_start(r);
+    if (r->rank == 0 && t->any_share) printf("ranks share a GPU: what they tell each other goes through host memory, which is slow\n");
     TRY(train_steps(t, &validation));
     return finish(t, validation);
 }

@@ -89,6 +89,8 @@ number() { sed -n "s/.*$2 \([0-9]*\).*/\1/p" "$1.err" | tail -n 1; }
     cuda shared $short --gpus 0,0
     unset DDP_TEST_GPUS
     same_hash one shared
+    grep -q '^ranks share a GPU' shared.all || fail "nothing says that ranks share a GPU: $(cat shared.all)"
+    if grep 'share a GPU' one.all 'full 2.all'; then fail "no ranks shared a GPU"; fi
     cuda offloaded $short --offload --ranks 2
     same_hash one offloaded
 
@@ -195,6 +197,7 @@ before=$(state)
     wrong "give full, grad, optim or none" $short --strategy zero text
     wrong "give bf16 or f32" $short --dtype f16 text
     wrong "such as 0,2" $short --gpus first text
+    wrong "put commas between devices, --gpus 0,2" $short --gpus 0 2 text
     wrong "there is no device 9" $short --gpus 9 text
     wrong "is too small: it needs" $short --memory-limit 1 text
     for flag in recompute offload 'micro-batch 1' 'ranks 2 on as many GPUs'; do wrong "--$flag saves" $short --layers 9 --context 64 --memory-limit 1 text; done

@@ -216,7 +216,8 @@ static void check_kernels_refuse(float *memory) {
     says(ddp_cuda_reduce_tree(&dst, 1, src, 2, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: src[1] is NULL");
     says(ddp_cuda_reduce_tree(&null, 1, src, 1, 1, DDP_F32, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: dst[0] is NULL");
     says(ddp_cuda_reduce_tree(&dst, 1, src, 1, 1, (ddp_dtype)99, DDP_OP_SUM, 1, 0), DDP_ERR_INVALID, "ddp_cuda_reduce_tree: op=0 dtype=99");
-    says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: range_count=-1, and flat or ranges is NULL or the count negative");
+    says(ddp_cuda_flatten(memory, DDP_F32, &empty, -1, DDP_F32, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_flatten: range_count=-1, and flat or ranges is NULL or the count negative");
     says(ddp_cuda_flatten(memory, DDP_F32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_flatten: ranges[0].data is NULL");
     says(ddp_cuda_unflatten(memory, DDP_I32, &empty, 1, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_unflatten: from i32 to f32; only floats are converted");
     says(ddp_cuda_unscale(NULL, 1, 1, DDP_F32, 1, norm, 0), DDP_ERR_INVALID, "ddp_cuda_unscale: data or norm is NULL");
@@ -227,9 +228,11 @@ static void check_kernels_refuse(float *memory) {
     says(ddp_cuda_sgd(&step, 0), DDP_ERR_INVALID, "ddp_cuda_sgd: momentum=0.9, and first is NULL");
     says(ddp_cuda_quantise8(NULL, memory, memory, DDP_F32, 1, 0), DDP_ERR_INVALID, "ddp_cuda_quantise8: q, scales or src is NULL");
     says(ddp_cuda_dequantise8(NULL, DDP_F32, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst, q or scales is NULL");
-    says(ddp_cuda_dequantise8(memory, DDP_F64, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID, "ddp_cuda_dequantise8: dst_dtype=f64, allowed are f32, f16 and bf16");
+    says(ddp_cuda_dequantise8(memory, DDP_F64, (int8_t *)memory, memory, 1, 0), DDP_ERR_INVALID,
+         "ddp_cuda_dequantise8: dst_dtype=f64, allowed are f32, f16 and bf16");
     check_that(record.launches == 0, "%d launches of refused calls", record.launches);
-    check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK, "nothing is refused");
+    check_that(ddp_cuda_flatten(NULL, DDP_F32, NULL, 0, DDP_F32, 1, 0) == DDP_OK && ddp_cuda_quantise8(NULL, NULL, NULL, DDP_F32, 0, 0) == DDP_OK,
+               "nothing is refused");
 }
 
 static void check_errors(void) {

@@ -624,7 +624,8 @@ static ddp_result error_from_behind(rank_state *s) {
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
     if (s->rank == s->size - 1) fake_async_error(s->rank, ncclRemoteError);
     RANKS_OK(s->cpu, fails(s, line, sizeof line));
-    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group world") && !strstr(line, "behind is"), "the line is: %s", line);
+    RANKS_CHECK(s->cpu, strstr(line, ncclGetErrorString(ncclRemoteError)) && strstr(line, "of group world") && !strstr(line, "behind is"),
+                "the line is: %s", line);
     RANKS_CHECK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK, "a failed group works");
     return DDP_OK;
 }
@@ -1027,7 +1028,8 @@ static ddp_result wrong_groups(rank_state *s) {
     ddp_group *none = NULL;
     int last = s->rank == s->size - 1;
     good.stream = s->stream;
-    RANKS_CHECK(s->cpu, ddp_cuda_group_create(NULL, s->cpu, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"), "%s", ddp_last_error());
+    RANKS_CHECK(s->cpu, ddp_cuda_group_create(NULL, s->cpu, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"),
+                "%s", ddp_last_error());
     RANKS_CHECK(s->cpu, ddp_cuda_group_create(&none, NULL, &good) == DDP_ERR_INVALID && strstr(ddp_last_error(), "out or control is NULL"),
                 "%s", ddp_last_error());
 #define WRONG(field, value, result, text) \
@@ -1047,7 +1049,8 @@ static ddp_result wrong_groups(rank_state *s) {
     RANKS_OK(s->cpu, make_own(s, &own));
     s->rank = s->size - 1 - s->rank;
     desc = good, desc.comm = own.comm;
-    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, the group is rank 0 of 2 on device 0: give it the communicator"));
+    RANKS_OK(s->cpu, refuses(s, &desc, DDP_ERR_INVALID, "desc.comm is rank 1 of 2 on device 0, the group is rank 0 of 2 on device 0: "
+                                                        "give it the communicator of this rank"));
     RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
 #undef WRONG
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
