@@ -439,6 +439,30 @@ static ddp_result captured_step(rank_state *s) {
     return look_back(s);
 }
 
+/* A sum that the scratch is too small for is captured all the same, in more rounds: nothing is allocated, and no rank waits for another. No watchdog waits for
+   what was captured, either. */
+static ddp_result captured_large(rank_state *s) {
+    static const char *const no_allocation[] = {"cudaStreamSynchronize", "cudaMalloc(", "cudaFree(", "FAILS", NULL};
+    float last;
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_MAX, NULL));
+    fake_relax_capture();
+    fake_synchronize(s->stream);
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_record_from_here();
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_capture_begin(s->stream);
+    fill(s, s->spare, MANY, 5);
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL));
+    fake_graph *graph = fake_capture_end(s->stream);
+    RANKS_OK(s->cpu, never(s, no_allocation));
+    ranks_sleep_us(2 * 1000 * job.timeout_ms);
+    RANKS_OK(s->cpu, ddp_group_status(s->group));
+    fake_graph_launch(graph, s->stream);
+    RANKS_CHECK(s->cpu, fake_memcpy(&last, s->spare + MANY - 1, 4, cudaMemcpyDeviceToHost, s->stream) == cudaSuccess, "copying back");
+    RANKS_CHECK(s->cpu, last == value(s->size - 1, 5, MANY - 1), "the last element is %g", (double)last);
+    return ddp_barrier(s->cpu);
+}
+
 /* A group goes while its work is still on the stream. */
 static ddp_result not_waited_for(rank_state *s) {
     ddp_work work = DDP_ZERO;
@@ -648,6 +672,22 @@ static ddp_result error_while_behind(rank_state *s) {
     return DDP_OK;
 }
 
+/* All but the last rank wait for it over the control group, in a call of the host's, when NCCL reports an error there: their wait ends, too. */
+static ddp_result error_while_voting(rank_state *s) {
+    char line[512];
+    void *memory;
+    double begin = ddp_now();
+    if (s->rank < s->size - 1) {
+        RANKS_CHECK(s->cpu, ddp_group_alloc(s->group, 4096, &memory) != DDP_OK, "there is memory without the last rank");
+        RANKS_CHECK(s->cpu, strstr(ddp_last_error(), ncclGetErrorString(ncclRemoteError)), "the line is: %s", ddp_last_error());
+        RANKS_CHECK(s->cpu, ddp_now() - begin < 10 * DDP_TEST_SLOWDOWN, "it took %.1f s", ddp_now() - begin);
+    } else {
+        ranks_sleep_us(100000);
+        fake_async_error(s->rank, ncclRemoteError);
+    }
+    return fails(s, line, sizeof line);
+}
+
 static ddp_result one_aborts(rank_state *s) {
     char line[512];
     RANKS_OK(s->cpu, collective(s, 0, 0, 0));
@@ -703,6 +743,7 @@ static void watchdogs(void) {
     job.timeout_ms = 30000;
     fails_on(3, 0, one_is_silent);
     fails_on(3, 0, error_while_behind);
+    fails_on(3, 0, error_while_voting);
     for (int k = 0; k < 4; k++)
         for (int size = 2; size <= MAX_RANKS; size++)
             for (int seed = 0; seed < seeds; seed++) {
@@ -1147,6 +1188,9 @@ int main(int argc, char **argv) {
     CASE(run_seeds(splits, 4));
     CASE(run_seeds(group_memory, 4));
     CASE(both_orders(captured_step, 4));
+    job.timeout_ms = 500 * DDP_TEST_SLOWDOWN;
+    CASE(run_on(3, 0, captured_large));
+    job.timeout_ms = 0;
     CASE(run_seeds(not_waited_for, 8));
     CASE(both_orders(from_elsewhere, 4));
     job.own_comm = 1;
