@@ -509,6 +509,7 @@ static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_
     *device = desc->devices ? desc->devices[local_rank] : given >= 0 ? given : desc->allow_shared && count ? local_rank % count : local_rank;
     if (*device >= 0 && *device < count) return DDP_OK;
     if (!desc->devices && given < 0) hint = ": start fewer ranks, or set allow_shared";
+    if (hint[0] && count == 1) hint = ": start fewer ranks, set allow_shared, or list device 0 for each rank if the launcher shows each one another GPU";
     ddp__cuda_present(present, sizeof present, count, 0);
     return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, hint[0] ? ", the number of this local rank" : "", present, hint);
 }
@@ -3165,20 +3166,20 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
     return result;
 }
 
-/* Nothing on either lane may still use the memory; a failed group's lanes have ended already. */
+/* Nothing on either lane may still use the memory; a failed group's lanes have ended already. Ranks go on together, as behind ddp__nccl_scratch. */
 static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     ddp__nccl *n = (ddp__nccl *)state;
     ddp__nccl_region **link = &n->regions, *region;
-    cudaError_t error;
     while (*link && (*link)->memory != memory) link = &(*link)->next;
     region = *link;
     if (!region)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", ddp_group_name(group), memory);
-    error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMM]);
+    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMM]);
     if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMPUTE]);
     *link = region->next;
     ddp__nccl_release(n, region);
-    return ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
+    ddp_result result = ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
+    return ddp__nccl_status(group, n) == DDP_OK ? ddp__nccl_vote(n, result, "ddp_group_free") : result;
 }
 
 /* Ends what is under way, with the watchdog still there to end it otherwise; then the watchdog, then the communicator. */

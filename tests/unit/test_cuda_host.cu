@@ -186,6 +186,9 @@ static void check_pick_ranks(void) {
     snprintf(sentence, sizeof sentence, "rank 2 on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
              "start fewer ranks, or set allow_shared", host);
     pick_ranks(4, 2, sentence);
+    snprintf(sentence, sizeof sentence, "rank 1 on host %s: there is no device 1, the number of this local rank; present are 0 (Fake 0): start fewer ranks, "
+             "set allow_shared, or list device 0 for each rank if the launcher shows each one another GPU", host);
+    pick_ranks(2, 1, sentence);
     ranks.desc.allow_shared = 1;
     pick_ranks(4, 2, NULL);
     for (int rank = 0; rank < 4; rank++) check_that(ranks.device[rank] == rank % 2, "rank %d took device %d", rank, ranks.device[rank]);

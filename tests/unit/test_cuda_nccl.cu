@@ -1111,10 +1111,16 @@ static ddp_result on_one_device(rank_state *s) {
     return staged ? DDP_OK : collectives(s);
 }
 
-/* The scratch of reductions in tree order grows: cudaFree waits for all that runs on the device, what other ranks have begun there included. */
-static ddp_result grows_on_one_device(rank_state *s) {
+/* Group memory goes, and the scratch of reductions in tree order grows: cudaFree waits for all that runs on the device, what other ranks have begun there
+   included. */
+static ddp_result frees_on_one_device(rank_state *s) {
+    void *memory = NULL;
     float last;
+    RANKS_OK(s->cpu, ddp_group_alloc(s->group, 4096, &memory));
     RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    if (s->rank) ranks_sleep_us(100000);
+    RANKS_OK(s->cpu, ddp_group_free(s->group, memory));
+    RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     if (s->rank) ranks_sleep_us(100000);
     fill(s, s->spare, MANY, 1);
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_SUM, NULL));
@@ -1152,7 +1158,7 @@ static void sharing(void) {
         for (int size = 2; size <= MAX_RANKS; size++) run_on(size, seed, on_one_device);
     }
     job.order = DDP_ORDER_TREE;
-    for (int size = 2; size <= MAX_RANKS; size++) run_on(size, 0, grows_on_one_device);
+    for (int size = 2; size <= MAX_RANKS; size++) run_on(size, 0, frees_on_one_device);
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
     device_nccl_shares = job.shared = 0;
     job.order = DDP_ORDER_DEFAULT;
