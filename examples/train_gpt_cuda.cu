@@ -129,8 +129,8 @@ static int check_flags(run_options *o) {
     else if (o->dtype && strcmp(o->dtype, "bf16") && strcmp(o->dtype, "f32")) snprintf(o->wrong, sizeof o->wrong, "--dtype %.60s: give bf16 or f32", o->dtype);
     else if (count < 0) snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s: give up to %d numbers of devices, such as 0,2", o->gpus, GPU_LIST);
     else if (stray_gpu(o))
-        snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s", o->gpus, stray_gpu(o), o->gpus,
-                 stray_gpu(o));
+        snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s", o->gpus, stray_gpu(o),
+                 o->gpus, stray_gpu(o));
     else if (least > DDP_MAX_LOCAL_RANKS)
         snprintf(o->wrong, sizeof o->wrong, "--stages %d x --tp %d are %lld ranks; use %d at most", o->stages, o->tensor, (long long)least,
                  DDP_MAX_LOCAL_RANKS);
@@ -1039,11 +1039,12 @@ static int profile_compare(const void *left, const void *right) {
 }
 
 /* What the data sheet of a GPU says: multiplications and additions in bf16 per second, dense, and bytes of memory per second; 0 = not known.
-   The first name that is a part of the device's counts. */
+   The first name that is a part of the device's counts; cards called NVL are slower than the H100 or H200 in their name. */
 typedef struct gpu_peak { const char *name; double flops, bytes; } gpu_peak;
 
 static gpu_peak find_peak(int device) {
-    static const gpu_peak known[] = {{"H100 PCIe", 756e12, 2.04e12}, {"H100", 989.4e12, 3.35e12}, {"GH200", 989.4e12, 4e12}, {"H200", 989.4e12, 4.8e12},
+    static const gpu_peak known[] = {{" NVL", 0, 0}, {"H100 PCIe", 756e12, 2.04e12}, {"H100", 989.4e12, 3.35e12}, {"GH200", 989.4e12, 4e12},
+                                     {"H200", 989.4e12, 4.8e12},
                                      {"A100-SXM4-40GB", 312e12, 1.555e12}, {"A100-SXM4-80GB", 312e12, 2.039e12}, {"A100", 312e12, 1.555e12},
                                      {"L40S", 362e12, 0.864e12}};
     const gpu_peak none = {"", 0, 0};
