@@ -2686,9 +2686,10 @@ typedef struct ddp__weight { /* a parameter of a unit: one use */
     const char *name;
     ddp_dtype master_dtype, dtype, grad_dtype, wire_dtype; /* of master and sums; of what is gathered; of whole gradients; of what is added over ranks */
     size_t rows, row_count, chunk, first, mine;            /* rows of the whole, elements of one; rows of a shard; this rank's rows */
-    size_t whole_at, grad_at, cast_at, shard_at, quant_at, sum_at, master_at; /* bytes from the start of the unit's memory of that kind */
+    size_t whole_at, grad_at, cast_at, shard_at, sum_at, master_at; /* bytes from the start of the unit's memory of that kind */
+    size_t gather_at;            /* bytes from the start of a rank's block of a gather */
     size_t wire_at;              /* elements from the start of a wire block of wire_dtype */
-    unsigned char *shard, *master; /* this rank's rows: as they are gathered, and as they are updated */
+    unsigned char *shard, *master; /* this rank's rows: as they are gathered (quantize_gather: in 8 bits), and as they are updated */
     int in_place;                /* the sum of its gradients lies in the whole gradients */
 } ddp__weight;
 
@@ -2698,9 +2699,9 @@ typedef struct ddp__unit {
     int index, count, trained;
     int layout;                    /* of its gradients when they are added over ranks */
     ddp__weight *weights;
-    size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, quant_bytes, sum_bytes, master_bytes;
+    size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, sum_bytes, master_bytes, gather_bytes;
     size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
-    unsigned char *whole, *grads, *shard, *quant;
+    unsigned char *whole, *grads, *shard;
     ddp__slot *whole_slot, *grad_slot;
     unsigned char *level[DDP__LEVELS]; /* sums over 2^k micro-batches: of shards, or of whole gradients */
     int depth;                     /* levels in use */
@@ -2990,17 +2991,28 @@ static size_t ddp__lay(size_t *at, size_t size) { /* the next 64-byte aligned pl
     return place;
 }
 
+enum { DDP__QUANT_BLOCK = 256 };
+
+static size_t ddp__quant_scales(const ddp__weight *w) { return (w->chunk * w->row_count + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
+
+/* Bytes of one rank's rows of w as they are gathered. */
+static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
+    size_t count = w->chunk * w->row_count;
+    return f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype);
+}
+
 /* Where the parts of a unit lie in its memory of each kind. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
     DDP__EACH_WEIGHT(unit, w) {
         size_t shard_count = w->chunk * w->row_count;
         if (w->source == w) {
-            w->shard_at = ddp__lay(&unit->shard_bytes, shard_count * ddp_dtype_size(w->dtype));
-            w->quant_at = ddp__lay(&unit->quant_bytes, shard_count + (shard_count + 255) / 256 * sizeof(float));
+            w->shard_at = ddp__lay(&unit->shard_bytes, ddp__weight_wire(f, w));
             if (ddp__has_master(f, w)) w->master_at = ddp__lay(&unit->master_bytes, shard_count * ddp_dtype_size(w->master_dtype));
         }
-        if (!ddp__is_alias(f, w)) w->whole_at = ddp__lay(&unit->whole_bytes, ddp__weight_bytes(w, w->rows, w->dtype));
-        else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
+        if (!ddp__is_alias(f, w)) {
+            w->whole_at = ddp__lay(&unit->whole_bytes, ddp__weight_bytes(w, w->rows, w->dtype));
+            w->gather_at = ddp__lay(&unit->gather_bytes, ddp__weight_wire(f, w));
+        } else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
         if (!ddp__is_trained(w)) continue;
         unit->trained++;
         if (w->wire_dtype != w->grad_dtype) unit->layout = DDP__CASTED;
@@ -3019,10 +3031,6 @@ static size_t ddp__wire_bytes(const size_t *wire_count) { /* one block of each d
     return bytes;
 }
 //== sharding: gather ==================================================================================== >>impl-gather
-
-enum { DDP__QUANT_BLOCK = 256 };
-
-static size_t ddp__quant_scales(const ddp__weight *w) { return (w->chunk * w->row_count + DDP__QUANT_BLOCK - 1) / DDP__QUANT_BLOCK; }
 
 /* This rank's rows in 8 bits: for each block of 256 its largest magnitude, then the values in 127ths of that, rounded. */
 static void ddp__quantize(const ddp__weight *w, unsigned char *out) {
@@ -3094,7 +3102,7 @@ static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
     ddp__casting run = DDP_ZERO;
     DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
-        if (f->desc.quantize_gather) ddp__quantize(w, unit->quant + w->quant_at);
+        if (f->desc.quantize_gather) ddp__quantize(w, w->shard);
         else if (f->host) DDP__FSDP_TRY(ddp__host_publish(f, w, 0, ddp__mine(w)));
         else if (w->shard != w->master) ddp__cast_next(f->device, &run, w->shard, w->dtype, w->master, w->master_dtype, ddp__mine(w));
     }
@@ -3102,25 +3110,11 @@ static ddp_result ddp__unit_publish(ddp_fsdp *f, ddp__unit *unit) {
     return DDP_OK;
 }
 
-/* Bytes of one use's rows of one rank on their way. */
-static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
-    size_t count = w->chunk * w->row_count;
-    return ddp__fsdp_pad(f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype));
-}
-
-static size_t ddp__unit_wire(const ddp_fsdp *f, const ddp__unit *unit) {
-    size_t bytes = 0;
-    DDP__EACH_WEIGHT(unit, w)
-        if (!ddp__is_alias(f, w)) bytes += ddp__weight_wire(f, w);
-    return bytes;
-}
-
 /* Rank's published rows of w, where this rank can read them. */
 static const unsigned char *ddp__weight_published(ddp_fsdp *f, const ddp__weight *w, int rank) {
     const ddp__weight *s = w->source;
-    const unsigned char *mine = f->desc.quantize_gather ? s->unit->quant : f->keeps_whole ? s->unit->whole : s->unit->shard, *base;
-    base = rank == f->rank ? mine : (const unsigned char *)ddp_group_peer(f->group, mine, rank);
-    if (f->desc.quantize_gather) return base + s->quant_at;
+    const unsigned char *mine = f->keeps_whole ? s->unit->whole : s->unit->shard;
+    const unsigned char *base = rank == f->rank ? mine : (const unsigned char *)ddp_group_peer(f->group, mine, rank);
     return base + (f->keeps_whole ? s->whole_at + ddp__weight_bytes(s, ddp__rows_first(s, rank), s->dtype) : s->shard_at);
 }
 
@@ -3137,19 +3131,16 @@ static void ddp__weight_place(ddp_fsdp *f, const ddp__weight *w, int rank, const
 static ddp_result ddp__gather_task(ddp_group *group, void *argument) {
     ddp__unit *unit = (ddp__unit *)argument;
     ddp_fsdp *f = unit->fsdp;
-    size_t block = ddp__unit_wire(f, unit), at = 0;
-    for (int pack = !f->direct; pack >= 0; pack--) {
-        at = 0;
+    if (!f->direct) {
         DDP__EACH_WEIGHT(unit, w) {
-            if (ddp__is_alias(f, w)) continue;
-            if (pack) f->device->copy(f->send + at, ddp__weight_published(f, w, f->rank),
-                                      f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype));
-            for (int r = 0; r < f->world && !pack; r++)
-                ddp__weight_place(f, w, r, f->direct ? ddp__weight_published(f, w, r) : f->receive + (size_t)r * block + at);
-            at += ddp__weight_wire(f, w);
+            size_t bytes = f->desc.quantize_gather ? ddp__weight_wire(f, w) : ddp__mine(w) * ddp_dtype_size(w->dtype);
+            if (!ddp__is_alias(f, w)) f->device->copy(f->send + w->gather_at, ddp__weight_published(f, w, f->rank), bytes);
         }
-        if (pack) DDP__FSDP_TRY(ddp_all_gather(group, f->send, f->receive, block, DDP_U8, NULL));
+        DDP__FSDP_TRY(ddp_all_gather(group, f->send, f->receive, unit->gather_bytes, DDP_U8, NULL));
     }
+    DDP__EACH_WEIGHT(unit, w)
+        for (int r = 0; r < f->world && !ddp__is_alias(f, w); r++)
+            ddp__weight_place(f, w, r, f->direct ? ddp__weight_published(f, w, r) : f->receive + (size_t)r * unit->gather_bytes + w->gather_at);
     return ddp__fsdp_check(group);
 }
 
@@ -4117,13 +4108,13 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *master = NULL;
     if (unit->whole_bytes && ddp__has_own_whole(f) && !f->in_shard)
         DDP__FSDP_TRY(ddp__fsdp_take(f, f->keeps_whole ? DDP__OF_SHARDS : DDP__OF_GATHERED, f->keeps_whole ? shared : DDP__MEMORY_DEVICE, unit->whole_bytes, &unit->whole));
-    if (f->desc.quantize_gather && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, shared, unit->quant_bytes, &unit->quant));
-    else if (!f->keeps_whole && unit->shard_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
+    if (!f->keeps_whole && unit->shard_bytes)
+        DDP__FSDP_TRY(ddp__fsdp_take(f, f->desc.quantize_gather ? DDP__OF_COMMUNICATION : DDP__OF_SHARDS, shared, unit->shard_bytes, &unit->shard));
     if (!f->reduces_each && unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_GROUP, unit->grad_bytes, &unit->grads));
     if (unit->master_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_SHARDS, ddp__offload_kinds[f->desc.offload], unit->master_bytes, &master));
     DDP__EACH_WEIGHT(unit, w) {
         if (w->source != w) continue;
-        if (!f->desc.quantize_gather) w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
+        w->shard = f->keeps_whole ? unit->whole + w->whole_at + ddp__weight_bytes(w, w->first, w->dtype) : unit->shard + w->shard_at;
         w->master = ddp__has_master(f, w) ? master + w->master_at : w->shard;
     }
     for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
@@ -4164,9 +4155,9 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
             if (w->wire_dtype != w->master_dtype && f->world > 1) ddp__size_at_least(&f->narrow_bytes, w->chunk * w->row_count * ddp_dtype_size(w->wire_dtype));
         }
         if (!packs) continue;
-        ddp__size_at_least(&f->send_bytes, ddp__unit_wire(f, unit));
+        ddp__size_at_least(&f->send_bytes, unit->gather_bytes);
         ddp__size_at_least(&f->send_bytes, (ddp__wire_bytes(unit->wire_count) + 64) * (size_t)f->world);
-        ddp__size_at_least(&f->receive_bytes, ddp__unit_wire(f, unit) * (size_t)f->world);
+        ddp__size_at_least(&f->receive_bytes, unit->gather_bytes * (size_t)f->world);
         ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
     }
     if (f->cast_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
@@ -4209,7 +4200,7 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_take_memory(f, unit));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
     DDP__EACH_UNIT(f, unit) {
-        const unsigned char *shared = unit->quant ? unit->quant : unit->shard ? unit->shard : unit->whole;
+        const unsigned char *shared = unit->shard ? unit->shard : unit->whole;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
     DDP__FSDP_TRY(ddp__fsdp_take_turns(f));
