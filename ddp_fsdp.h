@@ -2675,6 +2675,7 @@ typedef struct ddp__slot { /* memory for one unit's whole values, or whole gradi
     struct ddp__unit *reducing; /* gradients: whose reduction still reads it */
     uint64_t given;             /* gradients: number of the last reduction from here, which peers read */
     int number;                 /* gradients: how many were made before, on every rank */
+    uint64_t used;              /* gradients: grows from use to use */
     int busy;
     struct ddp__slot *next;
 } ddp__slot;
@@ -2710,7 +2711,6 @@ typedef struct ddp__unit {
     ddp_work gathering, reducing;
     ddp__slot *reducing_slot;
     uint64_t given;                /* number of its last reduction, where peers read it */
-    int has_reducing;
 } ddp__unit;
 
 struct ddp_fsdp {
@@ -2743,6 +2743,7 @@ struct ddp_fsdp {
     ddp__unit **given_units;       /* whose reductions this rank has handed in, by number */
     unsigned char **slot_memory;   /* of grad_slots, by number */
     int grad_slot_count;
+    uint64_t grad_slots_used;      /* how often */
     uint64_t given, taken, cast_given; /* numbers of the last reduction handed in, carried out, and handed in through cast */
     ddp_optimizer *optimizer;
     ddp_param *masters;            /* what the optimizer sees */
@@ -3381,16 +3382,16 @@ static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest,
     unit->depth++;
 }
 
-/* The gradients that were handed in, with the wire's dtype. */
-static unsigned char *ddp__unit_cast(ddp_fsdp *f, const ddp__unit *unit) {
+/* The gradients that were handed in, with the wire's dtype: what is to be added over ranks, each micro-batch's or the sum in the last one's place. NULL: later. */
+static unsigned char *ddp__unit_cast(ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *from = unit->reducing_slot ? unit->reducing_slot->memory : unit->grads;
-    if (unit->layout == DDP__GRADS) return from;
-    DDP__EACH_TRAINED(unit, w) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
-    return f->cast;
+    if (unit->layout == DDP__CASTED) {
+        DDP__EACH_TRAINED(unit, w) f->device->cast(f->cast + w->cast_at, w->wire_dtype, from + w->grad_at, w->grad_dtype, w->rows * w->row_count);
+        from = f->cast;
+    }
+    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
+    return f->reduces_each || unit->reduced == f->desc.micro_batch_count ? from : NULL;
 }
-
-/* Whether the latest micro-batch's gradients are to be added over ranks: each one's, or the sum in the last one's place. */
-static int ddp__has_sum(const ddp_fsdp *f, const ddp__unit *unit) { return f->reduces_each || unit->reduced == f->desc.micro_batch_count; }
 
 /* What follows the sum over ranks, on this rank's rows. */
 static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
@@ -3403,8 +3404,7 @@ static ddp_result ddp__reduce_rest(ddp_fsdp *f, ddp__unit *unit) {
 static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *from = ddp__unit_cast(f, unit);
     ddp__casting run = DDP_ZERO;
-    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
-    if (!ddp__has_sum(f, unit)) return ddp__fsdp_check(f->group);
+    if (!from) return ddp__fsdp_check(f->group);
     if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
     else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
     if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
@@ -3414,12 +3414,6 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
     return ddp__reduce_rest(f, unit);
-}
-
-static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
-    ddp__unit *unit = (ddp__unit *)argument;
-    (void)group;
-    return ddp__fsdp_failed(unit->fsdp, ddp__unit_reduce_now(unit->fsdp, unit));
 }
 
 /* Ranks that read each other's gradients number the reductions of a step as they hand them in, and keep in step by words of group memory: how many a rank
@@ -3475,10 +3469,11 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     return ddp__reduce_rest(f, unit);
 }
 
-/* Where the sum goes on to replicas it is a task, since collectives of two groups need the same order on all ranks. */
-static ddp_result ddp__take_task(ddp_group *group, void *argument) {
+static ddp_result ddp__reduce_task(ddp_group *group, void *argument) {
+    ddp__unit *unit = (ddp__unit *)argument;
+    ddp_fsdp *f = unit->fsdp;
     (void)group;
-    return ddp__fsdp_failed((ddp_fsdp *)argument, ddp__reduce_take_next((ddp_fsdp *)argument));
+    return ddp__fsdp_failed(f, f->turns ? ddp__reduce_take_next(f) : ddp__unit_reduce_now(f, unit));
 }
 
 /* Carries out the reductions that all ranks have handed in; those up to number least are waited for. */
@@ -3490,8 +3485,7 @@ static ddp_result ddp__reduce_take(ddp_fsdp *f, uint64_t least) {
 
 static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = ddp__reduce_take(f, unit->given);
-    if (unit->has_reducing && result == DDP_OK) result = ddp_wait(f->group, &unit->reducing);
-    unit->has_reducing = 0;
+    if (result == DDP_OK) result = ddp_wait(f->group, &unit->reducing);
     return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
 }
 
@@ -3510,9 +3504,7 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
         DDP__FSDP_TRY(ddp__reduce_end(f, f->given_units[f->cast_given % (uint64_t)ddp__turns_kept(f)]));
         DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, f->cast_given));
     }
-    unsigned char *from = ddp__unit_cast(f, unit);
-    if (!f->reduces_each) ddp__unit_carry(f, unit, from, unit->layout);
-    if (!ddp__has_sum(f, unit)) return DDP_OK;
+    if (!ddp__unit_cast(f, unit)) return DDP_OK;
     unit->given = ++f->given;
     if (unit->layout == DDP__CASTED) f->cast_given = f->given;
     if (unit->reducing_slot) unit->reducing_slot->given = f->given;
@@ -3520,27 +3512,18 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
     mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index | slot_number << 32;
     ddp_group_raise(f->group, mine + DDP__TURN_GIVEN, f->given);
     if (!f->copy_count) return ddp__reduce_take(f, 0);
-    DDP__FSDP_TRY(ddp_group_enqueue(f->group, ddp__take_task, f, &unit->reducing));
-    unit->has_reducing = 1;
-    return DDP_OK;
-}
-
-/* Starts the reduction of a unit's gradients. */
-static ddp_result ddp__reduce_begin(ddp_fsdp *f, ddp__unit *unit) {
-    if (f->turns) return ddp__fsdp_failed(f, ddp__reduce_give(f, unit));
-    ddp_result result = ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing);
-    unit->has_reducing = result == DDP_OK;
-    return result;
+    return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing); /* collectives of two groups need the same order on all ranks */
 }
 
 /* Memory for a unit's whole gradients. More than one micro-batch's work may be reduced behind: at most prefetch units, then the oldest is waited for. The
    choice follows from the order of calls alone, as group memory is taken by all ranks together. */
 static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
-    ddp__slot *slot, **link, *oldest = NULL;
+    ddp__slot *slot = NULL, *oldest = NULL;
     int behind = 0;
-    for (slot = f->grad_slots; slot && slot->busy; slot = slot->next) {
-        if (slot->reducing && !oldest) oldest = slot;
-        behind += slot->reducing != NULL;
+    for (ddp__slot *s = f->grad_slots; s; s = s->next) {
+        if (!s->busy && (!slot || s->used < slot->used)) slot = s;
+        if (s->reducing && (!oldest || s->used < oldest->used)) oldest = s;
+        behind += s->reducing != NULL;
     }
     if (!slot && behind > f->desc.prefetch) {
         DDP__FSDP_TRY(ddp__reduce_wait(f, oldest->reducing));
@@ -3551,13 +3534,11 @@ static ddp_result ddp__grad_slot_take(ddp_fsdp *f, ddp__unit *unit) {
         slot->number = f->grad_slot_count++;
         if (f->turns) f->slot_memory[slot->number] = slot->memory;
     }
-    for (link = &f->grad_slots; *link != slot;) link = &(*link)->next; /* to the end: the list is in the order of use */
-    *link = slot->next;
-    while (*link) link = &(*link)->next;
-    *link = slot;
-    slot->next = NULL;
+    slot->used = ++f->grad_slots_used;
     if (f->turns) DDP__FSDP_TRY(ddp__turn_await(f, DDP__TURN_TAKEN, slot->given));
-    slot->busy = 1, unit->grad_slot = slot, unit->grads = slot->memory;
+    slot->busy = 1;
+    unit->grad_slot = slot;
+    unit->grads = slot->memory;
     return DDP_OK;
 }
 
@@ -4507,7 +4488,7 @@ DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
         u->reducing_slot = u->grad_slot, u->reducing_slot->reducing = u, u->grad_slot = NULL, u->grads = NULL;
         ddp__unit_point(fsdp, u, 1, 0);
     }
-    ddp_result result = ddp__reduce_begin(fsdp, u);
+    ddp_result result = fsdp->turns ? ddp__fsdp_failed(fsdp, ddp__reduce_give(fsdp, u)) : ddp_group_enqueue(fsdp->group, ddp__reduce_task, u, &u->reducing);
     return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(fsdp, result, __func__, u);
 }
 
