@@ -2692,6 +2692,8 @@ typedef struct ddp__weight { /* a parameter of a unit: one use */
     size_t wire_at;              /* elements from the start of a wire block of wire_dtype */
     unsigned char *shard, *master; /* this rank's rows: as they are gathered (quantize_gather: in 8 bits), and as they are updated */
     int in_place;                /* the sum of its gradients lies in the whole gradients */
+    int is_slice;                /* of a larger tensor */
+    int master_number;           /* what the optimizer knows it by: a source that is trained */
 } ddp__weight;
 
 typedef struct ddp__unit {
@@ -2963,6 +2965,7 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
                       : grad != DDP_DTYPE_DEFAULT && !ddp__is_float(grad) ? "the dtype of its gradient is not a float"
                       : global && !inside ? "global_offset and its shape reach beyond global_shape" : NULL;
     if (wrong) return DDP__WEIGHT_BAD(f, w, "%s", wrong);
+    w->is_slice = global != 0;
     w->rows = value->ndim ? (size_t)value->shape[0] : 1;
     w->row_count = w->rows ? (size_t)count / w->rows : 0;
     w->chunk = (w->rows + (size_t)f->world - 1) / (size_t)f->world;
@@ -3792,7 +3795,7 @@ typedef struct ddp__saver {
     ddp_fsdp *fsdp;
 } ddp__saver;
 
-enum { DDP__STATES_MAX = 3, DDP__STATE_ROOM = 32 }; /* of a parameter, and of a state's name */
+enum { DDP__STATES_MAX = 2, DDP__STATE_ROOM = 32 }; /* of a parameter, and of a state's name */
 enum { DDP__LIST_SHARE, DDP__LIST_ALL, DDP__LIST_NOTHING }; /* of what this rank holds: what it is to write, all, or none */
 
 static ddp_group *ddp__fsdp_file_group(const ddp_fsdp *f) { return f->desc.checkpoint_group ? f->desc.checkpoint_group : f->group; }
@@ -3813,7 +3816,6 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     ddp__slice *slice = &s->slices[s->count];
     const ddp_tensor *value = &w->entry->param.value;
     size_t ranks = (size_t)ddp_world_size(f->group), share = (w->rows + ranks - 1) / ranks, skip = 0, rows = w->mine;
-    int64_t global = 0;
     if (f->world == 1 && list == DDP__LIST_SHARE) {
         skip = ddp__place_in(share * (size_t)ddp_rank(f->group), 0, w->rows);
         rows = ddp__place_in(share, 0, w->rows - skip);
@@ -3822,11 +3824,10 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
     slice->name = s->names + (size_t)s->count * s->name_room;
     snprintf(s->names + (size_t)s->count++ * s->name_room, s->name_room, state ? "%s.%s" : "%s", w->name, state);
     slice->dtype = tensor->dtype, slice->ndim = value->ndim, slice->file_kind = state != NULL;
-    for (int i = 0; i < value->ndim; i++) global |= w->entry->global_shape[i];
-    slice->may_repeat = global != 0; /* who says nothing of a larger tensor may have forgotten to */
+    slice->may_repeat = w->is_slice; /* who says nothing of a larger tensor may have forgotten to */
     for (int i = 0; i < value->ndim; i++) {
-        slice->shape[i] = global ? w->entry->global_shape[i] : value->shape[i];
-        slice->offset[i] = (global ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));
+        slice->shape[i] = w->is_slice ? w->entry->global_shape[i] : value->shape[i];
+        slice->offset[i] = (w->is_slice ? w->entry->global_offset[i] : 0) + (i ? 0 : (int64_t)(w->first + skip));
         slice->extent[i] = i ? value->shape[i] : (int64_t)rows;
     }
     if (list != DDP__LIST_NOTHING && rows && w->row_count && tensor->data) /* otherwise nothing of it is held here */
@@ -3835,19 +3836,16 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
 
 /* Every tensor of the checkpoint, the same list on every rank. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
-    int master = 0;
     f->saver->count = 0;
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
+        const char *name = NULL;
         ddp_tensor tensor = ddp__weight_rows(w);
         if (w->source != w) continue;
         ddp__saver_add(f, w, NULL, &tensor, list);
-        if (!ddp__is_trained(w)) continue;
-        for (int k = 0; k < DDP__STATES_MAX; k++) {
-            const char *name;
-            if (ddp_optimizer_get_state(f->optimizer, master, k, &name, &tensor) != DDP_OK) break;
+        for (int k = 0; ddp__is_trained(w) && k < f->optimizer->state_count; k++) {
+            (void)ddp_optimizer_get_state(f->optimizer, w->master_number, k, &name, &tensor);
             ddp__saver_add(f, w, name, &tensor, list);
         }
-        master++;
     }
 }
 
@@ -4237,6 +4235,7 @@ static ddp_result ddp__fsdp_make_optimizer(ddp_fsdp *f) {
         p->name = w->name, p->value = p->grad = ddp__weight_rows(w), p->grad.data = ddp__weight_sum(w, 0);
         f->sums[f->master_count] = p->grad;
         if (f->host) p->grad.data = f->host_sums + ddp__lay(&host_at, ddp__mine(w) * ddp_dtype_size(w->master_dtype));
+        w->master_number = f->master_count;
         f->master_of[f->master_count++] = w;
     }
     if (!f->master_count) return DDP_OK;
@@ -4537,12 +4536,10 @@ DDPDEF ddp_result ddp_fsdp_get_state(ddp_fsdp *fsdp, int unit, int param, int wh
     DDP__WEIGHT_NEED(fsdp, unit, param);
     DDP__FSDP_NEED(state, "state is NULL");
     const ddp__weight *w = &fsdp->units[unit].weights[param];
-    int master = 0;
     DDP__FSDP_NEED(ddp__is_trained(w), "unit %s, parameter %.200s is frozen: it has no optimizer state", w->unit->name, w->name);
     DDP__FSDP_NEED(which >= 0 && which < fsdp->optimizer->state_count, "which=%d, there are %d states of a parameter, numbered from 0", which,
                    fsdp->optimizer->state_count);
-    while (fsdp->master_of[master] != w->source) master++;
-    return ddp_optimizer_get_state(fsdp->optimizer, master, which, name, state);
+    return ddp_optimizer_get_state(fsdp->optimizer, w->source->master_number, which, name, state);
 }
 
 DDPDEF ddp_result ddp_fsdp_set_step(ddp_fsdp *fsdp, int64_t step) {
