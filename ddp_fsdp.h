@@ -2717,6 +2717,7 @@ typedef struct ddp__unit {
 
 struct ddp_fsdp {
     ddp_fsdp_desc desc;
+    const char *who;               /* the public function under way, or the last one, that takes memory */
     ddp_group *group;
     const ddp_device *device;
     int world, rank;               /* over which things are split: 1 and 0 under NO_SHARD */
@@ -2816,14 +2817,11 @@ static void ddp__holding_count(ddp_fsdp *f, const ddp__holding *h, int add) {
 
 /* Host memory by the desc's allocator or the group's. */
 static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counted) {
-    if (!f->desc.alloc_fn) {
-        *counted = size + DDP_MALLOC_EXTRA;
-        return *raw = ddp_group_malloc(f->group, size);
-    }
-    *counted = size + 64;
-    *raw = f->desc.alloc_fn(size + 64, f->desc.user);
-    if (!*raw) ddp_fail(DDP_ERR_NO_MEMORY, "ddp_fsdp group=%s: %zu bytes could not be allocated", ddp_group_name(f->group), size);
-    return *raw ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : NULL;
+    int own = f->desc.alloc_fn != NULL;
+    *counted = size + (own ? 64 : DDP_MALLOC_EXTRA);
+    *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_group_malloc(f->group, size);
+    if (!*raw) ddp__fsdp_tell(DDP_ERR_NO_MEMORY, f->who, f->group, "%zu bytes could not be allocated", size);
+    return *raw && own ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : *raw;
 }
 
 static void ddp__fsdp_unhost(ddp_fsdp *f, void *raw) {
@@ -3772,6 +3770,7 @@ static ddp_result ddp__fsdp_step(ddp_fsdp *fsdp, float lr) {
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__FSDP_NEED(ddp__is_amount((double)lr), "lr=%g; pass a number that is not negative", (double)lr);
+    fsdp->who = __func__;
     ddp_result result = ddp__fsdp_step(fsdp, lr);
     return result == DDP_OK || result == DDP_ERR_INVALID || result == DDP_ERR_MISMATCH ? result : ddp__fsdp_give_up(fsdp, result);
 }
@@ -3886,6 +3885,7 @@ static ddp_result ddp__fsdp_share_result(ddp_fsdp *f, const char *who, ddp_resul
 
 /* Lists the tensors and, where they are not written or read in place, copies them. Then no rank goes on alone: not to a save that others have not begun. */
 static ddp_result ddp__saver_prepare(ddp_fsdp *f, const char *who, int list, int copy) {
+    f->who = who;
     ddp_result result = ddp__fsdp_enter(f->group);
     ddp__saver_list(f, list);
     if (result == DDP_OK && copy) result = ddp__saver_copy(f, 0);
@@ -3946,7 +3946,9 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     const char *who = "ddp_fsdp_create";
     ddp_fsdp_desc *d = &f->desc;
     *d = *desc;
-    f->group = group, f->file = -1;
+    f->group = group;
+    f->who = who;
+    f->file = -1;
     if (d->replicas == group) d->replicas = NULL;
     if (!d->units || d->unit_count < 1) return ddp__fsdp_bad(who, group, "there are no units");
     if ((unsigned)d->strategy > DDP_FSDP_NO_SHARD) return ddp__fsdp_bad(who, group, "strategy=%d is unknown", (int)d->strategy);
@@ -4032,46 +4034,79 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     return ddp__fsdp_join_scaler(f);
 }
 
-static uint64_t ddp__fsdp_hash(uint64_t hash, const void *data, size_t size_bytes) { /* FNV-1a */
-    for (size_t i = 0; i < size_bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(0x100000001b3);
-    return hash;
+/* Options have to be equal on all ranks; the first one that is not is an error on each of them, with the least and the greatest value. */
+static ddp_result ddp__options_compare(const ddp_fsdp *f) {
+    const ddp_fsdp_desc *d = &f->desc;
+#define DDP__OPTION(field) {#field, (double)d->field}
+#define DDP__OPTION_IS_SET(field) {#field, d->field ? 1.0 : 0.0}
+    const struct { const char *name; double value; } option[] = {
+        DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
+        {"the number of replicas", d->replicas ? (double)ddp_world_size(d->replicas) : 0}, DDP__OPTION(strategy), DDP__OPTION(param_dtype),
+        DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch),
+        DDP__OPTION(max_gathered_bytes), DDP__OPTION(keep_after_forward), DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather),
+        DDP__OPTION(offload), DDP__OPTION(save_in_background), DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes),
+        DDP__OPTION(keep_checkpoints), DDP__OPTION_IS_SET(scaler), DDP__OPTION_IS_SET(checkpoint_group), DDP__OPTION(optimizer.kind),
+        DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1), DDP__OPTION(optimizer.beta2),
+        DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
+        DDP__OPTION(optimizer.weight_decay)};
+#undef DDP__OPTION
+#undef DDP__OPTION_IS_SET
+    enum { COUNT = sizeof option / sizeof option[0] };
+    double low[2 * COUNT]; /* of values, and of their negatives */
+    for (int i = 0; i < COUNT; i++) {
+        low[2 * i] = option[i].value;
+        low[2 * i + 1] = -option[i].value;
+    }
+    DDP__FSDP_TRY(ddp__host_reduce(f->group, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
+    if (d->replicas) DDP__FSDP_TRY(ddp__host_reduce(d->replicas, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
+    for (int i = 0; i < COUNT; i++)
+        if (low[2 * i] < -low[2 * i + 1])
+            return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
+                                  "give every rank the same", option[i].name, low[2 * i], -low[2 * i + 1]);
+    return DDP_OK;
 }
 
-/* What has to be equal of parameter i. */
-static uint64_t ddp__weight_hash(const ddp_fsdp *f, int i) {
-    const ddp__weight *w = &f->weights[i];
+/* What has to be equal of a parameter, as a number. */
+static uint32_t ddp__weight_number(const ddp_fsdp *f, const ddp__weight *w) {
     const ddp_tensor *value = &w->entry->param.value;
     int64_t numbers[] = {w->unit->index, value->dtype, value->ndim, w->grad_dtype, w->source - f->weights, w->entry->frozen != 0, value->data != NULL};
     size_t shape_bytes = (size_t)value->ndim * sizeof value->shape[0];
-    uint64_t hash = ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), w->name, strlen(w->name)), numbers, sizeof numbers);
-    hash = ddp__fsdp_hash(hash, value->shape, shape_bytes);
-    hash = ddp__fsdp_hash(hash, w->entry->global_shape, shape_bytes);
-    return ddp__fsdp_hash(hash, w->entry->global_offset, shape_bytes);
+    uint32_t crc = ddp__crc_feed(ddp__crc32c(w->name, strlen(w->name)), numbers, sizeof numbers);
+    crc = ddp__crc_feed(crc, value->shape, shape_bytes);
+    crc = ddp__crc_feed(crc, w->entry->global_shape, shape_bytes);
+    return ddp__crc_feed(crc, w->entry->global_offset, shape_bytes);
 }
 
-static uint64_t ddp__fsdp_desc_hash(const ddp_fsdp *f) {
-    const ddp_fsdp_desc *d = &f->desc;
-    const ddp_optimizer_desc *o = &d->optimizer;
-    int64_t whole[] = {d->strategy, d->unit_count, f->weight_count, d->param_dtype, d->reduce_dtype, d->micro_batch_count, d->per_token, d->plain_accumulation, d->prefetch,
-                       (int64_t)d->max_gathered_bytes, d->keep_after_forward, d->overwrite_gradients, d->quantize_gather, d->offload,
-                       d->replicas ? ddp_world_size(d->replicas) : 0, d->scaler != NULL, d->save_in_background, d->skip_initial_broadcast,
-                       (int64_t)d->max_file_bytes, d->keep_checkpoints, d->checkpoint_group != NULL, o->kind, o->nesterov, o->decay_matrices_only};
-    float rates[] = {o->beta1, o->beta2, o->eps, o->momentum, o->dampening, o->trust_coefficient, o->weight_decay};
-    return ddp__fsdp_hash(ddp__fsdp_hash(UINT64_C(0xcbf29ce484222325), whole, sizeof whole), rates, sizeof rates);
+/* Collective: fails on every rank, since w is another one somewhere: ranks that have something else than rank 0 say what, and the others hear it. */
+static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) {
+    const ddp_tensor *value = &w->entry->param.value;
+    ddp_result own = DDP_OK;
+    char mine[160] = "", first[160];
+    int same, number = (int)(w - f->weights);
+    snprintf(mine, sizeof mine, "'%.60s' %.60s%s%s%s", w->name, ddp__show(ddp_dtype_name(value->dtype), value->ndim, value->shape).text,
+             w->entry->frozen ? " frozen" : "", w->source != w ? " tied" : "", value->data ? "" : " without values");
+    memcpy(first, mine, sizeof first);
+    if (f->desc.replicas) DDP__FSDP_TRY(ddp__host_call(f->desc.replicas, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
+    DDP__FSDP_TRY(ddp__host_call(f->group, DDP_CALL_BROADCAST, first, sizeof first, DDP_U8, DDP_OP_SUM, 0));
+    if (strcmp(mine, first) != 0) {
+        own = DDP_ERR_MISMATCH;
+        (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently: here %s, on rank 0 %s", number, mine, first);
+    }
+    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
+    (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently (unit, dtype of the gradient, tie, global shape or offset)", number);
+    return DDP_ERR_MISMATCH;
 }
 
 /* The first thing that ranks describe differently is an error on all of them, as is what one of them cannot do. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
-    int same = 1;
-    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, own == DDP_OK ? ddp__fsdp_desc_hash(f) : 0, &same));
-    if (!same)
-        return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ (strategy, numbers of units and parameters, dtypes, micro_batch_count, "
-                              "prefetch, optimizer or another option); give every rank the same");
-    for (int i = 0; i < f->weight_count && same; i++) {
-        DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_hash(f, i), &same));
-        if (!same) (void)DDP__WEIGHT_BAD(f, &f->weights[i], "ranks describe parameter number %d differently (name, shape, dtype, unit, tie)", i);
+    int same;
+    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
+    DDP__FSDP_TRY(ddp__options_compare(f));
+    for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
+        DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_number(f, w), &same));
+        if (!same) return ddp__weight_mismatch(f, w);
     }
-    return same ? DDP_OK : DDP_ERR_MISMATCH;
+    return DDP_OK;
 }
 
 /* Levels of the binary counter: sums of shards, or of whole gradients besides the one that backward writes. */
@@ -4443,6 +4478,7 @@ static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (
 DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
+    fsdp->who = __func__;
     DDP__FSDP_TRY(ddp__fsdp_enter(fsdp->group));
     ddp__order_hash(fsdp, 0, unit);
     ddp_result result = fsdp->no_grad ? DDP_OK : ddp__order_note(fsdp, unit);
