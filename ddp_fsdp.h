@@ -2738,8 +2738,8 @@ struct ddp_fsdp {
     size_t whole_slot_bytes, grad_slot_bytes;
     unsigned char *cast, *narrow, *send, *receive; /* staging, see impl-reduce */
     size_t cast_bytes, narrow_bytes, send_bytes, receive_bytes;
-    int *order, *order_now, order_count, now_count, order_cap; /* units in the order of gathers: in the last step, in this one */
-    int following;                 /* this step has had the last one's order so far */
+    int *order, order_count, now_count, order_cap; /* units in the order of gathers: of the last step, over which this one writes its own */
+    int following;                 /* this step has had the last one's order so far: what is behind now_count still is the last one's */
     int most_in_use, in_use, slots_ready;
     uint64_t order_hash;
     uint64_t **turns;              /* direct: every rank's words by which ranks keep in step, see impl-shard-reduce */
@@ -2752,7 +2752,6 @@ struct ddp_fsdp {
     ddp_param *masters;            /* what the optimizer sees */
     ddp__weight **master_of;       /* the weight behind each of them */
     int master_count;
-    ddp_group *lent[2];            /* groups that the scaler has from here */
     ddp_tensor *sums;              /* the sums of their gradients, on the device */
     ddp_group *host;               /* OFFLOAD_HOST on a device with memory of its own: a world of one on the CPU, in which the optimizer works */
     unsigned char *host_sums, *host_rows; /* in memory that the device copies at once: gradients of this rank's rows; two pieces of values on their way */
@@ -3248,17 +3247,14 @@ static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
     int *larger;
     if (f->now_count == f->order_cap) {
         int cap = f->order_cap ? 2 * f->order_cap : 4 * f->unit_count;
-        for (int i = 0; i < 2; i++) {
-            int **list = i ? &f->order_now : &f->order;
-            DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
-            if (*list) memcpy(larger, *list, (size_t)f->order_cap * sizeof(int));
-            ddp__fsdp_give(f, *list);
-            *list = larger;
-        }
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)cap * sizeof(int), &larger));
+        if (f->order) memcpy(larger, f->order, (size_t)f->order_cap * sizeof(int));
+        ddp__fsdp_give(f, f->order);
+        f->order = larger;
         f->order_cap = cap;
     }
     f->following = f->following && f->now_count < f->order_count && f->order[f->now_count] == unit;
-    f->order_now[f->now_count++] = unit;
+    f->order[f->now_count++] = unit;
     return DDP_OK;
 }
 
@@ -3582,7 +3578,12 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     }
     f->finished = 1;
     if (!f->desc.scaler) return ddp__fsdp_check(f->group);
-    return ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares);
+    DDP__FSDP_TRY(ddp__scaler_unscale(f->desc.scaler, f->group, f->sums, f->master_count, f->device == ddp_device_cpu() ? NULL : f->squares));
+    for (int i = 0; i < 2; i++) { /* these groups beside its own */
+        ddp_group *group = i ? f->desc.replicas : f->group;
+        if (group && ddp_world_size(group) > 1) DDP__FSDP_TRY(ddp__host_reduce(group, &f->desc.scaler->found_inf, 1, DDP_I32, DDP_OP_MAX));
+    }
+    return DDP_OK;
 }
 
 /* What clipping left to the step, done now. */
@@ -3696,13 +3697,14 @@ static void ddp__unit_point(const ddp_fsdp *f, ddp__unit *unit, int values, int 
 
 /* Ready for the next step: every gradient is forgotten. */
 static void ddp__fsdp_begin(ddp_fsdp *f) {
-    int *now = f->order_now;
     DDP__EACH_UNIT(f, unit) unit->reduced = unit->depth = 0;
-    if (f->finished) { /* a step that is begun anew, or a load, tells nothing of the order */
-        f->order_now = f->order, f->order = now, f->order_count = f->now_count;
-    }
+    if (f->finished) f->order_count = f->now_count;
+    else if (!f->following) f->order_count = 0; /* a step that is begun anew, or a load, tells nothing of the order */
     if (f->desc.per_token) f->divisor = 0;
-    f->finished = 0, f->grad_scale = 1, f->factor_now = NULL, f->now_count = 0, f->following = 1;
+    f->grad_scale = 1;
+    f->factor_now = NULL;
+    f->finished = f->now_count = 0;
+    f->following = 1;
     f->order_hash = UINT64_C(0xcbf29ce484222325);
 }
 
@@ -3982,28 +3984,6 @@ static ddp_result ddp__fsdp_desc_resolve(ddp_fsdp *f, ddp_group *group, const dd
     return DDP_OK;
 }
 
-static ddp_result ddp__fsdp_join_scaler(ddp_fsdp *f) {
-    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
-    for (int i = 0; i < 2 && d; i++) {
-        ddp_group *group = i ? f->desc.replicas : f->group;
-        int known = !group || ddp_world_size(group) == 1;
-        for (int g = 0; g < d->group_count; g++) known |= d->groups[g] == group;
-        if (known) continue;
-        if (d->group_count == 4) return ddp__fsdp_bad("ddp_fsdp_create", f->group, "the scaler has four groups already; leave those of this object to it");
-        d->groups[d->group_count++] = f->lent[i] = group;
-    }
-    return DDP_OK;
-}
-
-/* The scaler outlives this object, its groups may not. */
-static void ddp__fsdp_leave_scaler(ddp_fsdp *f) {
-    ddp_scaler_desc *d = f->desc.scaler ? &f->desc.scaler->desc : NULL;
-    int kept = 0;
-    for (int g = 0; d && g < d->group_count; g++)
-        if (d->groups[g] != f->lent[0] && d->groups[g] != f->lent[1]) d->groups[kept++] = d->groups[g];
-    if (d) d->group_count = kept;
-}
-
 /* All that a rank can find wrong alone: tables of units and weights, described and laid out. */
 static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     ddp_optimizer_desc optimizer = f->desc.optimizer;
@@ -4030,8 +4010,7 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
         }
     }
     DDP__EACH_UNIT(f, unit) ddp__unit_layout(f, unit);
-    DDP__FSDP_TRY(ddp__optimizer_resolve(f->group, &optimizer)); /* its numbers, before anybody waits */
-    return ddp__fsdp_join_scaler(f);
+    return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before anybody waits */
 }
 
 /* Options have to be equal on all ranks; the first one that is not is an error on each of them, with the least and the greatest value. */
@@ -4314,7 +4293,6 @@ static void ddp__fsdp_free(ddp_fsdp *f) {
         ddp__fsdp_await(f, event, until);
         if (event) f->device->event_destroy(f->group, event);
     }
-    ddp__fsdp_leave_scaler(f);
     ddp_optimizer_destroy(f->optimizer);
     for (int i = 0; i < f->weight_count && f->weights; i++)
         if (f->weights[i].entry) f->weights[i].entry->param.value.data = f->weights[i].entry->param.grad.data = NULL;
