@@ -178,7 +178,7 @@ typedef struct ddp_scaler_desc {
     float growth_factor;     /* 0 = 2 */
     float backoff_factor;    /* 0 = 0.5 */
     int growth_interval;     /* 0 = 2000 */
-    ddp_group *groups[4];    /* every group that splits or replicates the gradients; ddp_fsdp adds its own */
+    ddp_group *groups[4];    /* every group that splits or replicates the gradients; ddp_fsdp asks its own beside them */
     int group_count;
 } ddp_scaler_desc;
 
