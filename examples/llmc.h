@@ -103,19 +103,6 @@ static inline float llmc_from_bf16(uint16_t half) {
 
 //== reading ================================================================================================
 
-/* pread, all of it. */
-static inline ddp_result llmc__pread(const llmc_model *m, void *to, size_t size_bytes, int64_t at) {
-    uint8_t *out = (uint8_t *)to;
-    while (size_bytes > 0) {
-        ssize_t got = pread(m->file, out, size_bytes < (size_t)1 << 30 ? size_bytes : (size_t)1 << 30, (off_t)at);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; give a file that can be read", m->path, (long long)at, strerror(errno));
-        if (got == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s ends at byte %lld while it is read; do not change a file in use", m->path, (long long)at);
-        out += got, at += got, size_bytes -= (size_t)got;
-    }
-    return DDP_OK;
-}
-
 /* What a file is that begins with another number. */
 static inline const char *llmc__kind(int32_t magic) {
     return magic == TEXT_SHARD_MAGIC ? "a token shard of llm.c" : magic == 20240327 ? "a debug state of llm.c" : magic == 20240328 ? "a tokenizer of llm.c"
@@ -132,7 +119,7 @@ static inline ddp_result llmc__read_header(llmc_model *m) {
     if (info.st_size < LLMC_HEADER_BYTES)
         return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header of %d bytes, at byte %lld; fetch the file again", m->path, LLMC_HEADER_BYTES,
                         (long long)info.st_size);
-    result = llmc__pread(m, head, sizeof head, 0);
+    result = text_pread(m->file, m->path, head, sizeof head, 0);
     if (result != DDP_OK) return result;
     if (head[0] != LLMC_MAGIC)
         return ddp_fail(DDP_ERR_CORRUPT, "%s is %s: it begins with %d, not %d; give a GPT-2 checkpoint, such as gpt2_124M.bin", m->path, llmc__kind(head[0]),
@@ -186,10 +173,10 @@ static inline ddp_result llmc_read(const llmc_model *m, int index, int64_t first
                         p.name, (long long)p.shape[0]);
     at = LLMC_HEADER_BYTES + size * (at + first * p.shape[1]);
     left = rows * p.shape[1];
-    if (m->header.dtype == DDP_F32) return llmc__pread(m, out, (size_t)left * 4, at);
+    if (m->header.dtype == DDP_F32) return text_pread(m->file, m->path, out, (size_t)left * 4, at);
     for (; left > 0; left -= piece, at += 2 * piece, out += piece) {
         if (piece > left) piece = left;
-        ddp_result result = llmc__pread(m, half, (size_t)piece * 2, at);
+        ddp_result result = text_pread(m->file, m->path, half, (size_t)piece * 2, at);
         if (result != DDP_OK) return result;
         for (int64_t i = 0; i < piece; i++) out[i] = llmc_from_bf16(half[i]);
     }

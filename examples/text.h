@@ -2,28 +2,32 @@
 
     text_load appends every file in the order given; a folder counts as its files, in the order of their paths' bytes, so
     that every machine gets the same text. Inside a folder, dot-files, folders named build, links and binary files
-    are left out. With no path at all, the text is that of the repository that this file belongs to. */
+    are left out. With no path at all, the text is that of the repository that this file belongs to.
+
+    text_open_shards takes token shards of llm.c instead, as one stream in the same order. They stay where they are: text_read reads what is asked for. */
 #ifndef DDP_EXAMPLE_TEXT_H
 #define DDP_EXAMPLE_TEXT_H
 
 #include "../ddp.h"
 #include <dirent.h>
 #include <errno.h>
-#include <math.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-typedef struct text_buffer {
-    uint8_t *bytes;
-    int64_t count, capacity;
-} text_buffer;
 typedef struct text_paths {
     char **path;
     int count, capacity;
 } text_paths;
+typedef struct text_buffer {
+    uint8_t *bytes; /* NULL: the text is in shards */
+    int64_t count, capacity;
+    text_paths shards;
+    int64_t *first; /* shards.count + 1: the byte of the text that each begins with, and count */
+} text_buffer;
 
 static ddp_result text__list_add(text_paths *list, const char *folder, const char *name) {
     size_t size_bytes = strlen(folder) + strlen(name) + 2;
@@ -176,45 +180,121 @@ static inline int text_is_shard(const char *path) {
     return got == 1 && magic == TEXT_SHARD_MAGIC;
 }
 
-/* Appends a shard's tokens, 2 bytes each. */
-static inline ddp_result text_add_shard(text_buffer *t, const char *path, int vocab) {
-    int64_t start = t->count, tokens;
-    int32_t header[3];
-    if (!text_is_shard(path)) return ddp_fail(DDP_ERR_INVALID, "%s is no token shard, and another path is one; give shards alone, or text alone", path);
-    ddp_result result = text_add_file(t, path, 0);
-    if (result != DDP_OK) return result;
-    tokens = (t->count - start - TEXT_SHARD_HEADER) / 2;
-    if (t->count - start < TEXT_SHARD_HEADER) return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
-    memcpy(header, t->bytes + start, sizeof header);
-    if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1", path, (int)header[1]);
-    if (header[2] != tokens || (t->count - start) % 2)
-        return ddp_fail(DDP_ERR_CORRUPT, "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again", path,
-                        (long long)(t->count - start - TEXT_SHARD_HEADER), (int)header[2]);
-    memmove(t->bytes + start, t->bytes + start + TEXT_SHARD_HEADER, (size_t)tokens * 2);
-    t->count = start + tokens * 2;
-    for (int64_t i = 0; i < tokens; i++) {
-        uint16_t token;
-        memcpy(&token, t->bytes + start + 2 * i, 2);
-        if (token >= vocab)
-            return ddp_fail(DDP_ERR_CORRUPT, "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again", path, (long long)i, token, vocab - 1);
+/* pread, all of it. */
+static inline ddp_result text_pread(int file, const char *path, void *to, size_t size_bytes, int64_t at) {
+    uint8_t *out = (uint8_t *)to;
+    while (size_bytes > 0) {
+        ssize_t got = pread(file, out, size_bytes < (size_t)1 << 30 ? size_bytes : (size_t)1 << 30, (off_t)at);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: reading at byte %lld: %s; give a file that can be read", path, (long long)at, strerror(errno));
+        if (got == 0) return ddp_fail(DDP_ERR_CORRUPT, "%s ends at byte %lld while it is read; do not change a file in use", path, (long long)at);
+        out += got, at += got, size_bytes -= (size_t)got;
     }
     return DDP_OK;
 }
 
-/* Nats per token of 1 or 2 bytes that a model reaches which knows how often each token comes, and nothing else. */
-static inline double text_unigram_entropy(const text_buffer *t, int token_bytes) {
-    static const int different[] = {0, 256, 65536};
-    int64_t *count = (int64_t *)calloc((size_t)different[token_bytes], sizeof *count), tokens = t->count / token_bytes;
-    double sum = 0;
-    for (int64_t i = 0; count && i < tokens; i++) {
-        uint16_t token = t->bytes[i * token_bytes];
-        if (token_bytes == 2) memcpy(&token, t->bytes + 2 * i, 2);
-        count[token]++;
+static inline ddp_result text__shard_size(int file, const char *path, int64_t *tokens) {
+    int32_t header[3];
+    struct stat info;
+    if (fstat(file, &info) != 0) return ddp_fail(DDP_ERR_SYSTEM, "%s: %s; give a file that can be read", path, strerror(errno));
+    if (info.st_size < TEXT_SHARD_HEADER) return ddp_fail(DDP_ERR_CORRUPT, "%s ends inside its header; make the shard again", path);
+    ddp_result result = text_pread(file, path, header, sizeof header, 0);
+    if (result != DDP_OK) return result;
+    *tokens = (info.st_size - TEXT_SHARD_HEADER) / 2;
+    if (header[0] != TEXT_SHARD_MAGIC) return ddp_fail(DDP_ERR_CORRUPT, "%s is no token shard any more; do not change a file in use", path);
+    if (header[1] != 1) return ddp_fail(DDP_ERR_UNSUPPORTED, "%s: version %d of the format, this program reads version 1", path, (int)header[1]);
+    if (header[2] == *tokens && info.st_size % 2 == 0) return DDP_OK;
+    return ddp_fail(DDP_ERR_CORRUPT, "%s has %lld bytes after its header, which says %d tokens of 2; make the shard again", path,
+                    (long long)(info.st_size - TEXT_SHARD_HEADER), (int)header[2]);
+}
+
+/* Opened for as long as it is read: there may be more shards than files that a process may have open. */
+static inline ddp_result text__open_shard(const char *path, int *file, int64_t *tokens) {
+    *file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (*file < 0) return ddp_fail(DDP_ERR_INVALID, "%s: %s; give files or folders that can be read", path, strerror(errno));
+    ddp_result result = text__shard_size(*file, path, tokens);
+    if (result != DDP_OK) close(*file);
+    return result;
+}
+
+/* Files of the paths, in the order of text_load. */
+static inline ddp_result text__list_paths(text_paths *list, const char **paths, int path_count) {
+    ddp_result result = DDP_OK;
+    for (int i = 0; result == DDP_OK && i < path_count; i++) {
+        struct stat info;
+        int before = list->count;
+        if (stat(paths[i], &info) != 0 || !S_ISDIR(info.st_mode)) { result = text__list_add(list, "", paths[i]); continue; }
+        result = text__list_folder(list, paths[i], 0);
+        if (list->count > before) qsort(list->path + before, (size_t)(list->count - before), sizeof *list->path, text__compare);
     }
-    for (int i = 0; count && i < different[token_bytes]; i++)
-        if (count[i]) sum -= (double)count[i] / (double)tokens * log((double)count[i] / (double)tokens);
-    free(count);
-    return sum;
+    return result;
+}
+
+static inline void text_free(text_buffer *t) {
+    text__list_free(&t->shards);
+    free(t->first);
+    free(t->bytes);
+    memset(t, 0, sizeof *t);
+}
+
+/* Where the paths are token shards, or folders of them, t, which is zero, becomes their tokens, 2 bytes each; otherwise it stays zero. */
+static inline ddp_result text_open_shards(text_buffer *t, const char **paths, int path_count) {
+    const char *other = NULL;
+    int found = 0, file;
+    ddp_result result = text__list_paths(&t->shards, paths, path_count);
+    for (int i = 0; result == DDP_OK && i < t->shards.count; i++) {
+        if (text_is_shard(t->shards.path[i])) found++;
+        else other = t->shards.path[i];
+    }
+    if (result == DDP_OK && found && other)
+        result = ddp_fail(DDP_ERR_INVALID, "%s is no token shard, and another path is one; give shards alone, or text alone", other);
+    if (result == DDP_OK && found) t->first = (int64_t *)calloc((size_t)found + 1, sizeof *t->first);
+    if (result == DDP_OK && found && !t->first) result = ddp_fail(DDP_ERR_NO_MEMORY, "a list of %d shards", found);
+    for (int i = 0; result == DDP_OK && i < found; i++) {
+        int64_t tokens = 0;
+        result = text__open_shard(t->shards.path[i], &file, &tokens);
+        if (result == DDP_OK) close(file);
+        t->count = t->first[i + 1] = t->first[i] + 2 * tokens;
+    }
+    if (result != DDP_OK || !found) text_free(t);
+    return result;
+}
+
+/* The shard that byte `at` of the text lies in. */
+static inline int text__shard_of(const text_buffer *t, int64_t at) {
+    int low = 0, high = t->shards.count;
+    while (high - low > 1) {
+        int middle = low + (high - low) / 2;
+        if (t->first[middle] <= at) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Bytes [at, at + size_bytes) of the text, which has them. Every thread may read at once. */
+static inline ddp_result text_read(const text_buffer *t, int64_t at, size_t size_bytes, void *out) {
+    uint8_t *to = (uint8_t *)out;
+    if (t->bytes) { memcpy(to, t->bytes + at, size_bytes); return DDP_OK; }
+    for (int i = text__shard_of(t, at), file; size_bytes > 0; i++) {
+        int64_t tokens = 0, left = t->first[i + 1] - at;
+        size_t n = (uint64_t)left < size_bytes ? (size_t)left : size_bytes;
+        if (n == 0) continue;
+        ddp_result result = text__open_shard(t->shards.path[i], &file, &tokens);
+        if (result != DDP_OK) return result;
+        if (2 * tokens == t->first[i + 1] - t->first[i]) result = text_pread(file, t->shards.path[i], to, n, TEXT_SHARD_HEADER + at - t->first[i]);
+        else result = ddp_fail(DDP_ERR_CORRUPT, "%s has other tokens than at the start; do not change a file in use", t->shards.path[i]);
+        close(file);
+        if (result != DDP_OK) return result;
+        to += n, at += (int64_t)n, size_bytes -= n;
+    }
+    return DDP_OK;
+}
+
+/* The token of 2 bytes at byte `at` is not in the vocabulary. */
+static inline ddp_result text_bad_token(const text_buffer *t, int64_t at, int token, int vocab) {
+    int i = text__shard_of(t, at);
+    return ddp_fail(DDP_ERR_CORRUPT, "%s: token %lld is %d, and the vocabulary ends at %d; make the shard again", t->shards.path[i],
+                    (long long)(at - t->first[i]) / 2, token, vocab - 1);
 }
 
 #endif /* DDP_EXAMPLE_TEXT_H */

@@ -9,7 +9,8 @@
         its own memory, then step by step: windows, its own step, run_mean_loss, run_report_step
         run_finish         sample, table, drawing, losses, hash
 
-    Rank 0 alone reads files, writes files and prints, but for checkpoints that all ranks write together. */
+    Rank 0 alone reads files, writes files and prints, but for checkpoints that all ranks write together, and token shards: of these rank 0 reads all once,
+    to know and to check them, and each rank a window when a batch needs it. No rank ever holds more of them. */
 #ifndef DDP_EXAMPLE_TRAIN_H
 #define DDP_EXAMPLE_TRAIN_H
 
@@ -291,14 +292,37 @@ static int plan_token_bytes(const run_plan *p) { return p->config.vocab ? 2 : 1;
 /* The text, and what its tokens are. */
 static ddp_result plan_text(run_plan *p, const run_options *o, const run_saved *saved, text_buffer *t) {
     p->config.vocab = 0;
-    for (int i = 0; i < o->path_count && o->reads_tokens; i++)
-        if (text_is_shard(o->paths[i])) p->config.vocab = TEXT_SHARD_VOCAB;
+    if (o->reads_tokens) TRY(text_open_shards(t, o->paths, o->path_count));
+    if (t->shards.count) p->config.vocab = TEXT_SHARD_VOCAB;
     if (saved && saved->config.vocab != p->config.vocab)
         return WRONG("%s was trained on %s, and this is %s; %s", o->resume, saved->config.vocab ? "token shards" : "bytes",
                      p->config.vocab ? "a token shard" : "text", o->reads_tokens ? "give what it was trained on" : "go on with train_gpt_cuda");
-    if (!p->config.vocab) return text_load(t, o->paths, o->path_count);
-    for (int i = 0; i < o->path_count; i++) TRY(text_add_shard(t, o->paths[i], p->config.vocab));
-    return DDP_OK;
+    return p->config.vocab ? DDP_OK : text_load(t, o->paths, o->path_count);
+}
+
+/* One pass over the text, piece by piece: its hash, whether every token is one, and nats per token of a model that knows how often each comes, and nothing
+   else. */
+static ddp_result plan_scan(run_plan *p, const text_buffer *t) {
+    uint16_t piece[32768];
+    int size = plan_token_bytes(p), vocab = plan_vocab(p);
+    int64_t *count = (int64_t *)calloc((size_t)vocab, sizeof *count);
+    ddp_result result = count ? DDP_OK : ddp_fail(DDP_ERR_NO_MEMORY, "counts of %d tokens", vocab);
+    size_t n = 0;
+    p->text_hash = HASH_START;
+    for (int64_t at = 0; result == DDP_OK && at < t->count; at += (int64_t)n) {
+        n = t->count - at < (int64_t)sizeof piece ? (size_t)(t->count - at) : sizeof piece;
+        result = text_read(t, at, n, piece);
+        if (result == DDP_OK) p->text_hash = hash_bytes(p->text_hash, piece, n);
+        for (size_t i = 0; result == DDP_OK && i < n / (size_t)size; i++) {
+            int token = size == 2 ? piece[i] : ((const uint8_t *)piece)[i];
+            if (token >= vocab) result = text_bad_token(t, at + 2 * (int64_t)i, token, vocab);
+            else count[token]++;
+        }
+    }
+    for (int i = 0; result == DDP_OK && i < vocab; i++)
+        if (count[i]) p->entropy -= (double)count[i] / (double)p->text_bytes * log((double)count[i] / (double)p->text_bytes);
+    free(count);
+    return result;
 }
 
 /* Rank 0: the rest of what can be wrong with the input, before anything is written. saved: what --resume says, or NULL. */
@@ -323,8 +347,7 @@ static ddp_result make_plan(run_plan *p, const run_options *o, int ranks, const 
                      "give more text or use a shorter --context",
                      (long long)p->text_bytes, plan_token(p), (long long)window, p->config.context);
     p->train_bytes = p->text_bytes - validation;
-    p->entropy = text_unigram_entropy(t, plan_token_bytes(p));
-    p->text_hash = hash_bytes(HASH_START, t->bytes, (size_t)t->count);
+    TRY(plan_scan(p, t));
     if (saved && p->text_hash != saved->text_hash) return WRONG("%s was trained on other text; give the same files, unchanged", o->resume);
     return DDP_OK;
 }
@@ -423,12 +446,34 @@ static ddp_result run_gather(run *r, const void *mine, size_t size_bytes) {
     return ddp_all_gather(r->world, mine, all, size_bytes, DDP_U8, NULL);
 }
 
+typedef struct shards_found { int64_t tokens; char wrong[248]; } shards_found;
+
+/* Token shards stay where they are, and every rank reads there what it needs. Collective. */
+static ddp_result run_open_shards(run *r) {
+    const shards_found *found;
+    shards_found mine;
+    memset(&mine, 0, sizeof mine);
+    if (r->rank != 0 && text_open_shards(&r->text, r->options->paths, r->options->path_count) != DDP_OK) /* rank 0 has, for the plan */
+        snprintf(mine.wrong, sizeof mine.wrong, "%.247s", ddp_last_error());
+    mine.tokens = r->text.count / 2;
+    TRY(run_gather(r, &mine, sizeof mine));
+    found = (const shards_found *)r->everyones;
+    for (int i = 1; i < r->world_size; i++) {
+        if (found[i].wrong[0]) return WRONG("rank %d: %s", i, found[i].wrong);
+        if (found[i].tokens != r->plan.text_bytes)
+            return WRONG("rank %d finds token shards of %lld tokens, and rank 0 of %lld; every machine needs the same shards in the same place", i,
+                         (long long)found[i].tokens, (long long)r->plan.text_bytes);
+    }
+    return DDP_OK;
+}
+
 /* The plan and the text, which rank 0 has made with the given result, for everybody. Collective. */
 static ddp_result run_start(run *r, ddp_result made) {
     TRY(share_result(r->world, made));
     TRY(ddp_broadcast(r->world, &r->plan, sizeof r->plan, DDP_U8, 0, NULL));
+    if (r->plan.config.vocab) return run_open_shards(r);
     if (r->rank != 0) {
-        r->text.count = r->text.capacity = r->plan.text_bytes * plan_token_bytes(&r->plan);
+        r->text.count = r->text.capacity = r->plan.text_bytes;
         r->text.bytes = (uint8_t *)malloc((size_t)r->text.count);
         if (!r->text.bytes) return ddp_fail(DDP_ERR_NO_MEMORY, "a text of %lld bytes does not fit in memory; give fewer files", (long long)r->text.count);
     }
@@ -513,7 +558,7 @@ static ddp_result run_build_sampler(run *r, int replicas, int replica) {
 static void run_free(run *r) {
     ddp_sampler_free(&r->sampler);
     gpt_model_destroy(&r->model);
-    free(r->text.bytes);
+    text_free(&r->text);
     free(r->infos);
     free(r->tokens);
     free(r->targets);
@@ -521,21 +566,27 @@ static void run_free(run *r) {
     free(r->everyones);
 }
 
-/* Token number `at` of the text. */
-static int run_token(const run *r, int64_t at) {
-    uint16_t token;
-    if (!r->plan.config.vocab) return r->text.bytes[at];
-    memcpy(&token, r->text.bytes + 2 * at, 2);
-    return token;
+/* Tokens [at, at + count) of the text. */
+static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
+    uint8_t *narrow = (uint8_t *)(out + count) - 2 * (ptrdiff_t)count; /* read into the end of out, and widened from its beginning */
+    if (!r->plan.config.vocab) {
+        for (int i = 0; i < count; i++) out[i] = r->text.bytes[at + i];
+        return DDP_OK;
+    }
+    TRY(text_read(&r->text, 2 * at, 2 * (size_t)count, narrow));
+    for (int i = 0; i < count; i++) {
+        uint16_t token;
+        memcpy(&token, narrow + 2 * i, 2);
+        out[i] = token;
+    }
+    return DDP_OK;
 }
 
 /* Row `row` of the micro-batch: context tokens from start on, and for each the one that follows. */
-static void take_window(run *r, int row, int64_t start) {
-    int context = r->plan.config.context, next = run_token(r, start);
-    for (int i = 0; i < context; i++) {
-        r->tokens[row * context + i] = next;
-        r->targets[row * context + i] = next = run_token(r, start + i + 1);
-    }
+static ddp_result take_window(run *r, int row, int64_t start) {
+    int context = r->plan.config.context;
+    TRY(run_tokens(r, start, context, r->tokens + row * context));
+    return run_tokens(r, start + 1, context, r->targets + row * context);
 }
 
 static inline int64_t next_window(run *r) {
@@ -546,12 +597,13 @@ static inline int64_t next_window(run *r) {
 }
 
 /* Micro-batch `index` of validation_micro_batches: windows spread evenly over the validation text. */
-static void take_validation_windows(run *r, int64_t index) {
+static ddp_result take_validation_windows(run *r, int64_t index) {
     const run_config *c = &r->plan.config;
     int64_t windows = validation_micro_batches(&r->plan) * c->micro_batch;
     int64_t room = r->plan.text_bytes - r->plan.train_bytes - c->context - 1; /* of the first byte of a window */
     for (int row = 0; row < c->micro_batch; row++)
-        take_window(r, row, r->plan.train_bytes + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0));
+        TRY(take_window(r, row, r->plan.train_bytes + (windows > 1 ? room * (index * c->micro_batch + row) / (windows - 1) : 0)));
+    return DDP_OK;
 }
 
 /* The mean of the first `count` losses, added in their order, whoever has computed them. Collective. */
@@ -603,11 +655,10 @@ static int is_validation_step(const run *r, int64_t step) {
 
 //== the end ================================================================================================== >>end
 
-/* What the model goes on from: the first tokens of the validation text. Returns how many. */
-static int sample_prompt(const run *r, int *tokens) {
-    int prompt = r->plan.config.context < 32 ? r->plan.config.context : 32;
-    for (int i = 0; i < prompt; i++) tokens[i] = run_token(r, r->plan.train_bytes + i);
-    return prompt;
+/* What the model goes on from: the first *prompt tokens of the validation text. */
+static ddp_result sample_prompt(const run *r, int *tokens, int *prompt) {
+    *prompt = r->plan.config.context < 32 ? r->plan.config.context : 32;
+    return run_tokens(r, r->plan.train_bytes, *prompt, tokens);
 }
 
 /* Bytes as text, other tokens as numbers. */

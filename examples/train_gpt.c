@@ -171,7 +171,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     const run_config *c = &r->plan.config;
     double start = ddp_now(), gather;
     for (int micro = 0; micro < r->micro_count; micro++) {
-        for (int row = 0; row < c->micro_batch; row++) take_window(r, row, next_window(r));
+        for (int row = 0; row < c->micro_batch; row++) TRY(take_window(r, row, next_window(r)));
         r->losses[r->rank * r->micro_count + micro] =
             gpt_model_forward_backward(&r->model, r->tokens, r->targets, c->micro_batch, c->context, gradient_ready, t);
         TRY(t->ready_result);
@@ -194,7 +194,7 @@ static ddp_result validate(trainer *t, double *loss) {
     const run_config *c = &r->plan.config;
     int64_t count = validation_micro_batches(&r->plan), share = (count + r->world_size - 1) / r->world_size;
     for (int64_t i = r->rank * share; i < (r->rank + 1) * share && i < count; i++) {
-        take_validation_windows(r, i);
+        TRY(take_validation_windows(r, i));
         r->losses[i] = gpt_model_forward(&r->model, r->tokens, r->targets, c->micro_batch, c->context);
     }
     return run_mean_loss(r, count, loss);
@@ -275,7 +275,8 @@ static ddp_result finish(trainer *t, double validation) {
     exposed = r->train_seconds > 0 ? (stats.total_wait_seconds + t->gather_seconds) / r->train_seconds : 0;
     TRY(run_gather(r, &exposed, sizeof exposed));
     if (r->rank == 0) {
-        int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
+        int tokens[32 + SAMPLE_BYTES], prompt;
+        TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
         print_table(r);

@@ -327,13 +327,14 @@ static size_t place_units(trainer *t, float *memory) {
 }
 
 /* The micro-batch's tokens and targets are where layers look for them; the stage's memory is laid out. */
-static void begin(trainer *t, const ddp_pipeline_call *c) {
+static ddp_result begin(trainer *t, const ddp_pipeline_call *c) {
     run *r = &t->run;
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
-    if (c->evaluating) take_validation_windows(r, index < last ? index : last);
-    else for (int row = 0; row < rows; row++) take_window(r, row, t->starts[c->microbatch * rows + row]);
+    if (c->evaluating) TRY(take_validation_windows(r, index < last ? index : last));
+    else for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, (float *)c->saved);
+    return DDP_OK;
 }
 
 /* What unit u of the stage reads. */
@@ -343,7 +344,7 @@ static const float *input_of(const trainer *t, const ddp_pipeline_call *c, int u
 
 static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
-    begin(t, c);
+    TRY(begin(t, c));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         unit_memory *unit = &t->units[u];
@@ -358,7 +359,7 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
 static ddp_result stage_backward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     const float *d_out = c->output_count ? (const float *)c->output_grads[0].data : NULL;
-    begin(t, c);
+    TRY(begin(t, c));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage]; u--) {
         float *d_in = u > t->first_unit[c->stage] ? t->d : c->input_count ? (float *)c->input_grads[0].data : NULL;
         if (u == 0) TRY(gpt_tensor_embed_backward(&t->model, t->run.tokens, d_out));
@@ -517,7 +518,8 @@ static ddp_result finish(trainer *t, double validation) {
         if (r->rank == 0) memcpy(r->model.values[i], t->whole, size_bytes);
     }
     if (r->rank == 0) {
-        int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
+        int tokens[32 + SAMPLE_BYTES], prompt;
+        TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
     }

@@ -7,7 +7,9 @@ USAGE
     ./train_gpt_cuda --layers 12 --heads 12 --channels 768 --context 1024 --micro-batch 32 --batch 32 --lr 6e-4 data/train_000.bin
     torchrun --no-python --nproc_per_node 8 ./train_gpt_cuda --stages 2 --tp 2
 
-    Text is bytes, a vocabulary of 256, or token shards of llm.c, a vocabulary of 50257. --init takes first values from a GPT-2 checkpoint of llm.c.
+    Text is bytes, a vocabulary of 256, or token shards of llm.c, a vocabulary of 50257; a folder of shards is one stream, in the order of their names. Shards
+    are not kept in memory: rank 0 reads all of them once at the start, and each rank a window when a batch needs it. --init takes first values from a GPT-2
+    checkpoint of llm.c.
 
 RANKS
     pp x dp x tp of them, as in train_gpt_3d: --stages along pp, --tp along tp, and what is left along dp, where --strategy says what ranks split.
@@ -811,9 +813,7 @@ static ddp_result build_shards(trainer *t) {
 /* A window of context + 1 tokens, for the loader's threads. */
 static ddp_result fetch_window(void *user, int64_t index, void *const *fields) {
     const run *r = (const run *)user;
-    int32_t *out = (int32_t *)fields[0];
-    for (int i = 0; i <= r->plan.config.context; i++) out[i] = run_token(r, index + i);
-    return DDP_OK;
+    return run_tokens(r, index, r->plan.config.context + 1, (int *)fields[0]);
 }
 
 /* The loader gives this rank's part of each global batch; where micro-batches are dealt, all of it. */
@@ -1234,7 +1234,7 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     if (c->loss) *c->loss = 0; /* it is read later */
     if (c->evaluating) {
         int64_t last = validation_micro_batches(&t->run.plan) - 1, index = t->validating + c->microbatch;
-        take_validation_windows(&t->run, index < last ? index : last);
+        TRY(take_validation_windows(&t->run, index < last ? index : last));
         TRY(place_tokens(t, slot));
     } else TRY(place_batch(t, c->microbatch, slot));
     for (int u = t->first_unit; u < t->end_unit; u++) {
@@ -1398,7 +1398,7 @@ static ddp_result validate(trainer *t, double *loss) {
     for (t->validating = first; t->validating < first + share; t->validating += every) {
         if (t->pipeline) TRY(ddp_pipeline_evaluate(t->pipeline));
         else {
-            if (t->validating < end) { take_validation_windows(r, t->validating); TRY(place_tokens(t, 0)); }
+            if (t->validating < end) { TRY(take_validation_windows(r, t->validating)); TRY(place_tokens(t, 0)); }
             TRY(forward(t, t->unit_count - 1, t->validating < end));
             if (t->validating < end) TRY(gpt_cuda_loss(t->model, 0, &t->sums[0][0]));
         }
@@ -1508,9 +1508,10 @@ static ddp_result train_steps(trainer *t, double *validation) {
 /* What the model writes when it goes on from the start of the validation text. Rank 0 draws, the others compute along. Collective. */
 static ddp_result generate(trainer *t) {
     run *r = &t->run;
-    int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens), context = r->plan.config.context, vocab = plan_vocab(&r->plan), start = 0;
+    int tokens[32 + SAMPLE_BYTES], prompt, context = r->plan.config.context, vocab = plan_vocab(&r->plan), start = 0;
     size_t n = (size_t)r->plan.config.micro_batch * (size_t)context;
     void *logits = NULL, *values[3 * GPT_BLOCK_PARAMS];
+    TRY(sample_prompt(r, tokens, &prompt));
     float *near = (float *)malloc((size_t)vocab * sizeof *near);
     ddp_result result = near ? t->memory->alloc(t->along_dp, (size_t)vocab * sizeof *near, &logits) : run_no_room();
     if (result == DDP_OK) result = ddp_fsdp_no_grad(t->fsdp, 1);

@@ -189,7 +189,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     for (int i = 0; i < c->batch; i++) t->starts[i] = next_window(r);
     for (int micro = 0; micro < r->micro_count; micro++) {
         int number = r->options->dealt ? micro * r->world_size + r->rank : r->rank * r->micro_count + micro;
-        for (int row = 0; row < c->micro_batch; row++) take_window(r, row, t->starts[number * c->micro_batch + row]);
+        for (int row = 0; row < c->micro_batch; row++) TRY(take_window(r, row, t->starts[number * c->micro_batch + row]));
         TRY(forward(t, &pass, r->tokens, r->targets, &r->losses[number]));
         TRY(backward(t, &pass, r->tokens, r->targets));
     }
@@ -210,7 +210,7 @@ static ddp_result validate(trainer *t, double *loss) {
     double training = t->gather_seconds;
     TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int64_t i = r->rank * share; i < (r->rank + 1) * share; i++) {
-        if (i < count) take_validation_windows(r, i);
+        if (i < count) TRY(take_validation_windows(r, i));
         TRY(forward(t, &pass, r->tokens, r->targets, i < count ? &r->losses[i] : NULL));
     }
     TRY(ddp_fsdp_no_grad(t->fsdp, 0));
@@ -262,8 +262,9 @@ static ddp_result train_steps(trainer *t, double *validation) {
    Collective. */
 static ddp_result generate(trainer *t) {
     run *r = &t->run;
-    int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens), context = r->plan.config.context, start = 0, done = 0;
+    int tokens[32 + SAMPLE_BYTES], prompt, context = r->plan.config.context, start = 0, done = 0;
     double unused;
+    TRY(sample_prompt(r, tokens, &prompt));
     TRY(ddp_fsdp_no_grad(t->fsdp, 1));
     for (int at = prompt; at < prompt + SAMPLE_BYTES; at++) {
         gpt_pass pass;

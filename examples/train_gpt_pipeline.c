@@ -192,14 +192,15 @@ static size_t place_units(trainer *t, int stage, float *memory) {
 }
 
 /* The micro-batch's tokens and targets are where the model looks for them; the stage's memory is laid out. */
-static gpt_pass begin(trainer *t, const ddp_pipeline_call *c) {
+static ddp_result begin(trainer *t, const ddp_pipeline_call *c, gpt_pass *pass) {
     run *r = &t->run;
     int rows = r->plan.config.micro_batch;
     int64_t last = validation_micro_batches(&r->plan) - 1, index = t->validating + c->microbatch;
-    if (c->evaluating) take_validation_windows(r, index < last ? index : last);
-    else for (int row = 0; row < rows; row++) take_window(r, row, t->starts[c->microbatch * rows + row]);
+    if (c->evaluating) TRY(take_validation_windows(r, index < last ? index : last));
+    else for (int row = 0; row < rows; row++) TRY(take_window(r, row, t->starts[c->microbatch * rows + row]));
     place_units(t, c->stage, (float *)c->saved);
-    return gpt_model_pass(&r->model, rows, r->plan.config.context);
+    *pass = gpt_model_pass(&r->model, rows, r->plan.config.context);
+    return DDP_OK;
 }
 
 /* What unit u of the stage reads; the gradient of what it writes. */
@@ -213,7 +214,8 @@ static const float *gradient_at(const trainer *t, const ddp_pipeline_call *c, in
 static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
-    gpt_pass pass = begin(t, c);
+    gpt_pass pass;
+    TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         const float *in = input_of(t, c, u);
         float *out = u + 1 < t->first_unit[c->stage + 1] || !c->output_count ? t->units[u].out : (float *)c->outputs[0].data;
@@ -235,8 +237,9 @@ static ddp_result stage_forward(const ddp_pipeline_call *c, void *user) {
 static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
-    gpt_pass pass = begin(t, c);
+    gpt_pass pass;
     size_t C = (size_t)m->config.channels;
+    TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage + 1] - 1; u >= t->first_unit[c->stage] && u > 0; u--) {
         unit_memory *unit = &t->units[u];
         float *d_in = u > t->first_unit[c->stage] ? t->units[u - 1].d_out : (float *)c->input_grads[0].data;
@@ -259,8 +262,9 @@ static ddp_result stage_input_grad(const ddp_pipeline_call *c, void *user) {
 static ddp_result stage_weight_grad(const ddp_pipeline_call *c, void *user) {
     trainer *t = (trainer *)user;
     gpt_model *m = &t->run.model;
-    gpt_pass pass = begin(t, c);
+    gpt_pass pass;
     size_t C = (size_t)m->config.channels, line = C * sizeof(float);
+    TRY(begin(t, c, &pass));
     for (int u = t->first_unit[c->stage]; u < t->first_unit[c->stage + 1]; u++) {
         unit_memory *unit = &t->units[u];
         if (u == 0) {
@@ -415,7 +419,8 @@ static ddp_result finish(trainer *t, double validation) {
         hash = hash_bytes(hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
     }
     if (r->rank == 0) {
-        int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
+        int tokens[32 + SAMPLE_BYTES], prompt;
+        TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
     }

@@ -252,7 +252,7 @@ static ddp_result train_step(trainer *t, int64_t step, double *loss, float *norm
     float scale;
     ddp_tp_reset_stats(t->model.tp);
     for (int micro = 0; micro < r->micro_count; micro++) {
-        for (int row = 0; row < r->plan.config.micro_batch; row++) take_window(r, row, next_window(r));
+        for (int row = 0; row < r->plan.config.micro_batch; row++) TRY(take_window(r, row, next_window(r)));
         TRY(forward(t, &each, 1));
         keep_loss(t, ddp_rank(t->replicas) * r->micro_count + micro, each);
         TRY(backward(t));
@@ -276,7 +276,7 @@ static ddp_result validate(trainer *t, double *loss) {
     int64_t first = ddp_rank(t->replicas) * share;
     double each;
     for (int64_t i = first; i < first + share && i < count; i++) {
-        take_validation_windows(r, i);
+        TRY(take_validation_windows(r, i));
         TRY(forward(t, &each, 0));
         keep_loss(t, i, each);
     }
@@ -360,7 +360,8 @@ static ddp_result finish(trainer *t, double validation) {
     TRY(hash_weights(t, &hash));
     TRY(ddp_all_reduce(r->world, &waiting, &waiting, 1, DDP_F64, DDP_OP_AVG, NULL));
     if (r->rank == 0) {
-        int tokens[32 + SAMPLE_BYTES], prompt = sample_prompt(r, tokens);
+        int tokens[32 + SAMPLE_BYTES], prompt;
+        TRY(sample_prompt(r, tokens, &prompt));
         gpt_generate(&r->model, tokens, prompt, prompt + SAMPLE_BYTES, 0.8f, (uint64_t)r->plan.config.seed);
         print_sample(&r->plan, tokens, prompt);
         print_table(t, waiting);

@@ -179,6 +179,35 @@ mv text text.kept
 cp tokens.bin text
 cuda tokens --init random.bin --micro-batch 1 --batch 1 --steps 1
 grep -q '200 tokens of text' tokens.all || fail "$(cat tokens.all)"
+rm text
+mkdir text # of shards: these tokens, none, and 200 MB of holes, which stay where they are
+cp tokens.bin text/b.bin
+for shard in a c; do dd if=tokens.bin of=text/$shard.bin bs=1024 count=1 2> dd.err; done
+printf '\000\000\000\000' | dd of=text/a.bin bs=4 seek=2 conv=notrunc 2> dd.err
+printf '\000\341\365\005' | dd of=text/c.bin bs=4 seek=2 conv=notrunc 2> dd.err
+truncate -s 200001024 text/c.bin
+cuda stream --init random.bin --micro-batch 1 --batch 1 --steps 1
+grep -q '100000200 tokens of text' stream.all || fail "$(cat stream.all)"
+[ $(($(number stream resident) - $(number tokens resident))) -lt 65536 ] ||
+    fail "$(number stream resident) KiB with large shards, $(number tokens resident) without"
+
+# A machine that has other shards than that of rank 0. Rank 0 says it.
+mkdir other
+cp tokens.bin other/text
+before=$(state)
+for elsewhere in . other; do
+    # shellcheck disable=SC2016
+    "$folder/with_port" sh -c 'export MASTER_ADDR=127.0.0.1 MASTER_PORT=$DDP_TEST_PORT WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0
+        (cd "$1" && RANK=1 LOCAL_RANK=1 exec timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $5) > rank1.out 2>&1 &
+        RANK=0 LOCAL_RANK=0 timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $4 > rank0.out 2> rank0.err
+        status=$?; wait $!; echo $((status + $?)) > status' sh $elsewhere "$program" "$work" text "$([ $elsewhere = . ] && echo missing || echo text)"
+    grep -Eq '^train_gpt_cuda: rank 1 finds token shards of (0|200) tokens, and rank 0 of 100000200; every machine needs the same shards' rank0.err ||
+        fail "rank 1 with other shards: $(cat rank0.err rank1.out)"
+    [ "$(cat status) $(wc -l < rank0.err) $(wc -c < rank1.out)" = "2 1 0" ] || fail "rank 1 with other shards: status $(cat status): $(cat rank0.err rank1.out)"
+    rm rank0.out rank0.err rank1.out status
+done
+[ "$(state)" = "$before" ] || fail "rank 1 with other shards: files changed"
+rm -r text other
 mv text.kept text
 
 mkfifo pipe # nothing of it is lost
@@ -222,6 +251,12 @@ before=$(state)
     wrong "cannot be written" --write-random missing/file
     wrong "give shards alone" --threads-as-ranks tokens.bin text
     wrong "give shards alone" --threads-as-ranks text tokens.bin
+    mkdir both
+    cp tokens.bin text both
+    before=$(state)
+    wrong "both/text is no token shard" --threads-as-ranks both
+    rm -r both
+    before=$(state)
     wrong "token shard" --resume here.ckpt --threads-as-ranks tokens.bin
     DDP_TEST_GPUS=0 wrong "there is no device 0" $short text
 }

@@ -5,7 +5,7 @@
     DDP_TEST_SEED, in which order streams run (1). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
     stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
     many halves of steps were looked at, how many graphs they launched and how many products outside of graphs, and how much memory the first GPU held at
-    most. */
+    most; and the KiB of host memory that the process had at most. */
 #define SAMPLE_BYTES 8
 #define VALIDATION_WINDOWS 8
 
@@ -55,6 +55,9 @@ static int train_gpt_cuda(int argc, char **argv) {
     wrong = fake_failures() + steps_waited + !left.empty();
     if (!left.empty()) printf("left behind:\n%s", left.c_str());
     if (wrong) fprintf(stderr, "train_gpt_cuda: %d things are out of order on the machine\n", wrong);
-    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu\n", steps_watched, graphs_launched, products_launched, fake.device[0].most);
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    fprintf(stderr, "watched %d, graphs %d, products %d, held %zu, resident %ld\n", steps_watched, graphs_launched, products_launched, fake.device[0].most,
+            usage.ru_maxrss);
     return wrong ? 3 : 0;
 }

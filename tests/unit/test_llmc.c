@@ -433,11 +433,135 @@ static void test_shards_refused(void **state) {
     assert_false(is_there("u.bin") || is_there("u.bin.tmp"));
 }
 
+//== shards as one stream ===================================================================================
+
+/* A shard of zeros, which are a hole. */
+static void put_zeros(const char *name, int32_t tokens) {
+    const int32_t header[256] = {TEXT_SHARD_MAGIC, 1, tokens};
+    assert_int_equal(truncate(put(name, header, sizeof header), tokens < 0 ? TEXT_SHARD_HEADER : TEXT_SHARD_HEADER + 2 * (int64_t)tokens), 0);
+}
+
+/* Shards of 1000, 0, 5 and 3000 tokens in a folder, which the caller's name is for; the tokens of all. */
+static const char *put_stream(const char *name, int32_t *tokens) {
+    static char path[256];
+    char file[64];
+    const int first[] = {0, 1000, 1000, 1005, 4005};
+    snprintf(path, sizeof path, "%s", path_of(name));
+    assert_int_equal(mkdir(path, 0777), 0);
+    for (int i = 0; i < 4005; i++) tokens[i] = (i * 7919 + 3) % 65536;
+    for (int k = 0; k < 4; k++) {
+        snprintf(file, sizeof file, "%s/%d.bin", name, k);
+        if (first[k] == first[k + 1]) put_zeros(file, 0);
+        else assert_int_equal(llmc_write_tokens(path_of(file), tokens + first[k], DDP_I32, first[k + 1] - first[k]), DDP_OK);
+    }
+    return path;
+}
+
+static void check_tokens(const text_buffer *t, int64_t at, int count, const int32_t *tokens) {
+    static uint16_t got[8192];
+    assert_int_equal(text_read(t, 2 * at, 2 * (size_t)count, got), DDP_OK);
+    for (int i = 0; i < count; i++) assert_int_equal(got[i], tokens[i]);
+}
+
+/* Every window of several lengths, over as many borders as there are; in the order of the paths that are given. */
+static void test_stream(void **state) {
+    static int32_t tokens[4005];
+    char last[300], first[300];
+    const char *folder_path = put_stream("stream", tokens), *both[2] = {last, first};
+    text_buffer t = DDP_ZERO;
+    (void)state;
+    assert_int_equal(text_open_shards(&t, &folder_path, 1), DDP_OK);
+    assert_int_equal(t.count, 2 * 4005);
+    assert_int_equal(t.shards.count, 4);
+    for (int length = 1; length <= 4005; length = length < 9 ? length + 1 : length * 20)
+        for (int at = length < 9 ? 0 : 990; at + length <= 4005 && at < 1200; at++) check_tokens(&t, at, length, tokens + at);
+    check_tokens(&t, 0, 4005, tokens);
+    text_free(&t);
+    snprintf(last, sizeof last, "%s/3.bin", folder_path);
+    snprintf(first, sizeof first, "%s/0.bin", folder_path);
+    assert_int_equal(text_open_shards(&t, both, 2), DDP_OK);
+    assert_int_equal(t.count, 2 * 4000);
+    check_tokens(&t, 0, 3000, tokens + 1005);
+    check_tokens(&t, 3000, 1000, tokens);
+    says(text_bad_token(&t, 2 * 3007, 9, 5), DDP_ERR_CORRUPT, "0.bin", "token 7 is 9, and the vocabulary ends at 4");
+    text_free(&t);
+}
+
+/* Other text is left to text_load; what is wrong with a shard is said, at the start and later. */
+static void test_stream_refused(void **state) {
+    static int32_t tokens[4005];
+    const int32_t header[256] = {TEXT_SHARD_MAGIC, 2, 0};
+    char window[16], one[300], other[300];
+    const char *folder_path = put_stream("refused", tokens), *paths[2] = {one, other};
+    text_buffer t = DDP_ZERO;
+    (void)state;
+    snprintf(other, sizeof other, "%s", put("words.txt", "words", 5));
+    snprintf(one, sizeof one, "%s/0.bin", folder_path);
+    assert_int_equal(text_open_shards(&t, paths + 1, 1), DDP_OK);
+    assert_true(t.count == 0 && t.shards.count == 0);
+    says(text_open_shards(&t, paths, 2), DDP_ERR_INVALID, "words.txt", "no token shard, and another path is one");
+    put("refused/x.txt", "words", 5);
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_INVALID, "x.txt", "no token shard, and another path is one");
+    unlink(path_of("refused/x.txt"));
+    put("refused/3.bin", header, sizeof header);
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_UNSUPPORTED, "3.bin", "version 2 of the format");
+    put("refused/3.bin", header, 1000);
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "ends inside its header");
+    put_zeros("refused/3.bin", 70);
+    assert_int_equal(truncate(path_of("refused/3.bin"), 1024 + 139), 0);
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "139 bytes after its header, which says 70 tokens of 2");
+    put_zeros("refused/3.bin", -1);
+    says(text_open_shards(&t, &folder_path, 1), DDP_ERR_CORRUPT, "3.bin", "which says -1 tokens");
+    assert_true(t.count == 0 && t.shards.count == 0);
+    put_zeros("refused/3.bin", 70);
+    assert_int_equal(text_open_shards(&t, &folder_path, 1), DDP_OK);
+    put_zeros("refused/3.bin", 69);
+    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "has other tokens than at the start");
+    put("refused/3.bin", tokens, 4096);
+    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_CORRUPT, "3.bin", "no token shard any more");
+    unlink(path_of("refused/3.bin"));
+    says(text_read(&t, 2 * 1001, 16, window), DDP_ERR_INVALID, "3.bin", "No such file");
+    check_tokens(&t, 990, 10, tokens + 990);
+    text_free(&t);
+}
+
+/* All of 1.2 GB, then windows here and there: the process grows by less than 16 MiB. */
+static void test_stream_memory(void **state) {
+    static uint8_t piece[1 << 16];
+    struct rusage before, after;
+    text_buffer t = DDP_ZERO;
+    char path[256];
+    const char *paths[1] = {path};
+    (void)state;
+    snprintf(path, sizeof path, "%s", path_of("holes"));
+    assert_int_equal(mkdir(path, 0777), 0);
+    for (int i = 0; i < 3; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "holes/%d.bin", i);
+        put_zeros(name, 200000000);
+    }
+    assert_int_equal(getrusage(RUSAGE_SELF, &before), 0);
+    assert_int_equal(text_open_shards(&t, paths, 1), DDP_OK);
+    assert_int_equal(t.count, 1200000000);
+    for (int64_t at = 0; at < t.count; at += COUNT(piece))
+        assert_int_equal(text_read(&t, at, t.count - at < COUNT(piece) ? (size_t)(t.count - at) : sizeof piece, piece), DDP_OK);
+    for (uint64_t i = 0; i < 20000; i++) {
+        int64_t at = (int64_t)(gpt_random(1, i) % (uint64_t)(t.count - 4096));
+        piece[0] = piece[4095] = 1;
+        assert_int_equal(text_read(&t, at, 4096, piece), DDP_OK);
+        assert_true(piece[0] == 0 && piece[4095] == 0);
+    }
+    assert_int_equal(getrusage(RUSAGE_SELF, &after), 0);
+    assert_true(after.ru_maxrss - before.ru_maxrss < 16 * 1024);
+    text_free(&t);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_layout), cmocka_unit_test(test_rows), cmocka_unit_test(test_pieces), cmocka_unit_test(test_bf16), cmocka_unit_test(test_random),
         cmocka_unit_test(test_124m), cmocka_unit_test(test_beyond_4_gib), cmocka_unit_test(test_open_refused), cmocka_unit_test(test_read_refused),
-        cmocka_unit_test(test_write_refused), cmocka_unit_test(test_shards), cmocka_unit_test(test_shards_refused)};
+        cmocka_unit_test(test_write_refused), cmocka_unit_test(test_shards), cmocka_unit_test(test_shards_refused),
+        cmocka_unit_test(test_stream), cmocka_unit_test(test_stream_refused), cmocka_unit_test(test_stream_memory)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
