@@ -336,8 +336,10 @@ static ddp_result plan_run(trainer *t) {
     if (o->checkpoint) TRY(is_folder(o->checkpoint) ? folder_check(o->checkpoint) : check_writable(o->checkpoint));
     if (o->timeline) TRY(check_writable(o->timeline));
     if (o->init) TRY(plan_init(t, &options));
-    if (o->resume && is_folder(o->resume)) TRY(folder_read(o, &saved));
-    else if (o->resume) {
+    if (o->resume && is_folder(o->resume)) {
+        TRY(folder_read(o, &saved));
+        TRY(folder_check_qkv(o->resume, t->tp > 1, t->tp > 1 ? "use --tp 1, or go on with train_gpt_fsdp" : "use --tp 2 or more, or go on with train_gpt_3d"));
+    } else if (o->resume) {
         TRY(checkpoint_read(o->resume, &t->saved, &t->saved_header));
         saved = t->saved_header.run;
     }
