@@ -289,6 +289,11 @@ static const char *plan_token(const run_plan *p) { return p->config.vocab ? "tok
 static int plan_vocab(const run_plan *p) { return p->config.vocab ? p->config.vocab : 256; }
 static int plan_token_bytes(const run_plan *p) { return p->config.vocab ? 2 : 1; }
 
+/* What a unit of the model takes, in blocks: the embedding, blocks, the head. */
+static inline double unit_cost(const run_plan *p, int unit) {
+    return unit == 0 ? 0.05 : unit <= p->config.layers ? 1 : plan_vocab(p) / (12.0 * p->config.channels);
+}
+
 /* The text, and what its tokens are. */
 static ddp_result plan_text(run_plan *p, const run_options *o, const run_saved *saved, text_buffer *t) {
     p->config.vocab = 0;

@@ -165,7 +165,7 @@ static ddp_result build_model(trainer *t) {
         return run_no_room();
     }
     t->grads = t->values + count;
-    for (int u = 0; u < t->unit_count; u++) cost[u] = u == 0 ? 0.05 : u + 1 < t->unit_count ? 1 : 256.0 / (12.0 * config.channels);
+    for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&r->plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->pp, t->first_unit);
     t->first_unit[t->pp] = t->unit_count;
     free(cost);

@@ -358,15 +358,13 @@ static ddp_result plan_run(trainer *t) {
 
 /* Cuts the units into stages, blocks and a head by their cost. */
 static ddp_result cut_stages(trainer *t) {
-    const run_config *c = &t->run.plan.config;
     double *cost;
     ddp_result result;
-    t->unit_count = c->layers + 2;
+    t->unit_count = t->run.plan.config.layers + 2;
     t->stage_begin = (int *)calloc((size_t)t->pp + 1, sizeof *t->stage_begin);
     cost = (double *)calloc((size_t)t->unit_count, sizeof *cost);
     if (!cost || !t->stage_begin) { free(cost); return run_no_room(); }
-    for (int u = 0; u < t->unit_count; u++)
-        cost[u] = u == 0 ? 0.05 : u + 1 < t->unit_count ? 1 : plan_vocab(&t->run.plan) / (12.0 * c->channels);
+    for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&t->run.plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->pp, t->stage_begin);
     free(cost);
     t->stage_begin[t->pp] = t->unit_count;

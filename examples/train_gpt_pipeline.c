@@ -149,7 +149,7 @@ static ddp_result build_params(trainer *t) {
         free(cost);
         return ddp_fail(DDP_ERR_NO_MEMORY, "arrays of %d parameters", r->model.param_count);
     }
-    for (int u = 0; u < t->unit_count; u++) cost[u] = u == 0 ? 0.05 : u + 1 < t->unit_count ? 1 : 256.0 / (12.0 * r->plan.config.channels);
+    for (int u = 0; u < t->unit_count; u++) cost[u] = unit_cost(&r->plan, u);
     result = ddp_pipeline_partition(cost, t->unit_count, t->stage_count, t->first_unit);
     t->first_unit[t->stage_count] = t->unit_count;
     free(cost);
