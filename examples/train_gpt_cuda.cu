@@ -69,7 +69,8 @@ static const flag FLAGS[] = {
     {"--tp", FLAG_INT32, NOT_SAVED, AT(tensor), 1, DDP_MAX_LOCAL_RANKS, "N GPUs that heads and hidden channels are cut over; default 1"},
     RECOMPUTE_FLAG,
     {"--offload", FLAG_SWITCH, NOT_SAVED, AT(offload), 0, 1, "master values and moments lie in host memory"},
-    {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9, "MIB that a rank may be expected to take of its GPU; default: what is free"},
+    {"--memory-limit", FLAG_INT32, NOT_SAVED, AT(memory_limit), 1, 1e9, "MIB that a rank may be expected to take of its GPU; default: what is\n"
+        "                        free. What CUDA keeps there for graphs and libraries is not counted"},
     {"--no-graphs", FLAG_SWITCH, NOT_SAVED, AT(no_graphs), 0, 1, "launch kernels one by one, not as CUDA graphs of micro-batches and units; so it is with\n"
         "                        --tp 2 or more"},
     {"--timeline", FLAG_TEXT, NOT_SAVED, AT(timeline), 0, 0, "FILE write what host and device did in three steps, for chrome://tracing or Perfetto; a CUDA\n"
