@@ -3453,9 +3453,9 @@ static ddp_result ddp__cuda_staged_counts(ddp__cuda_staged *s, ddp__cuda_rounds 
     const ddp_call *call = p->call;
     size_t w = (size_t)s->world_size;
     uint64_t *mine = (uint64_t *)(void *)s->memory, *all = mine + 2 * w;
-    ddp_result result;
+    if (w > DDP_MAX_LOCAL_RANKS) return ddp_fail(DDP_ERR_UNSUPPORTED, "calls with counts are staged for up to %d ranks; give each a GPU", DDP_MAX_LOCAL_RANKS);
     for (size_t j = 0; j < w; j++) { mine[j] = call->send_counts ? call->send_counts[j] : 0; mine[w + j] = call->recv_counts[j]; }
-    result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
+    ddp_result result = ddp_all_gather(s->control, mine, all, 2 * w, DDP_U64, NULL);
     p->most = 0;
     for (size_t from = 0; from < w && result == DDP_OK; from++)
         for (size_t to = 0; to < w; to++) {

@@ -1139,8 +1139,22 @@ static void refused(ddp_result result, const char *text) {
 }
 
 /* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
+/* More ranks than a call with counts has room for, found before anything is written. */
+static void too_many_to_stage(void) {
+    ddp__cuda_staged staged = DDP_ZERO;
+    ddp__cuda_rounds rounds = DDP_ZERO;
+    size_t counts[DDP_MAX_LOCAL_RANKS + 1] = {0};
+    ddp_call call = DDP_ZERO;
+    call.kind = DDP_CALL_ALL_TO_ALL_V;
+    call.send_counts = call.recv_counts = counts;
+    rounds.call = &call;
+    staged.world_size = DDP_MAX_LOCAL_RANKS + 1;
+    check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "for up to 64 ranks"), "%s", ddp_last_error());
+}
+
 static void sharing(void) {
     static const int zeros[MAX_RANKS] = {0};
+    too_many_to_stage();
     job.shared = job.staged = job.desc.allow_shared = 1;
     job.desc.devices = zeros;
     job.desc.device_count = MAX_RANKS;
