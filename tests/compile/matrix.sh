@@ -244,35 +244,29 @@ case_cuda_nccl_versions() {
 # The other three are built by the C++ compiler, as cuda_tests.
 case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS=test_kernels sh "$root/tests/gpu/run.sh" build "$work"; }
 case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
-# One file with all there is, and private: what ddp.h and the headers beside it are to nvcc, the plain ones first, then cuBLASLt and the smallest example, which
-# runs where there is a GPU, and says what is missing where there is none. A product without a group is refused before a device is looked for.
-case_cuda_example() {
+# The smallest example by itself, and the trainer with all there is in one file, private: the trainer first, which includes what it needs, then what ddp.h and the
+# headers beside it are to nvcc, then the example again. What sm_80 has, assembled for sm_90. Both run where there is a GPU, and say what is missing where there
+# is none. A product without a group is refused before a device is looked for.
+case_cuda_examples() {
     need_cuda
-    nccl=-lnccl cublaslt=-lcublasLt
+    cuda -arch=compute_80 $declared -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/examples/all_reduce_cuda.cu" -o alone.o
+    nccl=-lnccl
     echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || nccl=-DDDP_NO_NCCL
     printf '#include <cublasLt.h>\nint main(void) { return cublasLtGetVersion() == 0; }\n' >probe.cu
-    "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || { echo "cuBLASLt is not installed: left out"; cublaslt=; }
-    { printf '%s\n' '#define DDP_IMPLEMENTATION' '#define DDP_STATIC' "${cublaslt:+#define DDP_USE_CUBLASLT}"; include
-        printf '%s\n' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main'
-        echo 'int main(int argc, char **argv) {'
-        [ -z "$cublaslt" ] ||
-            echo '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;'
-        printf '%s\n' '    return example_main(argc, argv);' '}'; } >unit.cu
-    build "$NVCC" -std=c++17 $unoptimised -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" unit.cu -o program $cublaslt $nccl -lpthread -lm
-    cuda -arch=compute_80 $declared -DDDP_CUDA_IMPLEMENTATION_INCLUDED -c "$root/examples/all_reduce_cuda.cu" -o alone.o # it includes what it needs
+    "$NVCC" -Wno-deprecated-gpu-targets probe.cu -lcublasLt -o probe >probe.log 2>&1 || { echo "cuBLASLt is not installed: the trainer is left out"; return 0; }
+    { printf '%s\n' '#define DDP_STATIC' '#define DDP_USE_CUBLASLT' '#define main trainer_main' '#include "examples/train_gpt_cuda.cu"' '#undef main'; include
+        printf '%s\n' 'namespace example {' '#define main example_main' '#include "examples/all_reduce_cuda.cu"' '#undef main' '}'
+        printf '%s\n' 'int main(int argc, char **argv) {' \
+            '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;' \
+            '    return argc > 2 ? trainer_main(argc, argv) : example::example_main(argc, argv);' '}'; } >unit.cu
+    build "$NVCC" -std=c++17 -gencode arch=compute_80,code=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
+        -I"$root" unit.cu -o program -lcublasLt $nccl -lpthread -lm
     status=0
     ./program 2 >out.log 2>&1 || status=$?
     [ $status -ne 9 ] || fail "a product without a group is not refused as it should be"
     if [ $status -eq 0 ]; then grep -q '^2 ranks: 1 + ... + 2 = 3, in each' out.log || fail "$(cat out.log)"
     else grep -Eq 'rank [01]/2 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
     fi
-}
-
-case_cuda_trainer() { # the GPT's kernels and its trainer, what sm_80 has, assembled for sm_90, with all there is; without a GPU it says so
-    need_cuda
-    echo '#include <nccl.h>' | "$NVCC" -x cu -E - >/dev/null 2>&1 || { echo "NCCL is not installed: left out"; return 0; }
-    build "$NVCC" -std=c++17 -gencode "arch=compute_80,code=sm_90" -Xcicc -O0 -Xptxas -O0 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
-        "$root/examples/train_gpt_cuda.cu" -o program -lcublasLt -lnccl -lpthread -lm
     seq 1 300 >text
     if ./program --layers 1 --steps 2 text >out.log 2>&1; then grep -q '^weights hash' out.log || fail "$(cat out.log)"
     else grep -Eq '^train_gpt_cuda: rank 0/1 ddp_cuda_pick: rank 0 on host .*(there is no device|cudaGetDeviceCount)' out.log || fail "$(cat out.log)"
