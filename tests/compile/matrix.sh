@@ -185,8 +185,7 @@ case_libc_first_clang() {
 }
 
 # ddp_cuda.cuh: implemented by nvcc, declared for everybody. It needs no NCCL, and says so when asked to do without. nvcc's -O is for the host, device code
-# is always optimised as PTX; where only the host's side matters, $unoptimised saves the time, as -Xptxas -O0 does where PTX is all that is looked at.
-unoptimised='-arch=compute_80 -Xcicc -O0'
+# is always optimised as PTX; -Xcicc -O0 saves the time where nobody looks at it, as -Xptxas -O0 does where PTX is all that is looked at.
 cuda() { echo "+ nvcc $*"; "$NVCC" -std=c++17 -DDDP_NO_NCCL -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" "$@" || fail "failed: nvcc $*"; }
 need_cuda() { need "$NVCC" nvcc; [ -f "$root/ddp_cuda.cuh" ] || need '' ddp_cuda.cuh; }
 cuda_include() { printf '#include <cuda_runtime_api.h>\n' >probe.cu; "$NVCC" -M probe.cu | tr ' \\' '\n\n' | sed -n 's|/cuda_runtime_api.h$||p' | head -n 1; }
@@ -259,8 +258,8 @@ case_cuda_examples() {
         printf '%s\n' 'int main(int argc, char **argv) {' \
             '    ddp_gemm g = DDP_ZERO; if (ddp_cuda_gemm(&g, NULL) != DDP_ERR_INVALID || !strstr(ddp_last_error(), "set gemm_user")) return 9;' \
             '    return argc > 2 ? trainer_main(argc, argv) : example::example_main(argc, argv);' '}'; } >unit.cu
-    build "$NVCC" -std=c++17 -gencode arch=compute_80,code=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror \
-        -I"$root" unit.cu -o program -lcublasLt $nccl -lpthread -lm
+    build "$NVCC" -std=c++17 -gencode arch=compute_80,code=sm_90 -Xcicc -O0 -Xptxas -O0 "-DDDP__HD=__host__ __device__ inline" \
+        -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I"$root" unit.cu -o program -lcublasLt $nccl -lpthread -lm
     status=0
     ./program 2 >out.log 2>&1 || status=$?
     [ $status -ne 9 ] || fail "a product without a group is not refused as it should be"
