@@ -1,6 +1,7 @@
 /*  gpt_tests.cu - the tests of the GPT's kernels and model on the fake machine as one program, as cuda_tests.cu.
 
-    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu. Called train_gpt_cuda the program is that trainer, but for sanitizers. */
+    gpt_tests NAME [its arguments]       gpt and attention are those of tests/gpu, fake_kernel test_fake_kernel.cu.
+    Called train_gpt_cuda the program is that trainer, but for sanitizers. */
 #define DDP_TEST_ON_CPU
 #include "host_only.h"
 #include "device.h"
@@ -15,6 +16,12 @@ namespace gpt_model_tests {
 }
 namespace attention_tests {
 #include "../gpu/test_attention.cu"
+}
+#undef RUN
+#undef CHECK
+#undef CASE
+namespace kernel_tests {
+#include "test_fake_kernel.cu"
 }
 #undef main
 #if !defined(__SANITIZE_ADDRESS__)
@@ -37,6 +44,7 @@ int main(int argc, char **argv) {
     argv++;
     if (strcmp(name, "gpt") == 0) return gpt_model_tests::test_main(argc, argv);
     if (strcmp(name, "attention") == 0) return attention_tests::test_main();
-    printf("gpt_tests: no test is called '%s'; there are gpt and attention\n", name);
+    if (strcmp(name, "fake_kernel") == 0) return kernel_tests::test_main();
+    printf("gpt_tests: no test is called '%s'; there are gpt, attention and fake_kernel\n", name);
     return 2;
 }
