@@ -31,7 +31,7 @@ static inline training__told training__told_now(ddp_result result) {
     training__told told;
     memset(&told, 0, sizeof told);
     told.result = result;
-    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%s", ddp_last_error());
+    if (result != DDP_OK) snprintf(told.text, sizeof told.text, "%.507s", ddp_last_error());
     return told;
 }
 
