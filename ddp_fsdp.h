@@ -4013,12 +4013,14 @@ static ddp_result ddp__fsdp_describe(ddp_fsdp *f) {
     return ddp__optimizer_resolve(f->group, &optimizer); /* its numbers, before anybody waits */
 }
 
+typedef struct ddp__option { const char *name; double value; } ddp__option;
+
 /* Options have to be equal on all ranks; the first one that is not is an error on each of them, with the least and the greatest value. */
 static ddp_result ddp__options_compare(const ddp_fsdp *f) {
     const ddp_fsdp_desc *d = &f->desc;
 #define DDP__OPTION(field) {#field, (double)d->field}
 #define DDP__OPTION_IS_SET(field) {#field, d->field ? 1.0 : 0.0}
-    const struct { const char *name; double value; } option[] = {
+    const ddp__option option[] = {
         DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
         {"the number of replicas", d->replicas ? (double)ddp_world_size(d->replicas) : 0}, DDP__OPTION(strategy), DDP__OPTION(param_dtype),
         DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch),

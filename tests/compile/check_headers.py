@@ -25,7 +25,7 @@ BANNER = re.compile(r"^//== (\S.*?) =+ >>([a-z0-9][a-z0-9-]*)$")
 
 
 def max_lines(name):
-    return {"ddp.h": 7900, "ddp_fsdp.h": 4586}.get(name, 4000)
+    return {"ddp.h": 7900, "ddp_fsdp.h": 4588}.get(name, 4000)
 
 
 def blank(text):
