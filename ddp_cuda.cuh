@@ -176,7 +176,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
                 that is waited for, or was made without work, holds up the stream of the group, not the host. Synchronise it to read results.
                 ddp_test asks the device. ddp_barrier blocks the host.
      order      DDP_ORDER_ANY leaves sums to NCCL; DDP_ORDER_TREE gives the bits of the CPU backends: all-to-all, a kernel, all-gather. MIN and MAX of
-                floats (NaNs stay) and AVG of integers always take that way. It reaches 64 ranks, and allocates in its first call of a size.
+                floats (NaNs stay) and AVG of integers always take that way, which allocates in its first call of a size.
      messages   match by order, not by tag, and run one after the other: two ranks that send to each other put that into ddp_batch_begin / end.
      failures   of a rank, of CUDA or NCCL, other calls on other ranks, or more than timeout_ms without progress end the communication on every rank: a
                 later ddp_wait or call returns the cause. Work already on streams ends with undefined data.
@@ -317,6 +317,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #define DDP__CUDA_TEXT 512          /* an error line of ddp.h */
 #define DDP__CUDA_THREADS 256       /* of a block */
 #define DDP__CUDA_BLOCKS 4096       /* at most: some waves on any GPU, the rest is a loop in the kernel */
+#define DDP__CUDA_TREE_MOST 8191    /* sources of a reduction, 4 * 2^11 - 1 */
 #define DDP__CUDA_RANGES 64         /* of one launch: a kernel's arguments are limited to 4 KiB */
 #define DDP__CUDA_CHUNK ((size_t)16384) /* elements of a tensor that one block copies */
 
@@ -578,24 +579,18 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
 
 /* Arithmetic that rounds every operation: no fused multiply-add may appear, on either side. */
 #if defined(__CUDA_ARCH__)
-static DDP__HD float ddp__cuda_add(float a, float b) { return __fadd_rn(a, b); }
-static DDP__HD float ddp__cuda_mul(float a, float b) { return __fmul_rn(a, b); }
-static DDP__HD float ddp__cuda_div(float a, float b) { return __fdiv_rn(a, b); }
-static DDP__HD float ddp__cuda_sqrt(float a) { return __fsqrt_rn(a); }
-static DDP__HD double ddp__cuda_add(double a, double b) { return __dadd_rn(a, b); }
-static DDP__HD double ddp__cuda_mul(double a, double b) { return __dmul_rn(a, b); }
-static DDP__HD double ddp__cuda_div(double a, double b) { return __ddiv_rn(a, b); }
-static DDP__HD double ddp__cuda_sqrt(double a) { return __dsqrt_rn(a); }
+#define DDP__CUDA_EITHER(device, host) (device)
 #else
-static DDP__HD float ddp__cuda_add(float a, float b) { return a + b; }
-static DDP__HD float ddp__cuda_mul(float a, float b) { return a * b; }
-static DDP__HD float ddp__cuda_div(float a, float b) { return a / b; }
-static DDP__HD float ddp__cuda_sqrt(float a) { return sqrtf(a); }
-static DDP__HD double ddp__cuda_add(double a, double b) { return a + b; }
-static DDP__HD double ddp__cuda_mul(double a, double b) { return a * b; }
-static DDP__HD double ddp__cuda_div(double a, double b) { return a / b; }
-static DDP__HD double ddp__cuda_sqrt(double a) { return sqrt(a); }
+#define DDP__CUDA_EITHER(device, host) (host)
 #endif
+static DDP__HD float ddp__cuda_add(float a, float b) { return DDP__CUDA_EITHER(__fadd_rn(a, b), a + b); }
+static DDP__HD float ddp__cuda_mul(float a, float b) { return DDP__CUDA_EITHER(__fmul_rn(a, b), a * b); }
+static DDP__HD float ddp__cuda_div(float a, float b) { return DDP__CUDA_EITHER(__fdiv_rn(a, b), a / b); }
+static DDP__HD float ddp__cuda_sqrt(float a) { return DDP__CUDA_EITHER(__fsqrt_rn(a), sqrtf(a)); }
+static DDP__HD double ddp__cuda_add(double a, double b) { return DDP__CUDA_EITHER(__dadd_rn(a, b), a + b); }
+static DDP__HD double ddp__cuda_mul(double a, double b) { return DDP__CUDA_EITHER(__dmul_rn(a, b), a * b); }
+static DDP__HD double ddp__cuda_div(double a, double b) { return DDP__CUDA_EITHER(__ddiv_rn(a, b), a / b); }
+static DDP__HD double ddp__cuda_sqrt(double a) { return DDP__CUDA_EITHER(__dsqrt_rn(a), sqrt(a)); }
 
 static DDP__HD uint32_t ddp__cuda_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static DDP__HD uint64_t ddp__cuda_bits(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
@@ -946,16 +941,17 @@ static DDP__HD void ddp__cuda_cell_add(int64_t *cell, int64_t value) {
 
 /* The tree over sources. Four at a time make a subtree, and a binary counter of those adds equal ones as they appear; what is left
    at the end folds from the smallest up:   W=11:  [0..7] [8..10]   W=28:  [0..15] [16..23] [24..27]
-   level[k] is a subtree of 4 * 2^k sources; all indices are known when compiling, so levels stay in registers. */
-template <ddp_dtype D, ddp_op OP> struct ddp__cuda_tree {
+   level[k] is a subtree of 4 * 2^k sources; all indices are known when compiling, so levels stay in registers: few of them leave room for 16 bytes. */
+template <ddp_dtype D, ddp_op OP, int LEVELS> struct ddp__cuda_tree {
     typedef ddp__cuda_type<D> type;
     typedef typename type::store store;
     typedef typename type::math math;
     typedef typename type::wrap wrap;
-    enum { WIDTH = 16 / sizeof(store), LEVELS = 5 };
+    enum { WIDTH = LEVELS > 5 ? 1 : 16 / sizeof(store) };
     const void *src[DDP_MAX_LOCAL_RANKS];
     void *dst[DDP_MAX_LOCAL_RANKS];
-    int src_count, dst_count;
+    int src_count, dst_count, own;
+    size_t stride_bytes;
     ddp__cuda_divisor divisor;
 
     template <int N> DDP__HD void join(math *out, const math *a, const math *b) const {
@@ -964,7 +960,7 @@ template <ddp_dtype D, ddp_op OP> struct ddp__cuda_tree {
     }
     template <int N> DDP__HD void load(math *out, int source, size_t at) const {
         store in[N];
-        ddp__cuda_get<N>(in, src[source], at);
+        ddp__cuda_get<N>(in, !stride_bytes ? src[source] : source == own ? src[1] : (const unsigned char *)src[0] + (size_t)source * stride_bytes, at);
         DDP__UNROLL
         for (int i = 0; i < N; i++) out[i] = type::load(in[i]);
     }
@@ -1030,17 +1026,24 @@ typedef struct ddp__cuda_tree_call {
     uint64_t divisor; /* 1 = none */
     cudaStream_t stream;
     const char *function;
+    size_t stride_bytes; /* 0, or source r is r times that behind src[0], but number own is src[1] */
+    int own;
 } ddp__cuda_tree_call;
 
-template <ddp_dtype D, ddp_op OP> static ddp_result ddp__cuda_tree_run(const ddp__cuda_tree_call *call) {
-    ddp__cuda_tree<D, OP> f = {};
-    enum { WIDTH = ddp__cuda_tree<D, OP>::WIDTH, SIZE = 16 / WIDTH };
+template <ddp_dtype D, ddp_op OP, int LEVELS> static ddp_result ddp__cuda_tree_launch(const ddp__cuda_tree_call *call) {
+    ddp__cuda_tree<D, OP, LEVELS> f = {};
+    enum { WIDTH = ddp__cuda_tree<D, OP, LEVELS>::WIDTH, SIZE = sizeof(typename ddp__cuda_type<D>::store) };
     uint32_t mask = (1u << WIDTH) - 1;
-    for (int k = 0; k < call->src_count; k++) { f.src[k] = call->src[k]; mask = ddp__cuda_heads(mask, call->src[k], SIZE, WIDTH); }
+    f.stride_bytes = call->stride_bytes, f.own = call->own;
+    for (int k = 0; k < (call->stride_bytes ? 2 : call->src_count); k++) { f.src[k] = call->src[k]; mask = ddp__cuda_heads(mask, call->src[k], SIZE, WIDTH); }
     for (int k = 0; k < call->dst_count; k++) { f.dst[k] = call->dst[k]; mask = ddp__cuda_heads(mask, call->dst[k], SIZE, WIDTH); }
     f.src_count = call->src_count, f.dst_count = call->dst_count;
     f.divisor = ddp__cuda_divisor_of(call->divisor);
     return ddp__cuda_each(f, ddp__cuda_split_of(mask, call->count, WIDTH), call->stream, call->function);
+}
+
+template <ddp_dtype D, ddp_op OP> static ddp_result ddp__cuda_tree_run(const ddp__cuda_tree_call *call) {
+    return call->src_count > DDP_MAX_LOCAL_RANKS ? ddp__cuda_tree_launch<D, OP, 11>(call) : ddp__cuda_tree_launch<D, OP, 5>(call);
 }
 
 template <ddp_dtype D> static ddp_result ddp__cuda_tree_op(const ddp__cuda_tree_call *call) {
@@ -2046,7 +2049,7 @@ static void ddp__cuda_device_cast(void *dst, ddp_dtype dst_dtype, const void *sr
 
 static void ddp__cuda_device_add(void *dst, const void *left, const void *right, size_t count, ddp_dtype dtype) {
     const void *sources[2] = {left, right};
-    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add"};
+    ddp__cuda_tree_call call = {&dst, 1, sources, 2, count, DDP_OP_SUM, 1, ddp__cuda_mine.stream, "ddp_device_cuda add", 0, 0};
     ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
@@ -2056,7 +2059,7 @@ static void ddp__cuda_device_scale(void *data, size_t count, ddp_dtype dtype, fl
 
 static void ddp__cuda_device_divide(void *data, size_t count, ddp_dtype dtype, uint64_t divisor) {
     const void *source = data;
-    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide"};
+    ddp__cuda_tree_call call = {&data, 1, &source, 1, count, DDP_OP_AVG, divisor, ddp__cuda_mine.stream, "ddp_device_cuda divide", 0, 0};
     if (divisor > 1) ddp__cuda_keep(ddp__cuda_tree_any(&call, dtype));
 }
 
@@ -2230,7 +2233,7 @@ static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) 
 #if !defined(DDP__NCCL_SCRATCH)
 #define DDP__NCCL_SCRATCH ((size_t)32 << 20) /* bytes of a round of a reduction in tree order */
 #endif
-#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10) /* of them that are there from the beginning: 16 elements of 64 ranks are 8 KiB */
+#define DDP__NCCL_SCRATCH_FIRST ((size_t)64 << 10) /* of them that are there from the beginning, besides 16 elements of each rank */
 #if !defined(DDP__NCCL_TICK_MS)
 #define DDP__NCCL_TICK_MS 20 /* between two looks of the watchdog */
 #endif
@@ -2401,13 +2404,12 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     const ddp_call *call = t->call;
     size_t mine, size = ddp_dtype_size(call->dtype), own = ddp__nccl_share(t, n->rank, &mine), theirs, at;
     unsigned char *scratch = (unsigned char *)n->scratch;
-    const void *sources[DDP_MAX_LOCAL_RANKS];
+    const void *sources[2] = {scratch, (const unsigned char *)call->send + own * size};
     int to_all = call->kind == DDP_CALL_ALL_REDUCE, to_root = call->kind == DDP_CALL_REDUCE;
     void *sum = scratch + (size_t)n->rank * t->share * size;
     ddp_result result = DDP_OK;
     DDP__CUDA_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
-        sources[j] = j == n->rank ? (const unsigned char *)call->send + own * size : scratch + (size_t)j * t->share * size;
         if (j == n->rank) continue;
         at = ddp__nccl_share(t, j, &theirs);
         result = ddp__nccl_send(n, call->send, at, theirs, call->dtype, j);
@@ -2416,8 +2418,9 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     result = ddp__nccl_close_group(n, result);
     if (to_all || (to_root && call->root == n->rank)) sum = (unsigned char *)call->recv + own * size;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
-    if (result == DDP_OK && mine)
-        result = ddp_cuda_reduce_tree(&sum, 1, sources, n->world_size, mine, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+    const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, mine, call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
+                                      n->lanes->stream[DDP_LANE_COMM], "the sum in tree order", t->share * size, n->rank};
+    if (result == DDP_OK && mine) result = ddp__cuda_tree_any(&tree, call->dtype);
     if (result != DDP_OK || !(to_all || to_root)) return result;
     DDP__CUDA_TRY(ddp__nccl_open_group(n));
     for (int j = 0; j < n->world_size && result == DDP_OK; j++) {
@@ -2454,9 +2457,8 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     int scatter = call->kind == DDP_CALL_REDUCE_SCATTER;
     ddp__nccl_tree t = {call, 0, 0, 0};
     ddp_result result;
-    if (n->world_size > DDP_MAX_LOCAL_RANKS)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, and the group has %d: use DDP_ORDER_ANY, with SUM or PROD, or AVG of "
-                        "floats", DDP_MAX_LOCAL_RANKS, n->world_size);
+    if (n->world_size > DDP__CUDA_TREE_MOST)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "reductions in tree order reach %d ranks, the group has %d: use DDP_ORDER_ANY", DDP__CUDA_TREE_MOST, n->world_size);
     t.share = scatter ? call->count : (call->count + world - 1) / world;
     t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
     if (t.share > most) t.share = most;
@@ -2869,7 +2871,7 @@ static void *ddp__nccl_watch(void *argument) {
         if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
         if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK) ddp__nccl_abort(n);
         if (!talking && !under_way && __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE)) return NULL;
-        ddp__nccl_rest(n, DDP__NCCL_TICK_MS);
+        ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* everybody hears all words, which are almost 1 KiB each */
     }
 }
 
@@ -2951,7 +2953,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     if (error == cudaSuccess) call = "cudaEventCreateWithFlags";
     for (int i = 0; i < DDP__NCCL_OPS && error == cudaSuccess; i++) error = cuda->event_create(&n->ops[i].event);
     if (error == cudaSuccess) error = cuda->event_create(&n->idle);
-    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST); }
+    if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size); }
     if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
     if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]); }
     *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
@@ -3909,14 +3911,12 @@ DDPDEF ddp_result ddp_cuda_check(void) {
 DDPDEF ddp_result ddp_cuda_reduce_tree(void *const *dst, int dst_count, const void *const *src, int src_count, size_t count, ddp_dtype dtype,
                                        ddp_op op, uint64_t divisor, cudaStream_t stream) {
     const char *function = "ddp_cuda_reduce_tree";
-    ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function};
+    ddp__cuda_tree_call call = {dst, dst_count, src, src_count, count, op, 1, stream, function, 0, 0};
     if (!dst || !src || dst_count < 1 || dst_count > DDP_MAX_LOCAL_RANKS || src_count < 1 || src_count > DDP_MAX_LOCAL_RANKS)
         return ddp_fail(DDP_ERR_INVALID, "%s: dst_count=%d src_count=%d, allowed are 1 to %d", function, dst_count, src_count, DDP_MAX_LOCAL_RANKS);
     if ((unsigned)op > DDP_OP_PROD || ddp_dtype_size(dtype) == 0) return ddp_fail(DDP_ERR_INVALID, "%s: op=%d dtype=%d", function, (int)op, (int)dtype);
-    for (int k = 0; k < src_count; k++)
-        if (count && !src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
-    for (int k = 0; k < dst_count; k++)
-        if (count && !dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
+    for (int k = 0; count && k < src_count; k++) if (!src[k]) return ddp_fail(DDP_ERR_INVALID, "%s: src[%d] is NULL", function, k);
+    for (int k = 0; count && k < dst_count; k++) if (!dst[k]) return ddp_fail(DDP_ERR_INVALID, "%s: dst[%d] is NULL", function, k);
     if (op == DDP_OP_AVG && divisor) call.divisor = divisor;
     if (src_count > 1 || call.divisor > 1) return ddp__cuda_tree_any(&call, dtype);
     for (int k = 0; k < dst_count; k++) {

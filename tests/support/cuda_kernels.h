@@ -146,6 +146,40 @@ static void check_reduce(void) {
     free(want);
 }
 
+/* Sources a stride apart, and one elsewhere, as they lie where ranks have sent them; more than 64 of them take a kernel with more levels. */
+static void check_reduce_strided(void) {
+    static const int worlds[] = {1, 2, 7, 64, 65, 67, 100, 127, 128, 129, 200, 255, 257, 1000, 4097, DDP__CUDA_TREE_MOST};
+    enum { WORLDS = sizeof worlds / sizeof *worlds, COUNT = 37, STRIDE = 48 * 8 };
+    buffer in = buffer_make((size_t)STRIDE * DDP__CUDA_TREE_MOST), elsewhere = buffer_make(STRIDE), out = buffer_make(STRIDE);
+    const void **src = (const void **)malloc(sizeof *src * DDP__CUDA_TREE_MOST);
+    unsigned char want[STRIDE];
+    for (size_t d = 0; d < sizeof all_dtypes / sizeof *all_dtypes; d++) {
+        ddp_dtype dtype = all_dtypes[d];
+        size_t size = ddp_dtype_size(dtype), stride = 48 * size;
+        for (int k = 0; k < DDP__CUDA_TREE_MOST; k++) fill(in.host + stride * (size_t)k, COUNT, dtype, k == 5);
+        fill(elsewhere.host + size, COUNT, dtype, 0);
+        buffer_up(&in);
+        buffer_up(&elsewhere);
+        for (int w = 0; w < WORLDS; w++) {
+            int n = worlds[w], own = w % 3 == 0 ? n - 1 : w % 3 == 1 ? 0 : n / 2;
+            ddp_op op = (ddp_op)(((int)d + w) % (DDP_OP_PROD + 1));
+            uint64_t divisor = op != DDP_OP_AVG ? 1 : w % 2 ? (uint64_t)n : 6;
+            const void *two[2] = {in.device, elsewhere.device + size};
+            void *dst = out.device, *to = want;
+            const ddp__cuda_tree_call call = {&dst, 1, two, n, COUNT, op, divisor, 0, "strided", stride, own};
+            for (int k = 0; k < n; k++) src[k] = k == own ? elsewhere.host + size : in.host + stride * (size_t)k;
+            ddp__reduce_tree(&to, 1, src, n, COUNT, dtype, op, divisor, 0);
+            check_that(ddp__cuda_tree_any(&call, dtype) == DDP_OK, "%s", ddp_last_error());
+            gpu->copy(out.host, out.device, COUNT * size);
+            check_that(same(out.host, want, COUNT, dtype), "reduce %s op=%d W=%d own=%d a stride apart", ddp_dtype_name(dtype), (int)op, n, own);
+        }
+    }
+    buffer_free(&in);
+    buffer_free(&elsewhere);
+    buffer_free(&out);
+    free(src);
+}
+
 /* ---- many tensors ---- */
 
 enum { TENSORS = 70 };
@@ -743,6 +777,7 @@ static int kernel_checks(void) {
     gpu = ddp_device_cuda();
     failed += table_line("device table", check_device);
     failed += table_line("tree reduction", check_reduce);
+    failed += table_line("tree reduction, strided", check_reduce_strided);
     failed += table_line("flatten, unflatten, cast", check_multi);
     failed += table_line("unscale, sum of squares", check_squares);
     failed += table_line("AdamW, SGD", check_optimizers);

@@ -912,7 +912,7 @@ static ddp_result sequences(rank_state *s) {
     RANKS_OK(s->cpu, calls_are(s, "ddp_cuda_group_create",
              "cudaStreamCreateWithPriority(non-blocking, high) = s2\n"
              "33 x cudaEventCreateWithFlags\n"
-             "cudaMalloc(65536) = m5\n"
+             "cudaMalloc(65792) = m5\n"
              "cudaMalloc(16) = m6\n"
              "cudaMemsetAsync(m6, 0, 16, s2)\n"
              "ncclGetUniqueId()\n"
@@ -1028,7 +1028,7 @@ static ddp_result sequences(rank_state *s) {
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_split",
              "cudaStreamCreateWithPriority(non-blocking, high) = s3\n"
              "33 x cudaEventCreateWithFlags\n"
-             "cudaMalloc(65536) = m8\n"
+             "cudaMalloc(65792) = m8\n"
              "cudaMalloc(16) = m9\n"
              "cudaMemsetAsync(m9, 0, 16, s3)\n"
              "ncclCommSplit(c1, 1, 1) = c2\n"));
