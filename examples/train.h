@@ -727,14 +727,16 @@ static void run_init(run *r, ddp_group *world, job *j) {
 /* A rank's part: a trainer of size_bytes, which begins with its run and is zeros otherwise, trains and ends. */
 static ddp_result run_trainer(ddp_group *world, job *j, size_t size_bytes, ddp_result (*train)(void *trainer), void (*end)(void *trainer)) {
     run *r = (run *)calloc(1, size_bytes);
+    char cause[1024];
     ddp_result result;
     if (!r) return ddp_fail(DDP_ERR_NO_MEMORY, "a trainer");
     run_init(r, world, j);
     result = train(r);
     if (result != DDP_OK && r->report.terminal && r->report.shown > 0) printf("\n");
+    snprintf(cause, sizeof cause, "%s", result == DDP_OK ? "" : ddp_last_error()); /* what is freed may have failed, too */
     end(r);
     free(r);
-    return result;
+    return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", cause);
 }
 
 /* Starts the ranks, or joins those of a launcher. Returns the status of the process. */

@@ -44,13 +44,12 @@ CHECKPOINTS
     --checkpoint FILE is the format of train_gpt: f32 values and moments, which either program goes on from. A FOLDER, one that is there or ends in a slash,
     is written by all ranks together: train_gpt_fsdp reads it, with --tp 2 or more train_gpt_3d.
 
-    It has run on the fake machine of tests/support; what has run on a GPU is in bench/README.md. */
+    It has run on the fake machine of tests/support, on up to 6 ranks; what has run on a GPU is in bench/README.md. */
 #define DDP_IMPLEMENTATION
 #include "gpt_cuda.cuh"
 #include "../ddp_fsdp.h"
 #include "../ddp_pipeline.h"
 #define TRAIN_PROMISE "The same --batch, --micro-batch and --tp give the same weights on any number of GPUs, bit for bit."
-#define TRAIN_MAX_RANKS DDP_MAX_LOCAL_RANKS
 #define TRAIN_RANKS "one per entry of --gpus, or as many as --stages and --tp need"
 #include "checkpoint.h"
 #include "folder.h"
@@ -134,11 +133,9 @@ static int check_flags(run_options *o) {
     else if (stray_gpu(o))
         snprintf(o->wrong, sizeof o->wrong, "--gpus %.60s, and %.60s is no file: put commas between devices, --gpus %.60s,%.60s", o->gpus, stray_gpu(o),
                  o->gpus, stray_gpu(o));
-    else if (least > DDP_MAX_LOCAL_RANKS)
-        snprintf(o->wrong, sizeof o->wrong, "--stages %d x --tp %d are %lld ranks; use %d at most", o->stages, o->tensor, (long long)least,
-                 DDP_MAX_LOCAL_RANKS);
     else if (o->init && o->resume) snprintf(o->wrong, sizeof o->wrong, "--init and --resume both say where values come from; leave one of them out");
-    return o->wrong[0] ? 1 : count > least ? count : (int)least;
+    if (o->wrong[0] || least > DDP_MAX_LOCAL_RANKS) return 1; /* more are a launcher's; without one, the only rank says so */
+    return count > least ? count : (int)least;
 }
 
 /* --write-random: GPT-2 124M, but for flags. The status of the process. */
@@ -317,6 +314,9 @@ static ddp_result plan_init(trainer *t, run_options *o) {
 
 static ddp_result check_mesh(const trainer *t) {
     int ranks = t->run.world_size, rest = t->pp * t->tp, units = t->run.plan.config.layers + 2;
+    if (rest > ranks && rest > DDP_MAX_LOCAL_RANKS)
+        return WRONG("--stages %d x --tp %d are %d ranks, and there are %d; start as many under torchrun, or use %d at most", t->pp, t->tp, rest, ranks,
+                     DDP_MAX_LOCAL_RANKS);
     if (ranks % rest || t->pp * t->dp * t->tp != ranks)
         return WRONG("--stages %d x --tp %d does not divide %d ranks; use --ranks %d", t->pp, t->tp, ranks, (ranks + rest - 1) / rest * rest);
     if (t->run.plan.config.layers && t->pp > units)
@@ -597,22 +597,11 @@ static void say_savings(const trainer *t, char *out, size_t size) {
 
 typedef struct seat { char host[64]; int32_t device; int32_t pad; double needed, there; } seat;
 
-/* Whether all ranks of each GPU fit there, asked before anything large is taken; and how many they are. Collective. */
-static ddp_result check_memory(trainer *t) {
+/* The same on every rank: the first rank whose GPU has not enough for all that share it, said by rank 0. */
+static ddp_result compare_seats(trainer *t, const seat *seats) {
     run *r = &t->run;
-    seat seats[DDP_MAX_LOCAL_RANKS], *mine = &seats[r->rank];
-    char sentence[512] = "", savings[300];
-    size_t free_bytes = 0, total_bytes = 0;
-    way now = way_now(t);
-    memset(mine, 0, sizeof *mine);
-    if (gethostname(mine->host, sizeof mine->host - 1) != 0) snprintf(mine->host, sizeof mine->host, "unknown");
-    CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
-    mine->device = t->device;
-    mine->needed = way_bytes(t, &now);
-    mine->there = (double)free_bytes;
-    if (r->options->memory_limit && mine->there > r->options->memory_limit * MIB) mine->there = r->options->memory_limit * MIB;
-    t->needed = (size_t)mine->needed;
-    TRY(ddp_all_gather(r->world, mine, seats, sizeof *mine, DDP_U8, NULL));
+    const seat *mine = &seats[r->rank];
+    char savings[300];
     for (int i = 0; i < r->world_size; i++) t->sharing += !strcmp(seats[i].host, mine->host) && seats[i].device == mine->device;
     for (int i = 0; i < r->world_size; i++) {
         double needed = 0;
@@ -621,14 +610,41 @@ static ddp_result check_memory(trainer *t) {
             if (!strcmp(seats[i].host, seats[k].host) && seats[i].device == seats[k].device) needed += seats[k].needed, ranks++;
         t->any_share |= ranks > 1;
         if (needed <= seats[i].there) continue;
-        if (r->rank == 0) {
-            say_savings(t, savings, sizeof savings);
-            snprintf(sentence, sizeof sentence, "GPU %d of rank %d is too small: %s %.1f MiB, there are %.1f MiB, %.1f MiB are missing; %s", seats[i].device, i,
-                     ranks > 1 ? "its ranks together need" : "it needs", needed / MIB, seats[i].there / MIB, (needed - seats[i].there) / MIB, savings);
-        }
-        return share_result(r->world, r->rank == 0 ? ddp_fail(DDP_ERR_NO_MEMORY, "%s", sentence) : DDP_OK);
+        if (r->rank != 0) return share_result(r->world, DDP_OK);
+        say_savings(t, savings, sizeof savings);
+        return share_result(r->world, ddp_fail(DDP_ERR_NO_MEMORY, "GPU %d of rank %d is too small: %s %.1f MiB, there are %.1f MiB, %.1f MiB are missing; %s",
+                                               seats[i].device, i, ranks > 1 ? "its ranks together need" : "it needs", needed / MIB, seats[i].there / MIB,
+                                               (needed - seats[i].there) / MIB, savings));
     }
+    t->needed = (size_t)mine->needed;
     return DDP_OK;
+}
+
+/* Whether all ranks of each GPU fit there, asked before anything large is taken; and how many they are. Collective. */
+static ddp_result check_memory(trainer *t) {
+    run *r = &t->run;
+    seat mine;
+    size_t free_bytes = 0, total_bytes = 0;
+    way now = way_now(t);
+    memset(&mine, 0, sizeof mine);
+    if (gethostname(mine.host, sizeof mine.host - 1) != 0) snprintf(mine.host, sizeof mine.host, "unknown");
+    CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+    mine.device = t->device;
+    mine.needed = way_bytes(t, &now);
+    mine.there = (double)free_bytes;
+    if (r->options->memory_limit && mine.there > r->options->memory_limit * MIB) mine.there = r->options->memory_limit * MIB;
+    TRY(run_gather(r, &mine, sizeof mine));
+    return compare_seats(t, (const seat *)r->everyones);
+}
+
+/* Where memory runs out although it was there before, the error says what takes less. */
+static ddp_result with_savings(const trainer *t, ddp_result result) {
+    char error[600], savings[300];
+    if (result != DDP_ERR_NO_MEMORY || !t->needed) return result;
+    snprintf(error, sizeof error, "%s", ddp_last_error());
+    say_savings(t, savings, sizeof savings);
+    return ddp_fail(result, "%s; the estimate for the GPU was %.1f MiB, without what CUDA keeps for itself%s; %s", error, (double)t->needed / MIB,
+                    t->desc.graphs ? " and for graphs, which --no-graphs saves" : "", savings);
 }
 
 //== devices ============================================================================================== >>devices
@@ -660,7 +676,7 @@ static ddp_result group_gpus(trainer *t, ddp_group *control, const char *name, d
     return ddp_cuda_group_create(out, control, &desc);
 }
 
-/* Streams, groups, and the model's memory. Collective. */
+/* Streams, and groups of GPUs. Collective. */
 static ddp_result build_device(trainer *t) {
     CUDA(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
     CUDA(cudaStreamCreateWithFlags(&t->copies, cudaStreamNonBlocking));
@@ -989,16 +1005,17 @@ static ddp_result write_timeline(trainer *t) {
     run *r = &t->run;
     const char *path = r->options->timeline;
     char *text = NULL;
-    uint64_t lengths[DDP_MAX_LOCAL_RANKS];
     size_t length = 0;
     ddp_result result = trace_text(t, &text, &length);
+    const size_t *lengths;
     FILE *file = NULL;
     if (r->rank == 0 && result == DDP_OK) {
         file = fopen(path, "w");
         if (!file) result = ddp_fail(DDP_ERR_SYSTEM, "%s cannot be written: %s", path, strerror(errno));
         else fprintf(file, "{\"traceEvents\":[\n%.*s", (int)length, text);
     }
-    if (result == DDP_OK) { lengths[r->rank] = length; result = ddp_all_gather(r->world, &lengths[r->rank], lengths, 1, DDP_U64, NULL); }
+    if (result == DDP_OK) result = run_gather(r, &length, sizeof length);
+    lengths = (const size_t *)r->everyones;
     for (int i = 1; i < r->world_size && result == DDP_OK; i++) {
         char *theirs = r->rank == 0 ? (char *)malloc(lengths[i]) : text;
         if (r->rank == i) result = ddp_send(r->world, text, length, DDP_U8, 0, 0, NULL);
@@ -1614,11 +1631,11 @@ static ddp_result train(void *user) {
     double validation = 0;
     find_mesh(t);
     TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
-    TRY(build(t));
+    TRY(with_savings(t, build(t)));
     choose_trace(t);
     run_report_start(r);
     if (r->rank == 0 && t->any_share) printf("ranks share a GPU: what they tell each other goes through host memory, which is slow\n");
-    TRY(train_steps(t, &validation));
+    TRY(with_savings(t, train_steps(t, &validation)));
     return finish(t, validation);
 }
 

@@ -132,13 +132,24 @@ rm stages.json
     short="$run --channels 96 --steps 2"
     cuda large $short
     needed=$("$program" --threads-as-ranks $short --offload --memory-limit 1 text 2>&1 | sed -n 's/.*it needs \([0-9]*\).*/\1/p')
-    limit=$((needed + 1))
+    mib=$((needed + 1))
     before=$(state)
-    wrong "--offload saves" $short --threads-as-ranks --memory-limit $limit text
-    cuda limited $short --offload --memory-limit $limit
+    wrong "--offload saves" $short --threads-as-ranks --memory-limit $mib text
+    cuda limited $short --offload --memory-limit $mib
     same_hash limited large
-    [ "$(number large held)" -gt $((limit * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $limit MiB"
-    [ "$(number limited held)" -le $((limit * 1048576)) ] || fail "$limit MiB were the limit, $(number limited held) bytes were held"
+    [ "$(number large held)" -gt $((mib * 1048576)) ] || fail "$(number large held) bytes were held without a limit of $mib MiB"
+    [ "$(number limited held)" -le $((mib * 1048576)) ] || fail "$mib MiB were the limit, $(number limited held) bytes were held"
+    before=$(state)
+    # Somebody else takes memory after it was asked for: the call that failed, the estimate, and what takes less.
+    for room in 1 $mib; do
+        DDP_TEST_ROOM=$room
+        export DDP_TEST_ROOM
+        for part in "out of memory (cudaErrorMemoryAllocation)" " MiB, without what CUDA keeps for itself and for graphs, which --no-graphs saves; --recompute saves " "--offload saves"; do
+            wrong "$part" $short --threads-as-ranks text
+        done
+        wrong " MiB, without what CUDA keeps for itself; --recompute saves" $short --threads-as-ranks --no-graphs text
+        unset DDP_TEST_ROOM
+    done
 }
 
 # --- checkpoints: files, and folders ---
@@ -236,7 +247,7 @@ before=$(state)
     wrong "use --layers 5 or more" $short --stages 7 text
     wrong "use 1F1B, GPipe or naive" $short --schedule ZB-H1 text
     wrong "no schedule is called" $short --schedule fast text
-    wrong "use 64 at most" $short --stages 9 --tp 9 text
+    wrong "--stages 9 x --tp 9 are 81 ranks, and there are 1; start as many under torchrun, or use 64 at most" $short --stages 9 --tp 9 text
     wrong "multiple of 8" $short --channels 36 text
     wrong "No such file" $short --init missing text
     wrong "no checkpoint of llm.c" $short --init text text

@@ -103,7 +103,7 @@ struct fake_device {
     int streams, events, blocks, comms, calls;
     CUstream_st *legacy;
     fake_clock host;
-    size_t total, held, most; /* bytes of memory; most: that it ever held */
+    size_t total, held, most, taken; /* bytes of memory; most: that it ever held; taken: by others, after they were asked for */
 };
 
 struct fake_thread {
@@ -250,7 +250,7 @@ static void *fake_allocate(size_t bytes, int is_device) {
     int device = fake_me.device;
     size_t pages = (bytes + 4095) / 4096 * 4096 + 4096;
     fake_device &d = fake.device[device];
-    if (fake.used[is_device] + pages > FAKE_ARENA / 2 || (is_device && bytes > d.total - d.held)) return NULL;
+    if (fake.used[is_device] + pages > FAKE_ARENA / 2 || (is_device && bytes + d.taken > d.total - d.held)) return NULL;
     if (is_device) d.most = std::max(d.most, d.held += bytes);
     char *at = fake.base + (is_device ? 0 : FAKE_ARENA / 2) + fake.used[is_device];
     fake.used[is_device] += pages;

@@ -1,8 +1,8 @@
 /*  train_gpt_cuda.cu - the trainer of examples/train_gpt_cuda.cu on the fake machine of fake_gpu.h, kernels and all. A part of gpt_tests.cu, which it shares
     the kernels with.
 
-    Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4), and
-    DDP_TEST_SEED, in which order streams run (1). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
+    Its command line is the trainer's; several ranks need --threads-as-ranks. Out of the environment: DDP_TEST_GPUS, how many GPUs there are (4),
+    DDP_TEST_SEED, in which order streams run (1), and DDP_TEST_ROOM, the MiB that the first GPU has in truth (4,096). What is out of order on the machine, or left behind after a run that went well, is status 3, with lines on
     stderr. So is, unless ranks share a GPU, a call that waits for the device where the trainer says that it does not. The last line of stderr says how
     many halves of steps were looked at, how many graphs they launched and how many products outside of graphs, and how much memory the first GPU held at
     most; and the KiB of host memory that the process had at most. */
@@ -44,9 +44,10 @@ struct watcher {
 #undef main
 
 static int train_gpt_cuda(int argc, char **argv) {
-    const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED");
+    const char *gpus = getenv("DDP_TEST_GPUS"), *seed = getenv("DDP_TEST_SEED"), *room = getenv("DDP_TEST_ROOM");
     int status, wrong;
     fake_start(gpus ? atoi(gpus) : 4, seed ? (uint64_t)atoi(seed) : 1);
+    if (room) fake.device[0].taken = fake.device[0].total - ((size_t)atoi(room) << 20);
     status = trainer_main(argc, argv);
     fflush(stdout);
     if (status != 0) return status;
