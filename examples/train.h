@@ -451,23 +451,42 @@ static ddp_result run_gather(run *r, const void *mine, size_t size_bytes) {
     return ddp_all_gather(r->world, mine, all, size_bytes, DDP_U8, NULL);
 }
 
-typedef struct shards_found { int64_t tokens; char wrong[248]; } shards_found;
+typedef struct shards_found { int64_t tokens; uint64_t hash; char wrong[240]; } shards_found;
+
+/* What tells these shards from others: where each begins, and the tokens at both of its ends. */
+static ddp_result run_sample_shards(const run *r, uint64_t *hash) {
+    const text_buffer *t = &r->text;
+    uint8_t piece[4096];
+    *hash = hash_bytes(HASH_START, t->first, ((size_t)t->shards.count + 1) * sizeof *t->first);
+    for (int i = 0; i < t->shards.count; i++) {
+        int64_t all = t->first[i + 1] - t->first[i], n = all < (int64_t)sizeof piece ? all : (int64_t)sizeof piece;
+        TRY(text_read(t, t->first[i], (size_t)n, piece));
+        *hash = hash_bytes(*hash, piece, (size_t)n);
+        TRY(text_read(t, t->first[i + 1] - n, (size_t)n, piece));
+        *hash = hash_bytes(*hash, piece, (size_t)n);
+    }
+    return DDP_OK;
+}
 
 /* Token shards stay where they are, and every rank reads there what it needs. Collective. */
 static ddp_result run_open_shards(run *r) {
+    ddp_result result = DDP_OK;
     const shards_found *found;
     shards_found mine;
     memset(&mine, 0, sizeof mine);
-    if (r->rank != 0 && text_open_shards(&r->text, r->options->paths, r->options->path_count) != DDP_OK) /* rank 0 has, for the plan */
-        snprintf(mine.wrong, sizeof mine.wrong, "%.247s", ddp_last_error());
+    if (r->rank != 0) result = text_open_shards(&r->text, r->options->paths, r->options->path_count); /* rank 0 has, for the plan */
+    if (result == DDP_OK && r->text.count) result = run_sample_shards(r, &mine.hash);
+    if (result != DDP_OK) snprintf(mine.wrong, sizeof mine.wrong, "%.239s", ddp_last_error());
     mine.tokens = r->text.count / 2;
     TRY(run_gather(r, &mine, sizeof mine));
     found = (const shards_found *)r->everyones;
-    for (int i = 1; i < r->world_size; i++) {
+    for (int i = 0; i < r->world_size; i++) {
         if (found[i].wrong[0]) return WRONG("rank %d: %s", i, found[i].wrong);
         if (found[i].tokens != r->plan.text_bytes)
             return WRONG("rank %d finds token shards of %lld tokens, and rank 0 of %lld; every machine needs the same shards in the same place", i,
                          (long long)found[i].tokens, (long long)r->plan.text_bytes);
+        if (found[i].hash != found[0].hash)
+            return WRONG("rank %d finds other tokens in its shards than rank 0; every machine needs the same shards in the same place", i);
     }
     return DDP_OK;
 }

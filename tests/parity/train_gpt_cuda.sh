@@ -203,22 +203,26 @@ grep -q '100000200 tokens of text' stream.all || fail "$(cat stream.all)"
     fail "$(number stream resident) KiB with large shards, $(number tokens resident) without"
 
 # A machine that has other shards than that of rank 0. Rank 0 says it.
-mkdir other
+mkdir other same same/text
 cp tokens.bin other/text
+ln text/a.bin text/c.bin same/text
+{ head -c 1222 text/b.bin; printf '\001\001'; tail -c 200 text/b.bin; } > same/text/b.bin
 before=$(state)
-for elsewhere in . other; do
+for elsewhere in . other same; do
     # shellcheck disable=SC2016
     "$folder/with_port" sh -c 'export MASTER_ADDR=127.0.0.1 MASTER_PORT=$DDP_TEST_PORT WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0
         (cd "$1" && RANK=1 LOCAL_RANK=1 exec timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $5) > rank1.out 2>&1 &
         RANK=0 LOCAL_RANK=0 timeout 60 "$2" --init "$3/random.bin" --micro-batch 1 --batch 2 $4 > rank0.out 2> rank0.err
         status=$?; wait $!; echo $((status + $?)) > status' sh $elsewhere "$program" "$work" text "$([ $elsewhere = . ] && echo missing || echo text)"
-    grep -Eq '^train_gpt_cuda: rank 1 finds token shards of (0|200) tokens, and rank 0 of 100000200; every machine needs the same shards' rank0.err ||
+    what='token shards of (0|200) tokens, and rank 0 of 100000200'
+    [ $elsewhere != same ] || what='other tokens in its shards than rank 0'
+    grep -Eq "^train_gpt_cuda: rank 1 finds $what; every machine needs the same shards" rank0.err ||
         fail "rank 1 with other shards: $(cat rank0.err rank1.out)"
     [ "$(cat status) $(wc -l < rank0.err) $(wc -c < rank1.out)" = "2 1 0" ] || fail "rank 1 with other shards: status $(cat status): $(cat rank0.err rank1.out)"
     rm rank0.out rank0.err rank1.out status
 done
 [ "$(state)" = "$before" ] || fail "rank 1 with other shards: files changed"
-rm -r text other
+rm -r text other same
 mv text.kept text
 
 mkfifo pipe # nothing of it is lost
