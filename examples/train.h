@@ -440,6 +440,7 @@ static ddp_result share_result(ddp_group *world, ddp_result result) {
     TRY(ddp_broadcast(world, &code, 1, DDP_I32, 0, NULL));
     if (code == DDP_OK) return DDP_OK;
     TRY(ddp_broadcast(world, sentence, sizeof sentence, DDP_U8, 0, NULL));
+    ddp_barrier(world); /* all have heard it before the first one leaves */
     return ddp_fail((ddp_result)code, "%s", sentence);
 }
 
@@ -601,6 +602,7 @@ static ddp_result run_tokens(const run *r, int64_t at, int count, int *out) {
     for (int i = 0; i < count; i++) {
         uint16_t token;
         memcpy(&token, narrow + 2 * i, 2);
+        if (token >= r->plan.config.vocab) return text_bad_token(&r->text, 2 * (at + i), token, r->plan.config.vocab);
         out[i] = token;
     }
     return DDP_OK;

@@ -1639,6 +1639,20 @@ static ddp_result train(void *user) {
     return finish(t, validation);
 }
 
+/* What one rank alone fails with, the others hear in the groups where they wait for it: memory goes back together. */
+static ddp_result train_and_tell(void *user) {
+    trainer *t = (trainer *)user;
+    ddp_result result = train(t);
+    ddp_group *groups[] = {t->along_tp, t->along_pp, t->along_dp, t->everybody, t->run.world};
+    char error[512], cause[540];
+    if (result == DDP_OK || !t->along_dp || t->run.world_size == 1) return result;
+    snprintf(error, sizeof error, "%.511s", ddp_last_error());
+    if (strncmp(error, "rank ", 5)) snprintf(cause, sizeof cause, "rank %d: %s", t->run.rank, error);
+    else snprintf(cause, sizeof cause, "%s", error);
+    for (int i = 0; i < 5; i++) if (groups[i]) ddp_group_poison(groups[i], result, cause);
+    return ddp_fail(result, "%s", error);
+}
+
 static void free_events(trainer *t) {
     for (int k = 0; k < 2; k++) {
         if (t->copied[k]) cudaEventDestroy(t->copied[k]);
@@ -1700,7 +1714,7 @@ static void trainer_free(void *user) {
     free(t->marks);
 }
 
-static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train, trainer_free); }
+static ddp_result rank_main(ddp_group *world, void *user) { return run_trainer(world, (job *)user, sizeof(trainer), train_and_tell, trainer_free); }
 
 int main(int argc, char **argv) {
     job j;

@@ -225,6 +225,29 @@ done
 rm -r text other same
 mv text.kept text
 
+# A shard that changes while ranks train: each of them hears what the rank that reads it finds.
+mkdir shards
+cp tokens.bin shards/a.bin
+for ranks in 2 "4 --stages 2"; do
+    cp tokens.bin shards/b.bin
+    rm -f changes.out
+    # shellcheck disable=SC2086
+    timeout 60 "$program" --threads-as-ranks --init random.bin --micro-batch 1 --batch 4 --steps 1000000 --ranks $ranks shards > changes.out 2> changes.err &
+    until grep -qs '^step ' changes.out || ! kill -0 $! 2> kill.err; do sleep 0.1; done
+    case $ranks in
+    2) what='shards/b.bin: token [0-9]* is 65535, and the vocabulary ends at 50256'
+        { head -c 1024 tokens.bin; head -c 400 /dev/zero | tr '\000' '\377'; } > new
+        mv new shards/b.bin ;;
+    *) what='shards/b.bin: No such file'; rm shards/b.bin ;;
+    esac
+    status=0
+    wait $! || status=$?
+    if [ $status != 1 ] || ! grep -Eq "^train_gpt_cuda: .*rank [0-3]: sample [0-9]*: $what" changes.err; then
+        fail "a shard that changed, $ranks ranks: status $status: $(cat changes.err)"
+    fi
+done
+rm -r shards
+
 mkfifo pipe # nothing of it is lost
 cat text > pipe &
 # shellcheck disable=SC2086
