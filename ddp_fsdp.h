@@ -4195,7 +4195,7 @@ static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     DDP__EACH_UNIT(f, unit) DDP__FSDP_TRY(ddp__unit_take_memory(f, unit));
     f->direct = f->world <= DDP_MAX_LOCAL_RANKS;
     DDP__EACH_UNIT(f, unit) {
-        const unsigned char *shared = unit->shard ? unit->shard : unit->whole;
+        const unsigned char *shared = f->keeps_whole ? unit->whole : unit->shard;
         for (int r = 0; r < f->world && shared && f->direct; r++) f->direct = r == f->rank || ddp_group_peer(f->group, shared, r) != NULL;
     }
     DDP__FSDP_TRY(ddp__fsdp_take_turns(f));

@@ -1032,6 +1032,22 @@ static ddp_result bytes_add_up(ddp_group *group) {
     return DDP_OK;
 }
 
+/* A unit of nothing but uses has no shard, and is gathered all the same without staging. */
+static ddp_result only_uses(ddp_group *group) {
+    model m;
+    ddp_fsdp *fsdp;
+    ddp_fsdp_memory memory;
+    blocks(&m, 2, 6, 2);
+    m.params[1].tied_to = "a";
+    m.desc.keep_after_forward = 1;
+    RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+    RANKS_OK(group, train(group, fsdp, &m, 2, 1));
+    RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
+    RANKS_CHECK(group, memory.peak.communication == 0, "%zu bytes of staging where ranks read each other's memory", memory.peak.communication);
+    ddp_fsdp_destroy(fsdp);
+    return DDP_OK;
+}
+
 /* A group of one whose own allocator counts: that is where memory comes from without alloc_fn. */
 static ddp_result hooks(ddp_group *group) {
     if (ddp_world_size(group) > 1) return DDP_OK;
@@ -1880,6 +1896,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(slots_differ);
     CASE(one_gives_up);
     CASE(bytes_add_up);
+    CASE(only_uses);
     CASE(hooks);
     CASE(bytes_predicted);
     CASE(bytes_limited);
