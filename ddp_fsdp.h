@@ -4021,12 +4021,12 @@ static ddp_result ddp__options_compare(const ddp_fsdp *f) {
 #define DDP__OPTION(field) {#field, (double)d->field}
 #define DDP__OPTION_IS_SET(field) {#field, d->field ? 1.0 : 0.0}
     const ddp__option option[] = {
-        DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
+        DDP__OPTION_IS_SET(checkpoint_group), DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
         {"the number of replicas", d->replicas ? (double)ddp_world_size(d->replicas) : 0}, DDP__OPTION(strategy), DDP__OPTION(param_dtype),
         DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch),
         DDP__OPTION(max_gathered_bytes), DDP__OPTION(keep_after_forward), DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather),
         DDP__OPTION(offload), DDP__OPTION(save_in_background), DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes),
-        DDP__OPTION(keep_checkpoints), DDP__OPTION_IS_SET(scaler), DDP__OPTION_IS_SET(checkpoint_group), DDP__OPTION(optimizer.kind),
+        DDP__OPTION(keep_checkpoints), DDP__OPTION_IS_SET(scaler), DDP__OPTION(optimizer.kind),
         DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1), DDP__OPTION(optimizer.beta2),
         DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
         DDP__OPTION(optimizer.weight_decay)};
@@ -4034,17 +4034,16 @@ static ddp_result ddp__options_compare(const ddp_fsdp *f) {
 #undef DDP__OPTION_IS_SET
     enum { COUNT = sizeof option / sizeof option[0] };
     double low[2 * COUNT]; /* of values, and of their negatives */
-    for (int i = 0; i < COUNT; i++) {
-        low[2 * i] = option[i].value;
-        low[2 * i + 1] = -option[i].value;
-    }
+    for (int k = 0; k < 2 * COUNT; k++) low[k] = k % 2 ? -option[k / 2].value : option[k / 2].value;
     DDP__FSDP_TRY(ddp__host_reduce(f->group, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
     if (d->replicas) DDP__FSDP_TRY(ddp__host_reduce(d->replicas, low, 2 * COUNT, DDP_F64, DDP_OP_MIN));
-    for (int i = 0; i < COUNT; i++)
-        if (low[2 * i] < -low[2 * i + 1])
-            return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
-                                  "give every rank the same", option[i].name, low[2 * i], -low[2 * i + 1]);
-    return DDP_OK;
+    int i = 0;
+    while (i < COUNT && low[2 * i] >= -low[2 * i + 1]) i++;
+    if (i == COUNT) return DDP_OK;
+    ddp_result result = ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: %s is %.9g on one rank and %.9g on another; "
+                                       "give every rank the same", option[i].name, low[2 * i], -low[2 * i + 1]);
+    if (i == 0 && d->checkpoint_group) ddp_group_poison(d->checkpoint_group, result, ddp_last_error()); /* whose ranks are not all about to agree there */
+    return result;
 }
 
 /* What has to be equal of a parameter, as a number. */

@@ -1870,6 +1870,29 @@ static ddp_result one_group_fails(ddp_group *group) {
     return DDP_OK;
 }
 
+/* One rank alone does without the group that the others save with: they hear of it, and wait for nobody there. */
+static ddp_result no_checkpoint_group(ddp_group *group) {
+    int rank = ddp_rank(group), last = ddp_world_size(group) - 1;
+    if (last != 3) return DDP_OK;
+    for (int turn = 0; turn < 2; turn++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_group *world, *part;
+        double start = ddp_now();
+        RANKS_OK(group, ddp_group_split(group, 0, rank, &world));
+        RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
+        blocks(&m, 2, 6, 2);
+        m.desc.checkpoint_group = rank == 1 ? NULL : world;
+        if (turn && rank == 1) m.desc.prefetch = 2;
+        FAILS(group, ddp_fsdp_create(&fsdp, part, &m.desc), DDP_ERR_MISMATCH, "checkpoint_group is 0 on one rank and 1 on another");
+        RANKS_CHECK(group, ddp_now() - start < 20 * DDP_TEST_SLOWDOWN, "turn %d: it took %.1f s", turn, ddp_now() - start);
+        RANKS_OK(group, ddp_barrier(group));
+        ddp_group_destroy(part);
+        ddp_group_destroy(world);
+    }
+    return DDP_OK;
+}
+
 //== cases ==================================================================================
 
 static const char *only; /* a case's name, to run it alone */
@@ -1918,6 +1941,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(load_keeps_order);
     CASE(slices_of_larger);
     CASE(one_group_fails);
+    CASE(no_checkpoint_group);
     return DDP_OK;
 }
 
