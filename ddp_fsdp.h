@@ -234,7 +234,7 @@ typedef struct ddp_fsdp_desc {
     size_t max_file_bytes;         /* of a checkpoint's files; 0 = 4 GiB; a larger tensor has a file of its own */
     int keep_checkpoints;          /* 0 = 1; older ones are dir.1, dir.2, ...; a save deletes those that are more */
     ddp_group *checkpoint_group;   /* NULL = group; with slices of larger tensors (global_shape) all ranks that hold a part of them. Create, save and load are then
-                                      collective over it: what fails in one group fails in all */
+                                      collective over it: what fails in one group fails in all, but for memory that create lacks */
     int save_in_background;        /* 1 = ddp_fsdp_save returns once a copy is made, a thread writes it (MPI: MPI_THREAD_MULTIPLE); see ddp_fsdp_save_wait */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* host memory; NULL = the group's; set both or neither. While they run, save and load
                                       take what they need from the group's, the thread too */
@@ -467,9 +467,10 @@ static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(grou
 /* A collective on host memory, in place, whatever the device is. */
 static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {
     ddp_call call = DDP_ZERO;
-    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root, call.tag = DDP_ON_HOST;
-    call.send = call.recv = data, call.count = count;
-    return ddp_group_call(group, &call, NULL);
+    call.kind = kind, call.dtype = dtype, call.op = op, call.root = root, call.tag = DDP_ON_HOST, call.send = call.recv = data, call.count = count;
+    ddp_result result = ddp_group_call(group, &call, NULL);
+    if (result == DDP_ERR_NO_MEMORY) ddp_group_poison(group, result, ddp_last_error()); /* of this rank alone: the others are in the call already */
+    return result;
 }
 
 /* data becomes op over ranks of data. */
@@ -4019,19 +4020,16 @@ typedef struct ddp__option { const char *name; double value; } ddp__option;
 static ddp_result ddp__options_compare(const ddp_fsdp *f) {
     const ddp_fsdp_desc *d = &f->desc;
 #define DDP__OPTION(field) {#field, (double)d->field}
-#define DDP__OPTION_IS_SET(field) {#field, d->field ? 1.0 : 0.0}
     const ddp__option option[] = {
-        DDP__OPTION_IS_SET(checkpoint_group), DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
-        {"the number of replicas", d->replicas ? (double)ddp_world_size(d->replicas) : 0}, DDP__OPTION(strategy), DDP__OPTION(param_dtype),
-        DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token), DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch),
-        DDP__OPTION(max_gathered_bytes), DDP__OPTION(keep_after_forward), DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather),
-        DDP__OPTION(offload), DDP__OPTION(save_in_background), DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes),
-        DDP__OPTION(keep_checkpoints), DDP__OPTION_IS_SET(scaler), DDP__OPTION(optimizer.kind),
-        DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1), DDP__OPTION(optimizer.beta2),
-        DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening), DDP__OPTION(optimizer.trust_coefficient),
-        DDP__OPTION(optimizer.weight_decay)};
+        {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
+        DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token),
+        DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(keep_after_forward),
+        DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload), DDP__OPTION(save_in_background),
+        DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes), DDP__OPTION(keep_checkpoints), {"scaler", d->scaler ? 1.0 : 0.0},
+        DDP__OPTION(optimizer.kind), DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1),
+        DDP__OPTION(optimizer.beta2), DDP__OPTION(optimizer.eps), DDP__OPTION(optimizer.momentum), DDP__OPTION(optimizer.dampening),
+        DDP__OPTION(optimizer.trust_coefficient), DDP__OPTION(optimizer.weight_decay)};
 #undef DDP__OPTION
-#undef DDP__OPTION_IS_SET
     enum { COUNT = sizeof option / sizeof option[0] };
     double low[2 * COUNT]; /* of values, and of their negatives */
     for (int k = 0; k < 2 * COUNT; k++) low[k] = k % 2 ? -option[k / 2].value : option[k / 2].value;
@@ -4073,14 +4071,16 @@ static ddp_result ddp__weight_mismatch(const ddp_fsdp *f, const ddp__weight *w) 
         (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently: here %s, on rank 0 %s", number, mine, first);
     }
     DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
-    (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently (unit, dtype of the gradient, tie, global shape or offset)", number);
+    (void)DDP__WEIGHT_BAD(f, w, "ranks describe parameter number %d differently (the rest of its name, unit, dtype of the gradient, tie, global shape or offset)", number);
     return DDP_ERR_MISMATCH;
 }
 
 /* The first thing that ranks describe differently is an error on all of them, as is what one of them cannot do. */
 static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
-    int same;
-    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, 0, &same));
+    int same, copies = f->desc.replicas ? ddp_world_size(f->desc.replicas) : 0;
+    DDP__FSDP_TRY(ddp__fsdp_agree_all(f, own, (uint64_t)copies, &same)); /* before anybody waits among replicas for who has none */
+    if (!same) return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_create", f->group, "the descs of ranks differ: replicas has %d ranks here, but not on every rank; "
+                                     "give every rank a group of as many", copies);
     DDP__FSDP_TRY(ddp__options_compare(f));
     for (const ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         DDP__FSDP_TRY(ddp__fsdp_agree_all(f, DDP_OK, ddp__weight_number(f, w), &same));

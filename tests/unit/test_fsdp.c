@@ -1430,9 +1430,9 @@ static ddp_result replicas_differ(ddp_group *group) {
     if (ddp_world_size(group) != 4) return DDP_OK;
     RANKS_OK(group, ddp_group_split(group, rank / 2, rank, &part));
     RANKS_OK(group, ddp_group_split(group, rank % 2, rank, &copies));
-    for (int turn = 0; turn < 4; turn++) {
+    for (int turn = 0; turn < 5; turn++) {
         blocks(&m, 3, 6, 2);
-        m.desc.replicas = copies;
+        m.desc.replicas = turn == 4 && rank == 1 ? NULL : copies; /* 3 waits for it, the others hear of it */
         if (turn == 0 && rank >= 2) m.params[1].param.value.shape[0] = 8; /* a whole group of shards */
         if (turn == 1 && rank == 2) m.params[1].param.value.shape[0] = 8; /* one rank */
         if (turn == 2 && rank == 2) m.desc.micro_batch_count = -1;
@@ -1442,6 +1442,8 @@ static ddp_result replicas_differ(ddp_group *group) {
         if (turn == 3) RANKS_OK(group, result);
         if (turn == 3) RANKS_OK(group, train(group, fsdp, &m, 2, 1));
         if (turn == 3) ddp_fsdp_destroy(fsdp);
+        if (turn == 4 && rank == 1) RANKS_OK(group, ddp_group_abort(copies));
+        if (turn == 4) RANKS_CHECK(group, rank == 3 ? result != DDP_OK : result == DDP_ERR_MISMATCH && says("replicas has"), "%s: %s", ddp_result_name(result), ddp_last_error());
     }
     RANKS_OK(group, ddp_barrier(group));
     ddp_group_destroy(copies);
