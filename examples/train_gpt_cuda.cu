@@ -1650,7 +1650,7 @@ static ddp_result train_and_tell(void *user) {
     if (strncmp(error, "rank ", 5)) snprintf(cause, sizeof cause, "rank %d: %s", t->run.rank, error);
     else snprintf(cause, sizeof cause, "%s", error);
     for (int i = 0; i < 5; i++) if (groups[i]) ddp_group_poison(groups[i], result, cause);
-    return ddp_fail(result, "%s", error);
+    return ddp_fail(result, "%s", cause);
 }
 
 static void free_events(trainer *t) {

@@ -1138,7 +1138,6 @@ static void refused(ddp_result result, const char *text) {
         check(job.result[r] == result && strstr(job.line[r], text), "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
 }
 
-/* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
 /* More ranks than a call with counts has room for, found before anything is written. */
 static void too_many_to_stage(void) {
     ddp__cuda_staged staged = DDP_ZERO;
@@ -1152,6 +1151,7 @@ static void too_many_to_stage(void) {
     check(ddp__cuda_staged_counts(&staged, &rounds) == DDP_ERR_UNSUPPORTED && strstr(ddp_last_error(), "for up to 64 ranks"), "%s", ddp_last_error());
 }
 
+/* NCCL takes ranks that share a device from 2.30 on, when the user says so to it, and to us. */
 static void sharing(void) {
     static const int zeros[MAX_RANKS] = {0};
     too_many_to_stage();
