@@ -24,10 +24,6 @@ FORBIDDEN = re.compile(
 BANNER = re.compile(r"^//== (\S.*?) =+ >>([a-z0-9][a-z0-9-]*)$")
 
 
-def max_lines(name):
-    return {"ddp.h": 7900, "ddp_fsdp.h": 4588}.get(name, 4000)
-
-
 def blank(text):
     """The same text, line for line, with the contents of comments, strings and character constants as spaces."""
     pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
@@ -183,8 +179,6 @@ def check_functions(code, report):
 
 def check_text(name, text, licence, report):
     lines = text.split("\n")
-    if len(lines) - 1 >= max_lines(name):
-        report(len(lines) - 1, "the file has %d lines, it must stay under %d" % (len(lines) - 1, max_lines(name)))
     if not text.endswith("\n"):
         report(len(lines), "no newline at the end of the file")
     for number, line in enumerate(lines, 1):
