@@ -112,7 +112,7 @@ typedef struct ddp_cuda_norm {
 //== descs ================================================================================================ >>descs
 
 typedef struct ddp_cuda_pick_desc {
-    const int *devices;  /* NULL = by local rank; otherwise local rank r takes devices[r], as --gpus 0 2 would say */
+    const int *devices;  /* local rank r uses devices[r]. NULL = device r, or the only one the rank sees */
     int device_count;    /* entries of devices */
     const char *uuid;    /* NULL = by number; "GPU-8f6d0c1e-..." or the beginning of one, as nvidia-smi -L prints it */
     int allow_shared;    /* 1 = ranks may share a device: by local rank, numbers wrap around, and doubles are no error */
@@ -164,25 +164,46 @@ typedef struct ddp_cuda_step_desc {
 
 //== api ================================================================================================== >>api
 
-/* Chooses the device of this rank, makes it current for the calling thread and stores its number. Collective over control (any CPU
-   group), which compares the choices; control NULL is one rank alone. Call it after ddp_launch has started the ranks and before
-   anything else of CUDA. desc NULL is all defaults. DDP_ERR_INVALID on every rank when one asks for a device that is not there (the
-   line says which are) or two ranks share one (it names both, host and UUID); DDP_ERR_ENGINE when CUDA does not work. */
+/* Chooses the device of this rank, makes it current for the calling thread and stores its number.
+   The default is the local rank's number, or device 0 where the rank sees only one GPU (CUDA_VISIBLE_DEVICES
+   set per rank).
+   Collective over control, any CPU group; blocks until all ranks have chosen. control NULL: one rank.
+   desc NULL: all defaults. Call it after ddp_launch has started the ranks and before any other CUDA call.
+   Errors, on every rank:
+     DDP_ERR_INVALID  a missing device (the error lists the present ones), or one that two ranks use (the
+                      error names both ranks, the host and the UUID)
+     DDP_ERR_ENGINE   CUDA does not work */
 DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *desc, int *device);
 
-/* Makes a group over device memory of the ranks of control, any CPU group that outlives it. Collective over control; blocks at most timeout_ms. The
-   device is chosen as by ddp_cuda_pick and becomes current. All calls of ddp.h work on it, with device pointers:
-     calls      put work on the communication stream, behind what the stream of the group holds, and return; so does a call with work == NULL. A call
-                that is waited for, or was made without work, holds up the stream of the group, not the host. Synchronise it to read results.
-                ddp_test asks the device. ddp_barrier blocks the host.
-     order      DDP_ORDER_ANY leaves sums to NCCL; DDP_ORDER_TREE gives the bits of the CPU backends: all-to-all, a kernel, all-gather. MIN and MAX of
-                floats (NaNs stay) and AVG of integers always take that way, which allocates in its first call of a size.
-     messages   match by order, not by tag, and run one after the other: two ranks that send to each other put that into ddp_batch_begin / end.
-     failures   of a rank, of CUDA or NCCL, other calls on other ranks, or more than timeout_ms without progress end the communication on every rank: a
-                later ddp_wait or call returns the cause. Work already on streams ends with undefined data.
-     graphs     calls and ddp_wait may be captured into a CUDA graph; launches of the graph are not watched for timeouts.
-     memory     ddp_group_alloc gives memory that is registered with NCCL, on windows from 2.27 on. No peer reads it in place.
-   Errors: those of ddp_cuda_pick, DDP_ERR_MISMATCH, DDP_ERR_TIMEOUT, DDP_ERR_UNSUPPORTED, DDP_ERR_ENGINE with NCCL's text, on every rank. */
+/* Makes a group over device memory of the ranks of control, any CPU group. All calls of ddp.h work on it, with
+   device pointers. Free it with ddp_group_destroy, before control. The device is chosen as by ddp_cuda_pick and
+   becomes current. Collective over control; blocks at most timeout_ms.
+
+     calls      return once the work is on the communication stream, after the work that the group's stream
+                holds, also with work == NULL. The group's stream, not the host, waits for a call that is
+                waited for or was made without work: synchronise it to read results. ddp_test queries the
+                device. ddp_barrier blocks the host.
+     order      DDP_ORDER_ANY leaves sums to NCCL. DDP_ORDER_TREE gives the bits of the CPU backends, by an
+                all-to-all, a kernel and an all-gather. MIN and MAX of floats (NaNs stay) and AVG of
+                integers always use those three. Their first call of a size allocates.
+     messages   match by order, not by tag, and run one after the other. Two ranks that send to each other
+                need ddp_batch_begin and ddp_batch_end.
+     failures   of a rank, of CUDA or NCCL, mismatched calls, or timeout_ms without progress end the
+                communication on every rank. A later ddp_wait or call returns the cause. Work that is
+                already on streams ends with undefined data.
+     graphs     calls and ddp_wait can be captured into a CUDA graph. Launches of the graph have no timeout.
+                Destroy such graphs before the group: NCCL waits for them.
+     launches   each group has its own communication stream. Calls on several groups reach NCCL in program
+                order, which must be the same on every rank. Set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) in
+                the environment: the GPU then starts the kernels in that order, too. Without it, two GPUs
+                can start kernels of two groups in opposite orders; if both do not fit on a GPU together,
+                they wait for each other until the timeout. Then finish the calls of one group before those
+                of the other.
+     memory     ddp_group_alloc returns memory that is registered with NCCL, as windows from 2.27. No peer
+                reads it in place.
+
+   Errors, on every rank: those of ddp_cuda_pick; DDP_ERR_MISMATCH; DDP_ERR_TIMEOUT; DDP_ERR_UNSUPPORTED;
+   DDP_ERR_ENGINE with NCCL's text. */
 DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, const ddp_cuda_desc *desc);
 
 /* The stream that the next calls on the group follow and hold up. Not collective; may change from call to call. */
@@ -500,19 +521,31 @@ static ddp_result ddp__cuda_by_uuid(const char *wanted, int count, int *device) 
     return ddp_fail(DDP_ERR_INVALID, "there is no device with uuid %.48s; present are %s", wanted, present);
 }
 
-/* given: what ddp_launch, or a communicator, says; -1 = nothing. */
+/* given: the device that ddp_launch or a communicator names; -1 = none. A launcher that shows each rank one
+   GPU (CUDA_VISIBLE_DEVICES) numbers it 0 on every rank; ddp__cuda_compare finds ranks that share it. */
 static ddp_result ddp__cuda_by_number(const ddp_cuda_pick_desc *desc, int local_rank, int given, int count, int *device) {
     char present[300];
-    const char *hint = "";
+    const char *remedy = "";
+    int by_local_rank = !desc->devices && given < 0;
     if (desc->devices && local_rank >= desc->device_count)
         return ddp_fail(DDP_ERR_INVALID, "this is local rank %d, and the list of devices has %d: list one for each rank of this machine",
                         local_rank, desc->device_count);
-    *device = desc->devices ? desc->devices[local_rank] : given >= 0 ? given : desc->allow_shared && count ? local_rank % count : local_rank;
+    if (desc->devices)
+        *device = desc->devices[local_rank];
+    else if (given >= 0)
+        *device = given;
+    else if (count == 1)
+        *device = 0;
+    else if (desc->allow_shared && count)
+        *device = local_rank % count;
+    else
+        *device = local_rank;
     if (*device >= 0 && *device < count) return DDP_OK;
-    if (!desc->devices && given < 0) hint = ": start fewer ranks, or set allow_shared";
-    if (hint[0] && count == 1) hint = ": start fewer ranks, set allow_shared, or list device 0 for each rank if the launcher shows each one another GPU";
+    if (by_local_rank) remedy = ": start fewer ranks, or set allow_shared";
+    if (count == 0) remedy = ": check nvidia-smi and CUDA_VISIBLE_DEVICES";
     ddp__cuda_present(present, sizeof present, count, 0);
-    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device, hint[0] ? ", the number of this local rank" : "", present, hint);
+    return ddp_fail(DDP_ERR_INVALID, "there is no device %d%s; present are %s%s", *device,
+                    by_local_rank ? ", the number of this local rank" : "", present, remedy);
 }
 
 /* What this rank wants and whether it is there. */
@@ -2224,9 +2257,26 @@ static ddp_result ddp__cuda_device_layer(ddp_group *group, const ddp_layer *op) 
 
 #if !defined(DDP_NO_NCCL)
 
-/* Calls are put on the communication lane by the caller and run there; ddp.h orders the lanes. What can only be noticed later is the
-   business of a thread per group, the watchdog. Ranks' words to each other go over splits of the control group: of what a call needs before it can
-   go on, over control, and between the watchdogs, which speak even when a rank's own thread is stuck, over watch. */
+/* The caller puts calls on the communication stream; ddp.h orders it with the compute stream. A thread per
+   group, the watchdog, notices what fails or takes too long later. Ranks exchange small host messages over
+   two splits of the control group: control, for what a call needs before it can continue, and watch, for the
+   watchdogs, which also run while the rank's own thread is stuck.
+
+   Communicators are blocking (ncclConfig_t.blocking = 1), and the watchdog ends a stuck call with
+   ncclCommAbort, as PyTorch's ProcessGroupNCCL does. The alternative, a non-blocking communicator, starts a
+   thread for each collective (60 to 120 us of host time). In NCCL 2.18 to 2.30, every host wait of init,
+   split, window registration and first connection polls the communicator's abort flag, which ncclCommAbort
+   sets first. The stuck thread leaves within microseconds; the memory goes after NCCL has stopped its proxy
+   threads.
+
+   No two threads are inside NCCL with one communicator, except for that abort. In particular
+   ncclCommGetAsyncError completes and frees the job of a non-blocking communicator without a lock, so two
+   threads that poll it corrupt the heap. The caller owns the communicator between ddp__nccl_begin and
+   ddp__nccl_end; the watchdog polls only outside of that.
+
+   Order: every call reaches NCCL on the thread that makes it, in program order, and no other thread of ddp
+   launches NCCL kernels. Each group has its own stream, so the GPU may start kernels of two groups in either
+   order; NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) makes it keep the order of the calls. */
 
 #define DDP__NCCL_OPS 32    /* operations under way that have an event of their own; an event behind them stands for what comes on top */
 #define DDP__NCCL_MARKS 16  /* calls that ranks compare */
@@ -2252,7 +2302,14 @@ typedef struct ddp__nccl_word {
 
 typedef struct ddp__nccl_op { ddp__cuda_mark mark; cudaEvent_t event; int recorded; } ddp__nccl_op;
 
-typedef struct ddp__nccl_region { struct ddp__nccl_region *next; void *memory, *handle; int is_window; } ddp__nccl_region;
+typedef struct ddp__nccl_region {
+    struct ddp__nccl_region *next;
+    void *memory;
+    void *handle;        /* of ncclCommRegister; NULL = none */
+#if DDP__NCCL_VERSION >= 22700
+    ncclWindow_t window; /* NULL = none. NCCL stores through this address: it lives as long as the region */
+#endif
+} ddp__nccl_region;
 
 typedef struct ddp__nccl {
     ddp_group *group, *control, *watch;
@@ -2263,15 +2320,21 @@ typedef struct ddp__nccl {
     void *scratch, *cell;        /* on the device; cell is for barriers */
     size_t scratch_bytes;
     cudaEvent_t idle;
+    unsigned char leave[2];      /* sent and received by ddp__nccl_all_leave */
     ddp__nccl_region *regions;
     pthread_mutex_t lock;        /* of what follows */
     pthread_cond_t changed;
     pthread_t watchdog;
     int watching, stopping;
-    int busy;                    /* the caller is inside NCCL */
+    int busy;                    /* the caller is inside NCCL: the watchdog makes no call but ncclCommAbort */
+    const char *host_call;       /* NCCL call that blocks the caller until every rank has made it; or NULL */
+    double host_since;           /* when that call began */
+    ncclComm_t making;           /* written by ncclCommInitRankConfig before it waits for peers */
+    int comm_aborted;            /* 1 = the watchdog has aborted comm, or making */
     int gone;                    /* 1 + a rank that has left the group */
     int aborted;                 /* the communicator is no more */
     ddp_result cause;            /* the first */
+    int cause_is_peers;          /* 1 = another rank reported it */
     char text[DDP__CUDA_TEXT];
     ddp__nccl_word mine;
     ddp__nccl_op ops[DDP__NCCL_OPS]; /* under way: op_count from op_first on, in order */
@@ -2290,19 +2353,23 @@ static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
 }
 
 /* The first cause stays; text is complete before the cause is seen. */
-static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
-    ddp__nccl *n = (ddp__nccl *)state;
+static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
     pthread_mutex_lock(&n->lock);
     if (n->cause == DDP_OK) {
         snprintf(n->text, sizeof n->text, "%s", text);
+        n->cause_is_peers = is_peers;
         __atomic_store_n(&n->cause, cause, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&n->changed);
     }
     pthread_mutex_unlock(&n->lock);
 }
 
-static ddp_result ddp__nccl_error(ncclComm_t comm, ncclResult_t error, const char *call) {
-    const char *last = ncclGetLastError(comm);
+static void ddp__nccl_poison(ddp_group *, void *state, ddp_result cause, const char *text) {
+    ddp__nccl_set_cause((ddp__nccl *)state, cause, text, 0);
+}
+
+static ddp_result ddp__nccl_error(ncclResult_t error, const char *call) {
+    const char *last = ncclGetLastError(NULL); /* of the process: NCCL ignores the communicator */
     int more = last && last[0];
     if (error == ncclSuccess) return DDP_OK;
     return ddp_fail(DDP_ERR_ENGINE, "%s: %s%s%s", call, ncclGetErrorString(error), more ? ": " : "", more ? last : "");
@@ -2313,39 +2380,44 @@ static void ddp__cuda_nap(int microseconds) {
     nanosleep(&t, NULL);
 }
 
-/* Between these two the watchdog does not abort the communicator, unless the call does not come back. */
-static ddp_result ddp__nccl_begin(ddp__nccl *n) {
+/* Between these two the communicator is the caller's. host_call: the NCCL call that blocks the host until
+   every rank has made it, which must end within the timeout; NULL for stream work. */
+static ddp_result ddp__nccl_begin(ddp__nccl *n, const char *host_call) {
     ddp_result result;
     pthread_mutex_lock(&n->lock);
     result = n->cause;
     n->busy = result == DDP_OK;
+    n->host_call = n->busy ? host_call : NULL;
+    n->host_since = ddp_now();
     pthread_mutex_unlock(&n->lock);
     return result == DDP_OK ? DDP_OK : ddp__nccl_status(n->group, n);
 }
 
 static void ddp__nccl_end(ddp__nccl *n) {
     pthread_mutex_lock(&n->lock);
+    if (n->comm_aborted) n->comm = NULL;
     n->busy = 0;
+    n->host_call = NULL;
     pthread_cond_broadcast(&n->changed);
     pthread_mutex_unlock(&n->lock);
 }
 
-/* What came of an NCCL call. A communicator that does not block may need a while to take it up, for which peers may be needed. */
+/* The result of an NCCL call on comm. Only a non-blocking communicator of the user's is ever in progress. */
 static ddp_result ddp__nccl_settle(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call) {
     for (int tries = 0; error == ncclInProgress && !n->in_batch; tries++) {
         ncclResult_t now = ncclSuccess;
         if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
         error = ncclCommGetAsyncError(comm, &now);
-        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
+        if (error != ncclSuccess) return ddp__nccl_error(error, "ncclCommGetAsyncError");
         error = now;
         if (error == ncclInProgress) tries < 100 ? (void)sched_yield() : ddp__cuda_nap(50);
     }
-    return error == ncclInProgress ? DDP_OK : ddp__nccl_error(comm, error, call);
+    return error == ncclInProgress ? DDP_OK : ddp__nccl_error(error, call);
 }
 
 /* Sends and receives that belong together. */
 static ddp_result ddp__nccl_open_group(ddp__nccl *n) {
-    ddp_result result = ddp__nccl_error(n->comm, ncclGroupStart(), "ncclGroupStart");
+    ddp_result result = ddp__nccl_error(ncclGroupStart(), "ncclGroupStart");
     n->in_batch += result == DDP_OK;
     return result;
 }
@@ -2495,8 +2567,9 @@ static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_
     else if (call->dtype == DDP_F32) factor.f32 = 1.0f / (float)call->divisor;
     else factor.half = call->dtype == DDP_F16 ? ddp__cuda_to_f16(1.0f / (float)call->divisor) : ddp__cuda_to_bf16(1.0f / (float)call->divisor);
     *made = 1;
-    return ddp__nccl_error(n->comm, ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm),
-                           "ncclRedOpCreatePreMulSum");
+    return ddp__nccl_error(
+        ncclRedOpCreatePreMulSum(op, &factor, ddp__nccl_dtype[call->dtype], ncclScalarHostImmediate, n->comm),
+        "ncclRedOpCreatePreMulSum");
 }
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
@@ -2558,7 +2631,7 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
     ddp__nccl_end(n);
     for (int tries = 0; error == cudaSuccess; tries++) {
         error = cuda->event_query(n->idle);
-        if (error == cudaSuccess) return ddp__nccl_begin(n);
+        if (error == cudaSuccess) return ddp__nccl_begin(n, NULL);
         if (error != cudaErrorNotReady) break;
         error = cudaSuccess;
         cuda->clear_error();
@@ -2644,7 +2717,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
     error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
     if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
     if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
-    DDP__CUDA_TRY(ddp__nccl_begin(n));
+    DDP__CUDA_TRY(ddp__nccl_begin(n, NULL));
     result = ddp__nccl_note(n, call);
     if (result == DDP_OK) result = ddp__nccl_call(n, call, capturing);
     return ddp__nccl_noted(n, call, capturing, result);
@@ -2658,7 +2731,7 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     ddp_result result;
     call.kind = DDP_CALL_SEND, call.dtype = DDP_U8, call.root = -1;
     if (begin) {
-        DDP__CUDA_TRY(ddp__nccl_begin(n));
+        DDP__CUDA_TRY(ddp__nccl_begin(n, NULL));
         result = ddp__nccl_note(n, &call);
         if (result == DDP_OK) result = ddp__nccl_open_group(n);
         return result == DDP_OK ? DDP_OK : ddp__nccl_noted(n, &call, 0, result);
@@ -2712,35 +2785,46 @@ static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_word *words, ddp_resu
     ddp__nccl_poison(n->group, n, cause, text);
 }
 
-/* Forgets what is done; takes note of what CUDA and NCCL report, and of what takes too long. */
+/* Retires finished operations, and fails the group for what CUDA and NCCL report and for what exceeds the
+   timeout. The lock is held during ncclCommGetAsyncError: two threads must not be inside NCCL with one
+   communicator. */
 static void ddp__nccl_look(ddp__nccl *n, const ddp__nccl_word *words) {
-    char what[200];
-    ncclResult_t now = ncclSuccess;
+    int timeout_ms = ddp_group_timeout_ms(n->group);
+    double now = ddp_now();
+    char what[200] = "";
+    const char *host_call = NULL;
+    ncclResult_t asked = ncclSuccess, state = ncclSuccess;
     cudaError_t error = cudaSuccess;
-    int late, error_free;
     pthread_mutex_lock(&n->lock);
     while (n->op_count && n->ops[n->op_first].recorded && error == cudaSuccess) {
         error = DDP__CUDA_RUNTIME->event_query(n->ops[n->op_first].event);
         if (error != cudaSuccess) break;
         n->op_first = (n->op_first + 1) % DDP__NCCL_OPS;
         n->op_count--;
-        n->since = ddp_now();
+        n->since = now;
     }
-    late = n->op_count && ddp_now() - n->since > ddp_group_timeout_ms(n->group) * 1e-3;
+    if (n->op_count && now - n->since > timeout_ms * 1e-3)
+        snprintf(what, sizeof what, "timed out after %d ms", timeout_ms);
+    if (n->host_call && now - n->host_since > timeout_ms * 1e-3) host_call = n->host_call;
+    if (n->comm && !n->busy && n->cause == DDP_OK) asked = ncclCommGetAsyncError(n->comm, &state);
+    if (asked == ncclSuccess && state == ncclInProgress) state = ncclSuccess;
     pthread_mutex_unlock(&n->lock);
     if (error != cudaSuccess) DDP__CUDA_RUNTIME->clear_error();
     if (error != cudaSuccess && error != cudaErrorNotReady) {
         snprintf(what, sizeof what, "cudaEventQuery: %s (%s)", cudaGetErrorString(error), cudaGetErrorName(error));
         ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
-    }
-    error_free = __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK; /* the rank's own thread may abort the group meanwhile */
-    if (error_free && (ncclCommGetAsyncError(n->comm, &now) != ncclSuccess || (now != ncclSuccess && now != ncclInProgress))) {
-        ddp__nccl_error(n->comm, now == ncclSuccess ? ncclInternalError : now, "ncclCommGetAsyncError");
+    } else if (asked != ncclSuccess || state != ncclSuccess) {
+        ddp__nccl_error(asked != ncclSuccess ? asked : state, "ncclCommGetAsyncError");
         snprintf(what, sizeof what, "%.199s", ddp_last_error());
         ddp__nccl_report(n, words, DDP_ERR_ENGINE, what);
+    } else if (host_call) {
+        snprintf(what, sizeof what,
+                 "%s is not done after %d ms: check that the ranks' hosts reach each other; NCCL_DEBUG=INFO "
+                 "shows each attempt", host_call, timeout_ms);
+        ddp__nccl_poison(n->group, n, DDP_ERR_TIMEOUT, what);
+    } else if (what[0]) {
+        ddp__nccl_report(n, words, DDP_ERR_TIMEOUT, what);
     }
-    snprintf(what, sizeof what, "timed out after %d ms", ddp_group_timeout_ms(n->group));
-    if (late) ddp__nccl_report(n, words, DDP_ERR_TIMEOUT, what);
 }
 
 /* The same call number with another call behind it. */
@@ -2762,7 +2846,8 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
     int gone = 0;
     char text[DDP__CUDA_TEXT], what[160];
     for (int r = 0; r < n->world_size; r++)
-        if (words[r].result != DDP_OK && r != n->rank) ddp__nccl_poison(n->group, n, (ddp_result)words[r].result, words[r].text);
+        if (words[r].result != DDP_OK && r != n->rank)
+            ddp__nccl_set_cause(n, (ddp_result)words[r].result, words[r].text, 1);
     ddp__nccl_compare(n, words);
     for (int r = 0; r < n->world_size; r++) {
         ddp__cuda_mark needs = DDP_ZERO;
@@ -2782,9 +2867,13 @@ static int ddp__nccl_hear(ddp__nccl *n, const ddp__nccl_word *words) {
     return gone != 0;
 }
 
-/* Ends the kernels of a failed group, and with them every wait for them. A caller that does not come back from NCCL is not waited for long. */
+/* Ends the kernels of a failed group, and every wait for them. A caller inside NCCL has one second to return.
+   After that it is stuck there, waiting for a peer, and ncclCommAbort from this thread makes it return an
+   error.
+   If NCCL has not created its communicator yet, the watchdog calls this function again. */
 static void ddp__nccl_abort(ddp__nccl *n) {
     double patience = ddp_now() + 1;
+    int is_gone;
     ncclComm_t comm;
     pthread_mutex_lock(&n->lock);
     while (n->busy && ddp_now() < patience) {
@@ -2793,12 +2882,16 @@ static void ddp__nccl_abort(ddp__nccl *n) {
         pthread_mutex_lock(&n->lock);
     }
     comm = n->comm;
-    n->comm = NULL;
+    if (!comm && n->busy) comm = __atomic_load_n(&n->making, __ATOMIC_ACQUIRE);
+    if (n->comm_aborted) comm = NULL;
+    if (comm) n->comm_aborted = 1;
+    if (!n->busy) n->comm = NULL; /* otherwise ddp__nccl_end does it: the caller still reads it */
+    is_gone = n->comm_aborted || !n->busy;
     n->op_count = 0;
     pthread_mutex_unlock(&n->lock);
     if (comm) ncclCommAbort(comm);
     ddp_group_poison(n->control, n->cause, n->text); /* a caller of any rank may wait there */
-    __atomic_store_n(&n->aborted, 1, __ATOMIC_RELEASE);
+    if (is_gone) __atomic_store_n(&n->aborted, 1, __ATOMIC_RELEASE);
 }
 
 /* Of a group that has failed: until its communicator is no more, which is the watchdog's to do. */
@@ -2814,7 +2907,7 @@ static void ddp__nccl_rest(ddp__nccl *n, int milliseconds) {
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
     pthread_mutex_lock(&n->lock);
-    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK || !n->comm))
+    if (!__atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE) && (n->cause == DDP_OK || n->aborted || n->busy))
         pthread_cond_timedwait(&n->changed, &n->lock, &until);
     pthread_mutex_unlock(&n->lock);
 }
@@ -2868,8 +2961,8 @@ static void *ddp__nccl_watch(void *argument) {
             ddp__nccl_unheard(n, result, heard);
             talking = under_way = 0;
         }
-        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
-        if (n->comm && __atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK) ddp__nccl_abort(n);
+        if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) == DDP_OK) ddp__nccl_look(n, heard);
+        if (__atomic_load_n(&n->cause, __ATOMIC_ACQUIRE) != DDP_OK && !n->aborted) ddp__nccl_abort(n);
         if (!talking && !under_way && __atomic_load_n(&n->stopping, __ATOMIC_ACQUIRE)) return NULL;
         ddp__nccl_rest(n, DDP__NCCL_TICK_MS * (1 + n->world_size / 64)); /* everybody hears all words, which are almost 1 KiB each */
     }
@@ -2960,23 +3053,6 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     return n;
 }
 
-/* Polls until NCCL has made or ended a communicator, or timeout_ms has passed, or the group has failed. */
-static ddp_result ddp__nccl_made(ddp__nccl *n, ncclComm_t comm, ncclResult_t error, const char *call, int timeout_ms) {
-    double deadline = ddp_now() + timeout_ms * 1e-3;
-    while (error == ncclInProgress && ddp_now() < deadline) {
-        ncclResult_t now = ncclSuccess;
-        ddp__cuda_nap(200);
-        if (ddp__nccl_status(n->group, n) != DDP_OK) return DDP_ERR_POISONED;
-        if (!n->watching && ddp_group_status(n->watch) != DDP_OK) return ddp_fail(DDP_ERR_POISONED, "%s was left because it failed elsewhere", call);
-        error = comm ? ncclCommGetAsyncError(comm, &now) : ncclInternalError;
-        if (error != ncclSuccess) return ddp__nccl_error(comm, error, "ncclCommGetAsyncError");
-        error = now;
-    }
-    if (error == ncclInProgress)
-        return ddp_fail(DDP_ERR_TIMEOUT, "%s is not done after %d ms: can the ranks' hosts reach each other? NCCL_DEBUG=INFO tells what it tries", call, timeout_ms);
-    return ddp__nccl_error(comm, error, call);
-}
-
 static ddp_result ddp__nccl_start(ddp__nccl *n) {
     sigset_t all, old;
     int error;
@@ -2995,39 +3071,49 @@ static ddp_result ddp__nccl_adopt(ddp__nccl *n, ncclComm_t comm) {
     if (error == ncclSuccess) error = ncclCommUserRank(comm, &rank);
     if (error == ncclSuccess) error = ncclCommCuDevice(comm, &device);
     n->comm = comm;
-    if (error != ncclSuccess) return ddp__nccl_error(comm, error, "asking desc.comm for its ranks");
+    if (error != ncclSuccess) return ddp__nccl_error(error, "asking desc.comm for its ranks");
     if (count == n->world_size && rank == n->rank && device == n->lanes->device) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "desc.comm is rank %d of %d on device %d, the group is rank %d of %d on device %d: give it the communicator of this rank",
                     rank, count, device, n->rank, n->world_size, n->lanes->device);
 }
 
+/* Blocks until every rank has called it, or the watchdog aborts. The watchdogs exchange a rank's failure. */
 static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     char text[DDP__CUDA_TEXT];
-    ncclResult_t error;
     ddp_result result;
-    config.blocking = 0;
+    DDP__CUDA_TRY(ddp__nccl_begin(n, "ncclCommInitRankConfig"));
+    config.blocking = 1;
     n->owns_comm = 1;
-    error = ncclCommInitRankConfig(&n->comm, n->world_size, *id, n->rank, &config);
-    result = ddp__nccl_made(n, n->comm, error, "ncclCommInitRankConfig", ddp_group_timeout_ms(n->group));
-    if (result == DDP_OK || result == DDP_ERR_POISONED) return result;
+    result = ddp__nccl_error(ncclCommInitRankConfig(&n->making, n->world_size, *id, n->rank, &config),
+                             "ncclCommInitRankConfig");
     snprintf(text, sizeof text, "%s", ddp_last_error());
-    ddp_group_abort(n->watch); /* the others need not wait any longer */
-    return ddp_fail(result, "%s", text);
+    pthread_mutex_lock(&n->lock);
+    n->comm = n->making;
+    n->making = NULL;
+    pthread_mutex_unlock(&n->lock);
+    ddp__nccl_end(n);
+    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, text);
+    if (ddp__nccl_status(n->group, n) == DDP_OK) return DDP_OK;
+    return n->cause_is_peers ? DDP_ERR_POISONED : n->cause;
 }
 
-/* The last step of making a group, with what all ranks know to be the result: on failure nothing is left. */
+/* The last step of creating a group, with a result that all ranks have agreed on. On failure it frees
+   everything, except a communicator of the user's. */
 static ddp_result ddp__nccl_finish(ddp__nccl *n, ddp_result result, void **state) {
     char text[DDP__CUDA_TEXT];
     *state = result == DDP_OK ? n : NULL;
     if (result == DDP_OK) return DDP_OK;
     snprintf(text, sizeof text, "%s", ddp_last_error());
+    pthread_mutex_lock(&n->lock);
+    if (!n->owns_comm) n->comm = NULL;
+    pthread_mutex_unlock(&n->lock);
     if (n->watching) {
         ddp__nccl_poison(n->group, n, result, text);
         __atomic_store_n(&n->stopping, 1, __ATOMIC_RELEASE);
         pthread_join(n->watchdog, NULL);
     }
-    if (n->comm && n->owns_comm) ncclCommAbort(n->comm);
+    if (n->comm) ncclCommAbort(n->comm);
     ddp__nccl_delete(n);
     return ddp_fail(result, "%s", text);
 }
@@ -3043,29 +3129,29 @@ static ddp_result ddp__nccl_open(ddp_group *group, void **state) {
     if (!seed) return ddp_fail(DDP_ERR_INVALID, "the NCCL backend is opened by ddp_cuda_group_create");
     n = ddp__nccl_new(group, &result);
     if (result == DDP_OK && seed->comm) result = ddp__nccl_adopt(n, (ncclComm_t)seed->comm);
-    else if (result == DDP_OK && n->rank == 0) result = ddp__nccl_error(NULL, ncclGetUniqueId(&id), "ncclGetUniqueId");
+    else if (result == DDP_OK && n->rank == 0)
+        result = ddp__nccl_error(ncclGetUniqueId(&id), "ncclGetUniqueId");
     result = ddp__cuda_vote_on(seed->control, result, who, (unsigned char *)id.internal);
     if (!n) return result;
     if (result == DDP_OK) result = ddp_group_split(seed->control, 0, n->rank, &n->control);
     if (result == DDP_OK) result = ddp_group_split(n->control, 0, n->rank, &n->watch);
-    if (result == DDP_OK && !seed->comm) result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
     if (result == DDP_OK) result = ddp__cuda_vote_on(seed->control, ddp__nccl_start(n), who, NULL);
+    if (result == DDP_OK && !seed->comm)
+        result = ddp__cuda_vote_on(seed->control, ddp__nccl_init(n, &id), who, NULL);
     return ddp__nccl_finish(n, result, state);
 }
 
-/* The child's communicator; *made is NULL in ranks that are in none. NCCL writes it from a thread of its own once the parent says that it is done:
-   when it does not, the parent has to be gone before *made can be. */
+/* The child's communicator; *made is NULL in ranks that are in none. The parent of a split that fails is gone
+   before *made can be: a parent of the user's that is non-blocking has a thread that writes *made. */
 static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclComm_t *made) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    int timeout_ms = ddp_group_timeout_ms(p->group);
     char text[DDP__CUDA_TEXT];
     ncclResult_t error;
-    ddp_result result = ddp__nccl_begin(p);
+    ddp_result result = ddp__nccl_begin(p, "ncclCommSplit");
     if (result != DDP_OK) return result;
-    config.blocking = 0;
+    config.blocking = 1;
     error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
-    result = ddp__nccl_made(p, p->comm, error, "ncclCommSplit", timeout_ms);
-    if (result == DDP_OK && *made) result = ddp__nccl_made(p, *made, ncclInProgress, "ncclCommSplit", timeout_ms);
+    result = ddp__nccl_settle(p, p->comm, error, "ncclCommSplit");
     snprintf(text, sizeof text, "%s", ddp_last_error());
     ddp__nccl_end(p);
     if (result == DDP_OK) return DDP_OK;
@@ -3073,7 +3159,7 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
     ddp__nccl_await_abort(p);
     if (*made) ncclCommAbort(*made);
     *made = NULL;
-    return ddp_fail(result, "%s", text);
+    return p->cause_is_peers ? DDP_ERR_POISONED : ddp__nccl_status(p->group, p);
 }
 
 /* child NULL with members: this rank has no room for it, and takes part to tell the others. */
@@ -3091,38 +3177,47 @@ static ddp_result ddp__nccl_split(ddp_group *, void *state, ddp_group *child, co
     if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_split_comm(p, color, key, &made), who);
     if (result == DDP_OK) result = ddp__nccl_over_control(p, ddp_group_split(p->control, color, key, &control), who);
     if (!n) return result == DDP_OK ? ddp__nccl_vote(p, result, who) : result;
-    n->comm = made, n->owns_comm = 1, n->control = control;
+    n->comm = made;
+    n->owns_comm = 1;
+    n->control = control;
     if (control) ddp_group_set_local(child, ddp_local_rank(control), ddp_local_world_size(control));
     if (result == DDP_OK) result = ddp_group_split(control, 0, n->rank, &n->watch);
     if (result == DDP_OK) result = ddp__nccl_vote(p, ddp__nccl_start(n), who);
     return ddp__nccl_finish(n, result, child_state);
 }
 
-/* Registered with NCCL where it can do so: transfers then need no copy through its own buffers. That it cannot is no failure. */
+/* Registers the region with NCCL where it can: transfers then need no copy through NCCL's own buffers.
+   A refusal is no failure. */
 static void ddp__nccl_register(ddp__nccl *n, ddp__nccl_region *region, size_t size_bytes) {
 #if DDP__NCCL_VERSION >= 22700
-    ncclWindow_t window = NULL;
-    region->is_window = ddp__nccl_settle(n, n->comm, ncclCommWindowRegister(n->comm, region->memory, size_bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
-                                         "ncclCommWindowRegister") == DDP_OK && window;
-    region->handle = (void *)window;
-    if (region->is_window) return;
+    ncclResult_t error =
+        ncclCommWindowRegister(n->comm, region->memory, size_bytes, &region->window, NCCL_WIN_COLL_SYMMETRIC);
+    if (ddp__nccl_settle(n, n->comm, error, "ncclCommWindowRegister") != DDP_OK) region->window = NULL;
+    if (region->window || ddp__nccl_status(n->group, n) != DDP_OK) return;
 #endif
 #if DDP__NCCL_VERSION >= 21900
     if (ncclCommRegister(n->comm, region->memory, size_bytes, &region->handle) != ncclSuccess) region->handle = NULL;
 #else
-    (void)n; (void)size_bytes;
-    region->handle = NULL;
+    (void)n;
+    (void)region;
+    (void)size_bytes;
 #endif
 }
 
+/* Frees a region. Its registrations end with a communicator that is gone. */
 static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
     DDP__CUDA_RUNTIME->set_device(n->lanes->device);
-    if (ddp__nccl_status(n->group, n) != DDP_OK) ddp__nccl_await_abort(n); /* which ends registrations, too */
+    if (ddp__nccl_begin(n, NULL) != DDP_OK) ddp__nccl_await_abort(n);
 #if DDP__NCCL_VERSION >= 22700
-    if (region->is_window && n->comm) ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, (ncclWindow_t)region->handle), "ncclCommWindowDeregister");
+    if (region->window && n->comm)
+        ddp__nccl_settle(n, n->comm, ncclCommWindowDeregister(n->comm, region->window),
+                         "ncclCommWindowDeregister");
 #endif
 #if DDP__NCCL_VERSION >= 21900
-    if (region->handle && !region->is_window && n->comm) ncclCommDeregister(n->comm, region->handle);
+    if (region->handle && n->comm) ncclCommDeregister(n->comm, region->handle);
+#endif
+    ddp__nccl_end(n);
+#if DDP__NCCL_VERSION >= 21900
     if (region->memory) ncclMemFree(region->memory);
 #else
     if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
@@ -3142,7 +3237,8 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         memset(region, 0, sizeof *region);
         error = cuda->set_device(n->lanes->device);
 #if DDP__NCCL_VERSION >= 21900
-        if (error == cudaSuccess) result = ddp__nccl_error(NULL, ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
+        if (error == cudaSuccess)
+            result = ddp__nccl_error(ncclMemAlloc(&region->memory, size), "ncclMemAlloc");
         if (result != DDP_OK) { region->memory = NULL; result = ddp_fail(DDP_ERR_NO_MEMORY, "%s", ddp_last_error()); }
 #else
         if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
@@ -3152,7 +3248,7 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
         if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
     result = ddp__nccl_vote(n, result, "ddp_group_alloc");
-    if (result == DDP_OK) result = ddp__nccl_begin(n);
+    if (result == DDP_OK) result = ddp__nccl_begin(n, "ncclCommWindowRegister");
     if (result == DDP_OK) {
         ddp__nccl_register(n, region, size);
         ddp__nccl_end(n);
@@ -3184,12 +3280,30 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     return ddp__nccl_status(group, n) == DDP_OK ? ddp__nccl_vote(n, result, "ddp_group_free") : result;
 }
 
-/* Ends what is under way, with the watchdog still there to end it otherwise; then the watchdog, then the communicator. */
+/* 1 = every rank has finished its calls and destroys the group too, within DDP__NCCL_PATIENCE_MS. */
+static int ddp__nccl_all_leave(ddp__nccl *n) {
+    double deadline = ddp_now() + DDP__NCCL_PATIENCE_MS * 1e-3;
+    ddp_work work = DDP_ZERO;
+    int done = 0;
+    if (ddp__nccl_status(n->group, n) != DDP_OK) return 0;
+    if (n->world_size == 1) return 1;
+    if (ddp_all_reduce(n->control, &n->leave[0], &n->leave[1], 1, DDP_U8, DDP_OP_MAX, &work) != DDP_OK)
+        return 0;
+    while (ddp_test(n->control, &work, &done) == DDP_OK && !done && ddp_now() < deadline) ddp__cuda_nap(50);
+    return done && ddp_wait(n->control, &work) == DDP_OK;
+}
+
+/* Waits for this rank's calls, which the watchdog can still end, then for the other ranks, then frees. A
+   healthy communicator is aborted, too: ncclCommDestroy waits for the ranks of this machine without a
+   timeout, and nothing is in flight that an abort could lose. A rank that destroys the group much earlier
+   than its peers aborts before it frees the memory they may still reach. */
 static void ddp__nccl_close(ddp_group *, void *state) {
+    const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl *n = (ddp__nccl *)state;
-    DDP__CUDA_RUNTIME->set_device(n->lanes->device);
-    while (ddp__nccl_status(n->group, n) == DDP_OK && DDP__CUDA_RUNTIME->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
-        DDP__CUDA_RUNTIME->clear_error();
+    cuda->set_device(n->lanes->device);
+    while (ddp__nccl_status(n->group, n) == DDP_OK &&
+           cuda->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
+        cuda->clear_error();
         ddp__cuda_nap(50);
     }
     pthread_mutex_lock(&n->lock);
@@ -3197,16 +3311,18 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     pthread_cond_broadcast(&n->changed);
     pthread_mutex_unlock(&n->lock);
     pthread_join(n->watchdog, NULL);
+    if (ddp__nccl_status(n->group, n) != DDP_OK && !n->aborted)
+        ddp__nccl_abort(n); /* failed after the watchdog's last look */
+    if (!ddp__nccl_all_leave(n) && n->owns_comm && n->comm) {
+        ncclCommAbort(n->comm);
+        n->comm = NULL;
+    }
     while (n->regions) {
         ddp__nccl_region *region = n->regions;
         n->regions = region->next;
         ddp__nccl_release(n, region);
     }
-    if (n->comm && n->owns_comm) {
-        /* Peers that destroy their groups much later are not waited for. */
-        if (ddp__nccl_made(n, n->comm, ncclCommFinalize(n->comm), "ncclCommFinalize", DDP__NCCL_PATIENCE_MS) == DDP_OK) ncclCommDestroy(n->comm);
-        else ncclCommAbort(n->comm);
-    }
+    if (n->comm && n->owns_comm) ncclCommAbort(n->comm);
     ddp__nccl_delete(n);
 }
 

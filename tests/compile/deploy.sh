@@ -19,7 +19,7 @@ stand_in mpicc 'while [ "$1" != -o ]; do shift; done; : >"$2"; chmod +x "$2"'
 if [ -n "$real" ] && command -v mpirun >/dev/null; then stand_in mpicc "exec $real \"\$@\" -O0"; fi
 stand_in nvcc 'while [ "$1" != -o ]; do shift; done; : >"$2"; chmod +x "$2"'
 stand_in nvidia-smi 'printf "GPU 0\nGPU 1\nGPU 2\n"'
-for launcher in torchrun srun; do stand_in $launcher "echo $launcher \"\$@\""; done
+for launcher in torchrun srun; do stand_in $launcher "echo $launcher \"\$@\"; echo order=\$NCCL_LAUNCH_ORDER_IMPLICIT"; done
 PATH=$work/bin:$PATH
 export PATH
 
@@ -39,9 +39,13 @@ fi
 if sh examples/deploy/torchrun.sh >log 2>&1 || ! grep -q 'NODES=2 HEAD=node1' log; then fail "torchrun.sh does not say what it needs: $(cat log)"; fi
 NODES=2 HEAD=node1 sh examples/deploy/torchrun.sh >log 2>&1 || fail "torchrun.sh: $(cat log)"
 grep -q '^torchrun --no-python --nnodes 2 --nproc_per_node 3 .* node1:29400 .* \./all_reduce_cuda$' log || fail "torchrun.sh starts $(cat log)"
+grep -q '^order=1$' log || fail "torchrun.sh does not set NCCL_LAUNCH_ORDER_IMPLICIT"
 rm -f train_gpt
 SLURM_SUBMIT_DIR=$work sh examples/deploy/slurm.sbatch >log 2>&1 || fail "slurm.sbatch: $(cat log)"
 grep -q '^srun .*\./train_gpt' log && [ -x train_gpt ] || fail "slurm.sbatch starts $(cat log)"
+grep -q '^order=1$' log || fail "slurm.sbatch does not set NCCL_LAUNCH_ORDER_IMPLICIT"
+
+grep -q 'NCCL_LAUNCH_ORDER_IMPLICIT, value: "1"' examples/deploy/kubernetes.yaml || fail "kubernetes.yaml does not set NCCL_LAUNCH_ORDER_IMPLICIT"
 
 # --- Kubernetes: the variables are those that ddp.h reads, the address is that of pod 0 ---
 

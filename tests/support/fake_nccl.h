@@ -8,6 +8,11 @@
     Rounding  Sums are added from rank 1 on, rank 0 last: not in any order that somebody could rely on.
     Waiting   A communicator made with blocking = 0 answers ncclInProgress some times, to its making, splitting and ending and to its first
               calls, which are put on their stream only after ncclCommGetAsyncError has said ncclSuccess.
+    Meeting   A blocking communicator's making and splitting return when every rank has called. So do its collectives while
+              fake_nccl.connects is set, as those of NCCL do that connect ranks for the first time. ncclCommAbort ends such a wait
+              with an error. fake_nccl.held: ncclCommInitRankConfig and ncclCommSplit of that device wait until a communicator is aborted.
+    Threads   Two threads inside NCCL with one communicator are a failure, except for ncclCommAbort. So is polling one in progress by a
+              thread that did not start what is in progress: NCCL completes the job, and frees it, without a lock.
     Not here  Windows are registered by each rank for itself. One stream per communicator in a group. No limits of what runs side by side. */
 #ifndef DDP_TEST_FAKE_NCCL_H
 #define DDP_TEST_FAKE_NCCL_H
@@ -45,10 +50,11 @@ struct fake_world {
 };
 
 struct ncclComm {
-    int rank, device, number, blocking, live, finalized, splits;
+    int rank, device, number, blocking, live, finalized, splits, meetings, inside;
     uint64_t collectives;
     fake_world *world;
     fake_thread *thread;           /* that called last */
+    fake_thread *starter;          /* of what is in progress: the only one that may poll */
     ncclResult_t error;            /* asynchronous */
     int polls;                     /* until what is under way may end */
     std::function<int()> ready;    /* what is under way: whether it can end, and how it does */
@@ -63,6 +69,8 @@ static struct {
     std::deque<ncclComm> comms;
     std::deque<fake_world> worlds;
     std::map<std::string, fake_world *> by_id;
+    int connects, held, aborts; /* held: 1 + a device */
+    int dropped;                /* registrations and reduction operations that aborts have ended */
     char handle;
 } fake_nccl;
 static thread_local struct { int depth; std::vector<std::pair<fake_task, cudaStream_t> > tasks; } fake_group;
@@ -73,6 +81,7 @@ static void fake_nccl_fresh(void) {
     fake_nccl.comms.clear();
     fake_nccl.worlds.clear();
     fake_nccl.by_id.clear();
+    fake_nccl.aborts = fake_nccl.dropped = 0;
     fake_nccl.generation = fake.generation;
 }
 
@@ -89,15 +98,24 @@ static ncclComm_t fake_comm_new(int device, int rank, int blocking) {
     return c;
 }
 
-/* A communicator that may be used now. busy: also while something is under way. */
+/* A communicator that may be used now. busy: 1 = also while something is in progress, 2 = also while a thread waits inside NCCL. */
 static int fake_comm_check(ncclComm_t c, fake_call &call, int busy) {
     int known = 0;
     fake_nccl_fresh();
     for (ncclComm &comm : fake_nccl.comms) known |= &comm == c;
     if (!known || !c->live) fake_failed("the communicator has been destroyed, or never was: %s", fake_where(call.line).c_str());
     else if (!busy && c->ready) fake_failed("the communicator is still in progress: %s", fake_where(call.line).c_str());
+    else if (busy < 2 && c->inside) fake_failed("another thread is inside NCCL with the communicator: %s", fake_where(call.line).c_str());
     else { c->thread = &fake_me; return 1; }
     return 0;
+}
+
+/* The caller waits inside NCCL. 0: the communicator has been aborted meanwhile. */
+static int fake_wait_inside(ncclComm_t c, fake_call &call, const std::function<int()> &ready) {
+    c->inside++;
+    fake_force([c, ready] { return !c->live || ready(); }, NULL, call.line);
+    c->inside--;
+    return c->live;
 }
 
 /* Something that takes until ready(), then ends with finish(). */
@@ -105,10 +123,11 @@ static ncclResult_t fake_under_way(ncclComm_t c, fake_call &call, const std::fun
     if (!c->blocking) {
         c->ready = ready;
         c->finish = finish;
+        c->starter = &fake_me;
         c->polls = 2;
         return ncclInProgress;
     }
-    if (!fake_force([c, ready] { return !c->live || ready(); }, NULL, call.line) || !c->live) return ncclSystemError;
+    if (!fake_wait_inside(c, call, ready)) return ncclSystemError;
     finish();
     pthread_cond_broadcast(&fake.changed);
     return c->error;
@@ -345,7 +364,19 @@ static ncclResult_t fake_launch_kernel(ncclComm_t c, cudaStream_t stream, const 
     kernel->comm = c;
     if (fake_comm_idle(c)) c->kernels.clear();
     fake_op op = {FAKE_NCCL, call.line, fake_me.clock, nullptr, {}, nullptr, kernel};
-    if (c->blocking || s->graph || (c->collectives && fake_random(4))) { fake_enqueue(s, op); return ncclSuccess; }
+    if (c->blocking || s->graph || (c->collectives && fake_random(4))) {
+        int collects = 0, number;
+        for (const fake_task &t : tasks) collects |= !fake_is_p2p(t);
+        fake_enqueue(s, op);
+        if (!c->blocking || !collects || s->graph) return ncclSuccess;
+        number = ++c->meetings;
+        pthread_cond_broadcast(&fake.changed);
+        if (!__atomic_load_n(&fake_nccl.connects, __ATOMIC_ACQUIRE)) return ncclSuccess;
+        return fake_wait_inside(c, call, [c, number] {
+            for (std::pair<const int, ncclComm_t> &other : c->world->members) if (other.second->meetings < number) return 0;
+            return 1;
+        }) ? ncclSuccess : ncclSystemError;
+    }
     return fake_under_way(c, call, [] { return 1; }, [s, op] { fake_enqueue(s, op); });
 }
 
@@ -416,11 +447,16 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     return (ncclResult_t)call.fault;
 }
 
+static int fake_is_held(int device) {
+    return __atomic_load_n(&fake_nccl.held, __ATOMIC_ACQUIRE) == device + 1 && !__atomic_load_n(&fake_nccl.aborts, __ATOMIC_ACQUIRE);
+}
+
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
     int blocking = !config || config->blocking != 0;
+    while (fake_is_held(fake_me.device)) usleep(1000); /* there is no communicator yet that could be aborted */
     FAKE_CALL(0, "ncclCommInitRankConfig(%d, %d, %s)", size, rank, blocking ? "blocking" : "non-blocking");
     fake_nccl_fresh();
-    *out = NULL;
+    __atomic_store_n(out, (ncclComm_t)NULL, __ATOMIC_RELEASE);
     if (call.fault) return (ncclResult_t)call.fault;
     if (size < 1 || rank < 0 || rank >= size) { fake_failed("no such rank: %s", fake_where(call.line).c_str()); return ncclInvalidArgument; }
     if (strcmp(strrchr(id.internal, ' ') ? strrchr(id.internal, ' ') + 1 : "", std::to_string(getpid()).c_str())) {
@@ -439,7 +475,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
         world->duplicate |= other.second->device == fake_me.device && (!shares || strcmp(shares, "1") != 0);
     world->members[rank] = c;
     pthread_cond_broadcast(&fake.changed);
-    *out = c;
+    __atomic_store_n(out, c, __ATOMIC_RELEASE); /* before it waits for peers: what ends the wait is an abort of it */
     fake.lines[(size_t)call.line].text += " = " + fake_name(c);
     return fake_under_way(c, call, [c] { return (int)c->world->members.size() == c->world->size; },
         [c] { if (c->world->duplicate) c->error = ncclInvalidUsage; });
@@ -453,6 +489,7 @@ ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *out, nc
     *out = NULL;
     if (call.fault) return (ncclResult_t)call.fault;
     if (!fake_comm_check(c, call, 0)) return ncclInvalidArgument;
+    if (fake_is_held(c->device) && !fake_wait_inside(c, call, [c] { return !fake_is_held(c->device); })) return ncclSystemError;
     std::map<int, fake_split> *all = &c->world->splits[c->splits++];
     (*all)[c->rank] = {color, key, NULL, out, config && config->blocking != NCCL_CONFIG_UNDEF_INT ? config->blocking : c->blocking};
     pthread_cond_broadcast(&fake.changed);
@@ -482,6 +519,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *state) {
     while (__atomic_load_n(&fake.mute, __ATOMIC_ACQUIRE) == c->device + 1) usleep(1000);
     FAKE_CALL(2, "ncclCommGetAsyncError(%s)", fake_name(c).c_str());
     if (call.fault || !fake_comm_check(c, call, 1)) return call.fault ? (ncclResult_t)call.fault : ncclInvalidArgument;
+    if (c->ready && c->starter != &fake_me) fake_failed("two threads poll a communicator in progress: %s", fake_where(call.line).c_str());
     if (c->ready) fake_chance();
     *state = ncclInProgress;
     call.not_yet = c->error == ncclSuccess && c->ready && (c->polls-- > 0 || !c->ready());
@@ -518,6 +556,11 @@ static void fake_comm_end(ncclComm_t c, fake_call &call, int aborts) {
         if (!aborts) fake_failed("%s is left registered on a communicator that ends: %s", r.second->name.c_str(), fake_where(call.line).c_str());
         r.second->registered--;
     }
+    if (aborts) {
+        fake_nccl.dropped += (int)c->registered.size();
+        for (float factor : c->factors) fake_nccl.dropped += factor == factor;
+        __atomic_add_fetch(&fake_nccl.aborts, 1, __ATOMIC_RELEASE);
+    }
     c->live = 0;
     c->ready = nullptr;
     pthread_cond_broadcast(&fake.changed);
@@ -536,7 +579,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
 ncclResult_t ncclCommAbort(ncclComm_t c) {
     FAKE_CALL(0, "ncclCommAbort(%s)", fake_name(c).c_str());
     if (!c) return ncclSuccess;
-    if (!fake_comm_check(c, call, 1)) return ncclInvalidArgument;
+    if (!fake_comm_check(c, call, 2)) return ncclInvalidArgument;
     for (const fake_kernel_ref &k : c->kernels) {
         if (fake_all_done(*k)) continue;
         k->aborted = 1;

@@ -28,7 +28,8 @@ inline void seen(int n, const void *address, size_t size_bytes) {
 
 /* ---- the fake ---- */
 
-static struct { int count; cudaError_t count_error; int set; unsigned char first_byte[16]; } machine;
+static struct { int count; cudaError_t count_error; int set; unsigned char first_byte[16]; int one_each; } machine;
+static __thread int rank_of_thread;
 static struct { int launches; unsigned largest_grid; cudaStream_t stream; cudaError_t answer; cudaError_t malloc_answer; int waits; } record;
 static int kernels_run = 1;
 
@@ -36,7 +37,7 @@ static cudaError_t fake_device_count(int *count) { *count = machine.count; retur
 static cudaError_t fake_identity(int device, char name[256], unsigned char uuid[16]) {
     snprintf(name, 256, "Fake %d", device);
     memset(uuid, 0xab, 16);
-    uuid[0] = machine.first_byte[device];
+    uuid[0] = machine.one_each ? (unsigned char)(rank_of_thread + 1) : machine.first_byte[device];
     uuid[15] = (unsigned char)device;
     return cudaSuccess;
 }
@@ -101,7 +102,7 @@ static void check_pick_alone(void) {
     gethostname(host, sizeof host - 1);
     machine.count = 0;
     machine.count_error = cudaErrorNoDevice;
-    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 0, the number of this local rank; present are none: start fewer ranks, or set allow_shared", host);
+    snprintf(line, sizeof line, "rank 0/1 ddp_cuda_pick: rank 0 on host %s: there is no device 0, the number of this local rank; present are none: check nvidia-smi and CUDA_VISIBLE_DEVICES", host);
     says(ddp_cuda_pick(NULL, NULL, &device), DDP_ERR_INVALID, line);
     check_that(device == -1, "device is %d after a failure", device);
     machine.count_error = cudaErrorInsufficientDriver;
@@ -155,6 +156,7 @@ static struct { ddp_cuda_pick_desc desc; int device[4]; ddp_result result[4]; ch
 static ddp_result pick_rank(ddp_group *world, void *user) {
     int rank = ddp_rank(world);
     (void)user;
+    rank_of_thread = rank;
     ranks.result[rank] = ddp_cuda_pick(world, &ranks.desc, &ranks.device[rank]);
     snprintf(ranks.line[rank], sizeof ranks.line[rank], "%s", ddp_last_error());
     return DDP_OK;
@@ -186,8 +188,12 @@ static void check_pick_ranks(void) {
     snprintf(sentence, sizeof sentence, "rank 2 on host %s: there is no device 2, the number of this local rank; present are 0 (Fake 0), 1 (Fake 1): "
              "start fewer ranks, or set allow_shared", host);
     pick_ranks(4, 2, sentence);
-    snprintf(sentence, sizeof sentence, "rank 1 on host %s: there is no device 1, the number of this local rank; present are 0 (Fake 0): start fewer ranks, "
-             "set allow_shared, or list device 0 for each rank if the launcher shows each one another GPU", host);
+    machine.one_each = 1; /* CUDA_VISIBLE_DEVICES differs between ranks: each sees its own GPU as number 0 */
+    pick_ranks(3, 1, NULL);
+    for (int rank = 0; rank < 3; rank++) check_that(ranks.device[rank] == 0, "rank %d took device %d", rank, ranks.device[rank]);
+    machine.one_each = 0;
+    snprintf(sentence, sizeof sentence, "ranks 0 and 1 on host %s both took device 0 (GPU-00ababab-abab-abab-abab-ababababab00): give each rank a device of its "
+             "own in devices, start fewer ranks, or set allow_shared", host);
     pick_ranks(2, 1, sentence);
     ranks.desc.allow_shared = 1;
     pick_ranks(4, 2, NULL);

@@ -29,7 +29,10 @@ static struct {
     program_fn run;
     ddp_cuda_desc desc;
     ddp_order order;
-    int timeout_ms, silence_ms, may_fail, patient, mismatch, own_comm, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int timeout_ms, silence_ms, may_fail, patient, mismatch, fault, sticky; /* fault: the number of the call on device 1 that fails */
+    int own_comm; /* 1 = the user's communicator, blocking; 2 = non-blocking */
+    int connects; /* fake_nccl.connects */
+    int held;     /* fake_nccl.held */
     int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
@@ -90,7 +93,15 @@ static ddp_result make_own(rank_state *s, ddp_cuda_desc *desc) {
     ncclUniqueId id;
     if (ddp_rank(s->cpu) == 0) ncclGetUniqueId(&id);
     RANKS_OK(s->cpu, ddp_broadcast(s->cpu, &id, sizeof id, DDP_U8, 0, NULL));
-    RANKS_CHECK(s->cpu, ncclCommInitRank(&desc->comm, s->size, id, s->rank) == ncclSuccess, "no communicator");
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclResult_t made, state = ncclInProgress;
+    config.blocking = job.own_comm != 2;
+    made = ncclCommInitRankConfig(&desc->comm, s->size, id, s->rank, &config);
+    while (made == ncclInProgress) {
+        made = ncclCommGetAsyncError(desc->comm, &state);
+        if (made == ncclSuccess) made = state;
+    }
+    RANKS_CHECK(s->cpu, made == ncclSuccess, "no communicator");
     RANKS_CHECK(s->cpu, fake_stream_create(&desc->comm_stream, 1) == cudaSuccess, "no stream");
     return DDP_OK;
 }
@@ -151,6 +162,9 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     std::string left;
     job.run = program;
     fake_start(size, seed);
+    fake_nccl_fresh();
+    fake_nccl.connects = job.connects;
+    fake_nccl.held = job.held;
     launch.world_size = size;
     launch.mode = DDP_LAUNCH_THREADS;
     launch.group.timeout_ms = job.silence_ms ? job.silence_ms : 30000; /* the watchdogs', too: a machine that stands still for a moment fails nobody */
@@ -162,6 +176,8 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     fake_host_fence();
     if (job.mismatch) check(fake_expect("mismatch: collective") > 0, "W=%d: the calls did not differ", size);
     check(result == DDP_OK, "W=%d: %s", size, ddp_last_error());
+    if (!job.patient && !job.may_fail)
+        check(fake_nccl.dropped == 0, "W=%d: an abort ended %d registrations or operations", size, fake_nccl.dropped);
     check(fake_failures() == 0, "W=%d: the fake has something to say%s%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str());
     left = fake_left();
     check(left.empty(), "W=%d: left behind%s%s\n%s", size, job.fault ? " after the failure of " : "", fake.fault.text.c_str(), left.c_str());
@@ -393,6 +409,37 @@ static ddp_result splits(rank_state *s) {
     RANKS_OK(s->cpu, look_back(s));
     ddp_group_destroy(none);
     ddp_group_destroy(half);
+    return DDP_OK;
+}
+
+/* Calls on two groups reach NCCL in program order, whatever is waited for when: the order that NCCL_LAUNCH_ORDER_IMPLICIT=1
+   keeps on the GPU. */
+static ddp_result launch_order(rank_state *s) {
+    ddp_group *twin = NULL;
+    ddp_work work[6];
+    std::string order, record;
+    RANKS_OK(s->cpu, ddp_group_split(s->group, 0, 0, &twin));
+    fill(s, s->in, N, 0);
+    fill(s, s->spare, N, 0);
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    fake_record_from_here();
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    for (int k = 0; k < 6; k++) {
+        int second = (k * 5 + 1) % 3 == 0;
+        RANKS_OK(s->cpu, ddp_all_reduce(second ? twin : s->group, second ? s->spare : s->in, second ? s->spare : s->in, N,
+                                        DDP_F32, DDP_OP_SUM, &work[k]));
+        if (k == 2) RANKS_OK(s->cpu, ddp_wait(s->group, &work[0]));
+        order += second ? "2" : "1";
+    }
+    record = fake_record(s->device);
+    for (size_t at = 0, k = 0; (at = record.find("ncclAllReduce(", at)) != std::string::npos; at++, k++) {
+        size_t comm = record.find(", c", at);
+        RANKS_CHECK(s->cpu, k < 6 && record[comm + 3] == order[k], "call %d of %s in\n%s", (int)k, order.c_str(), record.c_str());
+        order[k] = '.';
+    }
+    RANKS_CHECK(s->cpu, order == "......", "calls are missing: %s", order.c_str());
+    for (int k = 1; k < 6; k++) RANKS_OK(s->cpu, ddp_wait((k * 5 + 1) % 3 == 0 ? twin : s->group, &work[k]));
+    ddp_group_destroy(twin);
     return DDP_OK;
 }
 
@@ -723,6 +770,31 @@ static ddp_result different_calls(rank_state *s) {
     return DDP_OK;
 }
 
+/* The last rank calls after the others' timeout. Each of them is stuck inside ncclCommSplit until its watchdog aborts. */
+static ddp_result split_is_stuck(rank_state *s) {
+    ddp_group *half = NULL;
+    RANKS_OK(s->cpu, collective(s, 0, 0, 0));
+    RANKS_OK(s->cpu, look_back(s));
+    __atomic_store_n(&fake_nccl.held, s->size, __ATOMIC_RELEASE);
+    RANKS_OK(s->cpu, ddp_barrier(s->cpu));
+    ddp_result result = ddp_group_split(s->group, 0, 0, &half);
+    RANKS_CHECK(s->cpu, result == DDP_ERR_TIMEOUT && !half, "a split without the last rank: %s", ddp_result_name(result));
+    RANKS_CHECK(s->cpu, strstr(ddp_last_error(), "ncclCommSplit is not done after"), "%s", ddp_last_error());
+    return DDP_OK;
+}
+
+/* The same inside ncclCommInitRankConfig. No group is made, and every rank returns with one cause. */
+static void init_is_stuck(int size) {
+    job.held = size;
+    job.may_fail = job.patient = 1;
+    job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
+    run_on(size, (uint64_t)size, collectives);
+    for (int r = 0; r < size; r++)
+        check(job.result[r] == DDP_ERR_TIMEOUT && strstr(job.line[r], "ncclCommInitRankConfig is not done after"),
+              "rank %d: %s: %s", r, ddp_result_name(job.result[r]), job.line[r]);
+    job.held = job.may_fail = job.patient = job.timeout_ms = 0;
+}
+
 static void fails_on(int size, int seed, program_fn program) {
     settled = 0;
     job.patient = 1;
@@ -736,8 +808,14 @@ static void watchdogs(void) {
     int seeds = DDP_TEST_SLOWDOWN > 1 ? 1 : 4;
     for (int size = 2; size <= MAX_RANKS; size++) {
         if (DDP_TEST_SLOWDOWN > 1 && size != 3) continue;
+        for (job.connects = 0; job.connects < 2; job.connects++) { /* on the device, and on the host, inside NCCL */
+            job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
+            fails_on(size, size, one_is_missing);
+        }
+        job.connects = 0;
         job.timeout_ms = 1000 * DDP_TEST_SLOWDOWN;
-        fails_on(size, size, one_is_missing);
+        fails_on(size, size, split_is_stuck);
+        init_is_stuck(size);
     }
     job.silence_ms = 2000;
     job.timeout_ms = 30000;
@@ -916,7 +994,7 @@ static ddp_result sequences(rank_state *s) {
              "cudaMalloc(16) = m6\n"
              "cudaMemsetAsync(m6, 0, 16, s2)\n"
              "ncclGetUniqueId()\n"
-             "ncclCommInitRankConfig(2, 0, non-blocking) = c1\n"));
+             "ncclCommInitRankConfig(2, 0, blocking) = c1\n"));
     RANKS_OK(s->cpu, ddp_all_reduce(s->group, s->in, s->out, N, DDP_F32, DDP_OP_SUM, NULL));
     RANKS_OK(s->cpu, calls_are(s, "the first ddp_all_reduce",
              "cudaEventCreateWithFlags(no timing) = e34\n"
@@ -1034,8 +1112,7 @@ static ddp_result sequences(rank_state *s) {
              "ncclCommSplit(c1, 1, 1) = c2\n"));
     ddp_group_destroy(half);
     RANKS_OK(s->cpu, calls_are(s, "ddp_group_destroy of a split",
-             "ncclCommFinalize(c2)\n"
-             "ncclCommDestroy(c2)\n"
+             "ncclCommAbort(c2)\n"
              "33 x cudaEventDestroy\n"
              "cudaFree(m8)\n"
              "cudaFree(m9)\n"
@@ -1043,8 +1120,7 @@ static ddp_result sequences(rank_state *s) {
     ddp_group_destroy(s->group);
     s->group = NULL;
     return calls_are(s, "ddp_group_destroy",
-             "ncclCommFinalize(c1)\n"
-             "ncclCommDestroy(c1)\n"
+             "ncclCommAbort(c1)\n"
              "33 x cudaEventDestroy\n"
              "cudaFree(m5)\n"
              "cudaFree(m6)\n"
@@ -1086,6 +1162,7 @@ static ddp_result wrong_groups(rank_state *s) {
     RANKS_OK(s->cpu, make_own(s, &own));
     WRONG(comm, own.comm, DDP_ERR_MISMATCH, "ranks 0 and 1 set another engine or order, or only one of them comm");
     RANKS_CHECK(s->cpu, ncclCommDestroy(own.comm) == ncclSuccess && fake_stream_destroy(own.comm_stream) == cudaSuccess, "what is the user's has gone");
+    own = good;
     s->rank = s->size - 1 - s->rank; /* a communicator with the ranks the other way around */
     RANKS_OK(s->cpu, make_own(s, &own));
     s->rank = s->size - 1 - s->rank;
@@ -1206,6 +1283,7 @@ int main(int argc, char **argv) {
     CASE(run_seeds(tree, 8));
     job.order = DDP_ORDER_DEFAULT;
     CASE(run_seeds(splits, 4));
+    CASE(run_seeds(launch_order, 2));
     CASE(run_seeds(group_memory, 4));
     CASE(both_orders(captured_step, 4));
     job.timeout_ms = 500 * DDP_TEST_SLOWDOWN;
@@ -1213,9 +1291,12 @@ int main(int argc, char **argv) {
     job.timeout_ms = 0;
     CASE(run_seeds(not_waited_for, 8));
     CASE(both_orders(from_elsewhere, 4));
-    job.own_comm = 1;
-    CASE(both_orders(collectives, 4));
+    for (job.own_comm = 1; job.own_comm < 3; job.own_comm++) CASE(both_orders(collectives, 4));
     job.own_comm = 0;
+    job.connects = 1;
+    CASE(both_orders(collectives, 4));
+    CASE(run_seeds(splits, 4));
+    job.connects = 0;
     CASE(reducers());
     CASE(watchdogs());
     CASE(run_on(2, 0, wrong_groups));
