@@ -837,6 +837,16 @@ DDPDEF ddp_result ddp_group_call(ddp_group *group, const ddp_call *call, ddp_wor
 DDPDEF void ddp_group_poison(ddp_group *group, ddp_result cause, const char *text);
 DDPDEF ddp_result ddp_group_cause(const ddp_group *group);
 
+/* All ranks continue, or all fail with the same first cause.
+     mine   this rank's result so far; its error line is the text
+     hash   of what must be equal on all ranks; `what` describes it in at most 200 characters
+     who    the public call, for the error line
+   Collective and blocking. It allocates nothing: it fails on all ranks or on none.
+   Every rank returns the same: DDP_OK; the result of the first rank that failed, with its text;
+   DDP_ERR_MISMATCH with both descriptions, if no rank failed and hashes differ; or the group's failure. */
+DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
+                            const char *what);
+
 /* Sets this thread's error line and returns result. */
 DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -936,7 +946,11 @@ extern "C" {
 #ifndef DDP__P2P_SLICE_MS
 #define DDP__P2P_SLICE_MS 5      /* the longest sleep for messages, to look for lost ranks in between; whoever ends a message wakes who waits */
 #endif
-enum { DDP__INSIDE = 7 };
+/* What a rank waits for, published by ddp__publish_wait: signature + 1 (0: nothing), count and number of the
+   call, the group's name (4 words), the time of the last update in ns, and the rank of the job that it waits
+   for, + 1. */
+enum { DDP__WAIT_NAME = 3, DDP__WAIT_TIME = 7, DDP__WAIT_PEER, DDP__WAIT_WORDS };
+enum { DDP__RESPONSIVE, DDP__UNRESPONSIVE_SOON, DDP__UNRESPONSIVE };
 enum { DDP__RANK_ABSENT = 0, DDP__RANK_ALIVE, DDP__RANK_LEFT, DDP__RANK_LOST };
 
 typedef struct ddp__job_rank {
@@ -945,7 +959,10 @@ typedef struct ddp__job_rank {
     int32_t result;              /* of its ddp_rank_fn */
     uint64_t start_time;         /* from /proc: tells a pid from its later reuse */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
-    uint64_t inside[DDP__INSIDE]; /* a call in which it sleeps, see ddp__tell_inside */
+    uint64_t wait[DDP__WAIT_WORDS];
+    uint32_t unresponsive;   /* DDP__UNRESPONSIVE: a group timed out because of it; all its groups fail */
+    int32_t unresponsive_ms; /* that timeout, and the group */
+    char unresponsive_in[32];
 } ddp__job_rank;
 
 typedef struct ddp__job {
@@ -1037,8 +1054,16 @@ typedef struct ddp__op {
     size_t *arrays;              /* 4 times world_size: copies of the counts and offsets of _v calls */
 } ddp__op;
 
+/* What ddp_agree exchanges. ddp_group_split uses the same memory for the colors and keys of all ranks and for
+   the members. */
+typedef struct ddp__vote {
+    int32_t result, reserved;
+    uint64_t hash;
+} ddp__vote;
+
 struct ddp_group {
     ddp_group_desc desc;         /* defaults resolved */
+    ddp__vote *votes;            /* world_size of them, behind this struct */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
@@ -1066,6 +1091,8 @@ struct ddp_group {
 static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
+static DDP__THREAD_LOCAL const void *ddp__waited_request; /* a request that ddp__p2p_wait polls */
+static DDP__THREAD_LOCAL double ddp__waited_since;        /* when that wait began */
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
 
@@ -1151,7 +1178,12 @@ static uint64_t ddp__signature(const ddp_call *call) {
            (uint64_t)(uint32_t)(call->root + 1) << 32;
 }
 
-/* In words: "ddp_all_reduce f32 count=10 sum". */
+/* The same for a send or receive; its tag does not fit. */
+static uint64_t ddp__p2p_signature(const ddp_call *call) {
+    return (uint64_t)call->kind | (uint64_t)call->dtype << 8 | (uint64_t)(uint32_t)(call->root + 1) << 32;
+}
+
+/* In words: "ddp_all_reduce f32 count=10 sum", "ddp_recv f32 count=10 peer=1". */
 static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
     static const char *const ops[] = {" sum", " avg", " min", " max", " prod", " unknown op"};
     unsigned kind = what[0] & 255, op = what[0] >> 16 & 255;
@@ -1161,6 +1193,11 @@ static void ddp__describe(char *out, size_t size, const uint64_t what[2]) {
     unsigned long long count = (unsigned long long)what[1];
     char root[32] = "";
     if (named >= 0) snprintf(root, sizeof root, " root=%d", named);
+    if (kind == DDP_CALL_SEND || kind == DDP_CALL_RECV) {
+        snprintf(out, size, "%s %s count=%llu peer=%d", ddp_call_name((ddp_call_kind)kind),
+                 ddp_dtype_name(call.dtype), count, named);
+        return;
+    }
     if (tag == DDP__FOR_ALLOC) snprintf(out, size, "%s size_bytes=%llu", title, count);
     else if (tag == DDP__FOR_FREE) snprintf(out, size, "%s of block %llu", title, count);
     else if (kind == DDP_CALL_BARRIER && count && !tag) snprintf(out, size, "%s number %llu", title, count);
@@ -1184,6 +1221,13 @@ static ddp_result ddp__call_fail(const ddp_group *group, const ddp_call *call, d
     if (ddp__is_p2p(call->kind)) snprintf(dtype + strlen(dtype), sizeof dtype - strlen(dtype), " peer=%d tag=%d", call->root, call->tag);
     return ddp_fail(result, "rank %d/%d %s group=%s%s seq=%llu%s: %s", group->rank, group->world_size, ddp__call_title(call), group->name,
                      call->kind == DDP_CALL_BARRIER && call->tag == DDP__FOR_AWAIT ? " after" : "", (unsigned long long)call->seq, dtype, cause);
+}
+
+/* number: of the peer, in the group that the text is for. */
+static void ddp__p2p_timeout_text(const ddp_group *group, const ddp_call *call, int number, char *out,
+                                  size_t size) {
+    snprintf(out, size, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, number,
+             call->kind == DDP_CALL_SEND ? "receive" : "send", call->tag);
 }
 
 /* Nothing failed, but something is not as fast as it could be. */
@@ -2177,31 +2221,97 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 #define DDP__POISON(l, code, ...) ddp__local_poison(NULL, l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
 
-/* 1 when a member can answer no more; its reason in text. */
-static int ddp__member_gone(ddp__local *l, int rank, char *text, size_t size) {
-    if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return 1;
-    if (!ddp__load(&l->line[rank].left)) return 0;
-    snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], l->heap->job->rank[l->member[rank]].pid);
-    return 1;
+/* Why rank will not answer: the result, with the reason in text, or DDP_OK. */
+static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
+    ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
+    if (ddp__rank_gone(l->heap, l->member[rank], l->number[rank], text, size)) return DDP_ERR_PEER_LOST;
+    if (ddp__load(&l->line[rank].left)) {
+        snprintf(text, size, "rank %d (pid %d) has destroyed this group", l->number[rank], r->pid);
+        return DDP_ERR_PEER_LOST;
+    }
+    if (ddp__load(&r->unresponsive) != DDP__UNRESPONSIVE) return DDP_OK;
+    snprintf(text, size, "rank %d (pid %d) did not respond within %d ms in group=%s", l->number[rank], r->pid,
+             r->unresponsive_ms, r->unresponsive_in);
+    return DDP_ERR_TIMEOUT;
 }
 
-/* Ranks that call two groups in different orders wait for each other: who is missing in one sleeps in the other, and says in which. Signature + 1 (0: in
-   none), count and number of the call, and the group's name. Just for messages: a torn one does no harm. */
-static void ddp__tell_inside(const ddp_group *group, ddp__local *l, int sleeps) {
-    const uint64_t *what = ddp__post_of(l, l->rank, group->seq)->what;
-    uint64_t word[DDP__INSIDE] = {sleeps ? what[0] + 1 : 0, what[1], group->seq}, *inside = l->heap->job->rank[l->member[l->rank]].inside;
-    memcpy(word + 3, group->name, sizeof group->name);
-    for (int i = 0; i < DDP__INSIDE; i++) __atomic_store_n(&inside[i], word[i], __ATOMIC_RELAXED);
+/* Publishes that this rank waits for `peer` (a rank of the job, -1 = no longer) in a call. Peers read it for
+   the texts of timeouts and to find the rank that holds up all others. A torn read only garbles a text. */
+static void ddp__publish_wait(const ddp_group *group, ddp__local *l, const uint64_t what[2], uint64_t seq,
+                              int peer) {
+    uint64_t word[DDP__WAIT_WORDS] = {peer < 0 ? 0 : what[0] + 1, what[1], seq};
+    uint64_t *wait = l->heap->job->rank[l->member[l->rank]].wait;
+    memcpy(word + DDP__WAIT_NAME, group->name, sizeof group->name);
+    word[DDP__WAIT_TIME] = (uint64_t)(ddp_now() * 1e9);
+    word[DDP__WAIT_PEER] = (uint64_t)(peer + 1);
+    for (int i = 0; i < DDP__WAIT_WORDS; i++) __atomic_store_n(&wait[i], word[i], __ATOMIC_RELAXED);
 }
 
-static void ddp__inside_text(const ddp__local *l, int rank, char *out, size_t size) {
-    uint64_t word[DDP__INSIDE];
+static void ddp__publish_no_wait(const ddp_group *group, ddp__local *l) {
+    static const uint64_t nothing[2] = {0, 0};
+    if (ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].wait[0]))
+        ddp__publish_wait(group, l, nothing, 0, -1);
+}
+
+/* The wait that a rank of the job published; 0 if it is none, or an old one: a waiting rank publishes every
+   few milliseconds. */
+static int ddp__wait_of(const ddp__local *l, int job_rank, int timeout_ms, uint64_t word[DDP__WAIT_WORDS]) {
+    double fresh = timeout_ms < 2000 ? timeout_ms * 0.5e-3 : 1.0;
+    for (int i = 0; i < DDP__WAIT_WORDS; i++)
+        word[i] = ddp__load_relaxed(&l->heap->job->rank[job_rank].wait[i]);
+    return word[0] && ddp_now() - (double)word[DDP__WAIT_TIME] * 1e-9 < fresh;
+}
+
+/* The rank of the job that holds up `job_rank`: a rank that waits passes the blame on to the one that it
+   waits for. */
+static int ddp__blamed(const ddp__local *l, int job_rank, int timeout_ms) {
+    uint64_t word[DDP__WAIT_WORDS];
+    int blamed = job_rank;
+    for (int steps = 0; steps < DDP_MAX_LOCAL_RANKS; steps++) {
+        if (!ddp__wait_of(l, blamed, timeout_ms, word) || !word[DDP__WAIT_PEER]) return blamed;
+        blamed = (int)((word[DDP__WAIT_PEER] - 1) % DDP_MAX_LOCAL_RANKS);
+    }
+    return -1; /* they wait in a circle */
+}
+
+/* This rank's timeout passed while it waited for rank. Every other group that contains the rank to blame
+   fails as well, at once instead of after a timeout of its own. */
+static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int rank) {
+    int blamed = ddp__blamed(l, l->member[rank], group->desc.timeout_ms);
+    uint32_t responsive = DDP__RESPONSIVE;
+    ddp__job_rank *r;
+    if (blamed < 0 || blamed == l->member[l->rank]) return;
+    r = &l->heap->job->rank[blamed];
+    if (!__atomic_compare_exchange_n(&r->unresponsive, &responsive, DDP__UNRESPONSIVE_SOON, 0,
+                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return;
+    r->unresponsive_ms = group->desc.timeout_ms;
+    memcpy(r->unresponsive_in, group->name, sizeof r->unresponsive_in);
+    ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
+}
+
+/* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
+   rank that holds it up. */
+static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
+    const ddp__job *job = l->heap->job;
+    uint64_t word[DDP__WAIT_WORDS];
+    int member = l->member[rank], blamed = ddp__blamed(l, member, group->desc.timeout_ms), at;
     char call[72], name[32];
-    for (int i = 0; i < DDP__INSIDE; i++) word[i] = ddp__load_relaxed(&l->heap->job->rank[l->member[rank]].inside[i]);
-    if (!word[0]--) return;
+    if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
+        if (l->parent)
+            snprintf(out, size, " (rank %d: world rank %d, pid %d)", l->number[rank], member,
+                     job->rank[member].pid);
+        else
+            snprintf(out, size, " (rank %d: pid %d)", l->number[rank], job->rank[member].pid);
+        return;
+    }
+    word[0]--;
     ddp__describe(call, sizeof call, word);
-    memcpy(name, word + 3, sizeof name);
-    snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call, name, (unsigned long long)word[2]);
+    memcpy(name, word + DDP__WAIT_NAME, sizeof name);
+    at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
+                  name, (unsigned long long)word[2]);
+    if (blamed >= 0 && blamed != member && at < (int)size)
+        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, job->rank[blamed].pid);
 }
 
 /* Appends a rank to "0,1,5"; what does not fit is left out. */
@@ -2217,15 +2327,20 @@ static inline uint64_t ddp__word_of(const uint64_t *words, size_t stride, int ra
     return ddp__load((const uint64_t *)(const void *)((const unsigned char *)words + (size_t)rank * stride));
 }
 
-/* The cause "ranks 0,1 arrived, 2 did not" of a timeout. Who arrived is read from the words that were waited for. */
-static void ddp__missing_text(const ddp__local *l, const uint64_t *words, size_t stride, uint64_t target, int timeout_ms, char *out, size_t size) {
-    char here[90] = "", missing[190] = "", inside[176] = "";
+/* This rank's timeout passed: the cause, with the ranks that arrived and those that did not, by the words
+   that were waited for. */
+static void ddp__timed_out(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride,
+                           uint64_t target, char *out, size_t size) {
+    char here[90] = "", missing[190] = "", waiting[176] = "";
     for (int r = 0; r < l->world_size; r++) {
         int arrived = r == l->rank || ddp__word_of(words, stride, r) >= target;
         ddp__list_rank(arrived ? here : missing, arrived ? sizeof here : sizeof missing, l->number[r]);
-        if (!arrived && !inside[0]) ddp__inside_text(l, r, inside, sizeof inside);
+        if (arrived) continue;
+        if (!waiting[0]) ddp__waiting_text(group, l, r, waiting, sizeof waiting);
+        ddp__mark_unresponsive(group, l, r);
     }
-    snprintf(out, size, DDP__MISSING_TEXT "%s", timeout_ms, here[0] ? here : "none", missing, inside);
+    snprintf(out, size, DDP__MISSING_TEXT "%s", group->desc.timeout_ms, here[0] ? here : "none", missing,
+             waiting);
 }
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip);
@@ -2245,10 +2360,13 @@ static void ddp__sleep_for(ddp__local *l, int peer, const uint64_t *words, size_
 /* Poisons the group when a rank that has not reached target is gone; not only the one waited for, which may be long in coming. */
 static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char text[DDP__TEXT_MAX];
-    for (int r = 0; r < l->world_size; r++)
-        if (r != l->rank && ddp__word_of(words, stride, r) < target && ddp__member_gone(l, r, text, sizeof text) &&
+    for (int r = 0; r < l->world_size; r++) {
+        if (r == l->rank || ddp__word_of(words, stride, r) >= target) continue;
+        ddp_result lost = ddp__member_lost(l, r, text, sizeof text);
+        if (lost != DDP_OK &&
             ddp__word_of(words, stride, r) < target) /* it may have got there before it left */
-            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
+            ddp__local_poison(NULL, l, lost, text);
+    }
 }
 
 /* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
@@ -2277,16 +2395,17 @@ static ddp_result ddp__await_slow(ddp_group *group, ddp__local *l, int peer, con
         double now = ddp_now();
         if (now - checked > 0.004 + 0.0008 * l->world_size) { /* a look at a process costs about 10 us */
             checked = now;
-            ddp__tell_inside(group, l, 1);
+            ddp__publish_wait(group, l, ddp__post_of(l, l->rank, group->seq)->what, group->seq,
+                              l->member[peer]);
             ddp__look_for_lost(l, words, stride, target);
             ddp__look_for_strays(group, l, words, stride, target);
         }
         if (now - start > group->desc.timeout_ms * 1e-3) {
-            ddp__missing_text(l, words, stride, target, group->desc.timeout_ms, text, sizeof text);
+            ddp__timed_out(group, l, words, stride, target, text, sizeof text);
             if (ddp__word_of(words, stride, peer) < target) ddp__local_poison(NULL, l, DDP_ERR_TIMEOUT, text);
         }
     }
-    if (ddp__load_relaxed(&l->heap->job->rank[l->member[l->rank]].inside[0])) ddp__tell_inside(group, l, 0);
+    ddp__publish_no_wait(group, l);
     return DDP_OK;
 }
 
@@ -2444,7 +2563,10 @@ static int ddp__fetch(ddp__local *l, int peer, void *dst, uint64_t address, size
     if (ddp__vm_read(ddp__pid_of(l, peer), dst, address ^ DDP__PRIVATE, size)) return 1;
     int error = errno; /* how it ended may take a moment to be known */
     for (double until = ddp_now() + 0.1; ddp_now() < until && !ddp__load(&l->control->poison); usleep(500))
-        if (ddp__member_gone(l, peer, text, sizeof text)) { ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text); return 0; }
+        if (ddp__member_lost(l, peer, text, sizeof text) == DDP_ERR_PEER_LOST) {
+            ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
+            return 0;
+        }
     if (error == ESRCH) DDP__POISON(l, DDP_ERR_PEER_LOST, "rank %d: pid %d is gone", l->number[peer], ddp__pid_of(l, peer));
     else DDP__POISON(l, DDP_ERR_SYSTEM, "rank %d could not read the buffer of rank %d: %s", l->number[l->rank], l->number[peer], strerror(error));
     return 0;
@@ -3030,15 +3152,37 @@ static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__requ
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
 }
 
+/* This thread waits for request: publishes that, and poisons the group when the time is over. */
+static void ddp__request_waits(ddp_group *group, ddp__local *l, ddp__request *r) {
+    const uint64_t what[2] = {ddp__p2p_signature(&r->call), r->call.count};
+    char text[DDP__TEXT_MAX], waiting[176] = "";
+    size_t at;
+    ddp__publish_wait(group, l, what, r->call.seq, l->member[r->call.root]);
+    if (ddp_now() - ddp__waited_since <= group->desc.timeout_ms * 1e-3) return;
+    ddp__p2p_timeout_text(group, &r->call, l->number[r->call.root], text, sizeof text);
+    ddp__waiting_text(group, l, r->call.root, waiting, sizeof waiting);
+    at = strlen(text);
+    snprintf(text + at, sizeof text - at, "%s", waiting);
+    ddp__mark_unresponsive(group, l, r->call.root);
+    ddp__local_poison(group, l, DDP_ERR_TIMEOUT, text);
+}
+
 /* With the lock held, poisons the group when a peer of any unfinished request is gone. */
 static void ddp__requests_look_for_lost(ddp__local *l) {
     uint64_t alive = 0;
     char text[DDP__TEXT_MAX];
     for (ddp__request *r = l->requests; r; r = r->next) {
         if (r->done || (alive >> r->call.root & 1)) continue;
-        if (!ddp__member_gone(l, r->call.root, text, sizeof text)) { alive |= UINT64_C(1) << r->call.root; continue; }
+        ddp_result lost = ddp__member_lost(l, r->call.root, text, sizeof text);
+        if (lost == DDP_OK) {
+            alive |= UINT64_C(1) << r->call.root;
+            continue;
+        }
         ddp__requests_step(l, NULL); /* it may have sent before it left */
-        if (!r->done) { ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text); return; }
+        if (!r->done) {
+            ddp__local_poison(NULL, l, lost, text);
+            return;
+        }
     }
 }
 
@@ -3069,11 +3213,13 @@ static ddp_result ddp__local_p2p_poll(ddp_group *group, void *state, void *reque
     DDP__LOCKED(&l->p2p_lock) {
         if (!r->done && ddp_now() - l->looked_for_lost > 0.004 + 0.0008 * l->world_size) {
             l->looked_for_lost = ddp_now();
+            if (ddp__waited_request == request) ddp__request_waits(group, l, r);
             ddp__requests_look_for_lost(l);
         }
         *done = r->done;
         failed = !r->done && ddp__load(&l->control->poison);
         if (!r->done && !failed) continue;
+        if (ddp__waited_request == request) ddp__publish_no_wait(group, l);
         while (*link != r) link = &(*link)->next;
         *link = r->next;
         r->next = l->free_requests;
@@ -3232,7 +3378,8 @@ static ddp_result ddp__local_status(const ddp_group *group, void *state) {
     char text[DDP__TEXT_MAX];
     (void)group;
     for (int r = 0; r < l->world_size && !ddp__load(&l->control->poison); r++)
-        if (r != l->rank && ddp__load(&l->heap->job->rank[l->member[r]].state) == DDP__RANK_LOST && ddp__member_gone(l, r, text, sizeof text))
+        if (r != l->rank && ddp__load(&l->heap->job->rank[l->member[r]].state) == DDP__RANK_LOST &&
+            ddp__member_lost(l, r, text, sizeof text) == DDP_ERR_PEER_LOST)
             ddp__local_poison(NULL, l, DDP_ERR_PEER_LOST, text);
     ddp_result result = ddp__local_cause(l, text, sizeof text);
     return result == DDP_OK ? DDP_OK : ddp_fail(result, "%s", text);
@@ -3586,19 +3733,21 @@ static void ddp__queue_leave(ddp_group *group, int place) { if (place == DDP__TO
 static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
+    ddp__waited_since = start;
     for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
+        int overdue = now - start > group->desc.timeout_ms * 1e-3;
         sleeps = now - start > moment;
         group->watched += sleeps;
-        DDP__UNLOCKED(&group->lock) {
-            ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
-            if (now - start > group->desc.timeout_ms * 1e-3) {
-                ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank %d did not %s (tag %d)", group->desc.timeout_ms, op->call.root,
-                         op->call.kind == DDP_CALL_SEND ? "receive" : "send", op->call.tag);
-                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, ddp_last_error());
-            }
-        }
+        DDP__UNLOCKED(&group->lock) ddp__p2p_rest(group, sleeps ? DDP__P2P_SLICE_MS : 0);
         group->watched -= sleeps;
-        ddp__p2p_step(group, op);
+        ddp__waited_request = sleeps ? op->request : NULL;
+        ddp__p2p_step(group, op); /* the local backend notices itself that the time is over, and knows why */
+        ddp__waited_request = NULL;
+        if (overdue && !op->done) DDP__UNLOCKED(&group->lock) {
+                char text[DDP__TEXT_MAX];
+                ddp__p2p_timeout_text(group, &op->call, op->call.root, text, sizeof text);
+                group->backend->poison(group, group->state, DDP_ERR_TIMEOUT, text);
+            }
         if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
     if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
@@ -3681,6 +3830,15 @@ DDPDEF ddp_result ddp_group_enqueue(ddp_group *group, ddp_task_fn fn, void *argu
     return ddp__issue(group, NULL, fn, argument, work);
 }
 
+/* A send or receive that this rank has no memory for. Its peer waits for it: the group fails. */
+static ddp_result ddp__p2p_no_memory(ddp_group *group, const ddp_call *call) {
+    char text[DDP__TEXT_MAX];
+    snprintf(text, sizeof text, "rank %d in %s tag=%d: out of memory", group->rank, ddp_call_name(call->kind),
+             call->tag);
+    group->backend->poison(group, group->state, DDP_ERR_NO_MEMORY, text);
+    return ddp__deliver(group, ddp__call_failed(group, call, DDP_ERR_NO_MEMORY));
+}
+
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
     int enqueues = group->backend->enqueues;
@@ -3691,12 +3849,13 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     call->seq = __atomic_add_fetch(&group->p2p_seq, 1, __ATOMIC_RELAXED);
     if (enqueues && (work || !group->in_batch)) return ddp__issue(group, call, NULL, NULL, work);
     ddp__op *op = ddp__op_new(group, call, NULL, NULL);
-    if (!op) return DDP_ERR_NO_MEMORY;
+    if (!op) return ddp__p2p_no_memory(group, call);
     ddp_result result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
     if (result != DDP_OK) {
         ddp__op_free(group, op);
+        if (result == DDP_ERR_NO_MEMORY) return ddp__p2p_no_memory(group, call);
         return ddp__deliver(group, ddp__call_failed(group, call, result));
     }
     if (!work && group->in_batch) {
@@ -4846,11 +5005,15 @@ static void ddp__group_delete(ddp_group *group) {
 
 /* A handle without its backend's state yet. desc is resolved. */
 static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, const ddp_backend *backend, int rank, int world_size, ddp_group *parent) {
-    ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, sizeof *group);
+    size_t size = ddp__round_up(sizeof(ddp_group), 16), votes = (size_t)world_size * sizeof(ddp__vote);
+    ddp_group *group = (ddp_group *)ddp__aligned_alloc(desc->alloc_fn, desc->user, size + votes);
     ddp_result result;
     *out = NULL;
-    if (!group) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated", sizeof *group);
-    memset(group, 0, sizeof *group);
+    if (!group)
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: %zu bytes could not be allocated",
+                        size + votes);
+    memset(group, 0, size + votes);
+    group->votes = (ddp__vote *)((unsigned char *)group + size);
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
     group->desc.name = group->name;
@@ -4897,16 +5060,27 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
 DDPDEF ddp_result ddp_group_create_on(ddp_group **out, ddp_group *control, const ddp_group_desc *desc) {
     if (out) *out = NULL;
     DDP__NEED(out && control && desc && desc->backend, "out, control, desc or its backend is NULL");
-    const ddp__identity id = {control->rank, control->world_size, control->local_rank, control->local_world_size, 0, NULL, 0, "", NULL};
     ddp_group_desc d = control->desc;
+    ddp_group *group = NULL;
     d.backend = desc->backend;
     d.backend_user = desc->backend_user ? desc->backend_user : control;
     d.order = desc->order;
     if (desc->device) d.device = desc->device;
     if (desc->name) d.name = desc->name;
     if (desc->timeout_ms) d.timeout_ms = desc->timeout_ms;
-    DDP__TRY(ddp__group_desc_resolve(__func__, &d, &d));
-    return ddp__world_new(out, &d, d.backend, &id, NULL);
+    ddp_result result = ddp__group_desc_resolve(__func__, &d, &d);
+    if (result == DDP_OK)
+        result = ddp__group_new(&group, &d, d.backend, control->rank, control->world_size, NULL);
+    result = ddp_agree(control, "ddp_group_create", result, 0, ""); /* open needs every rank */
+    if (result == DDP_OK && d.backend->open) {
+        result = d.backend->open(group, &group->state);
+        if (result == DDP_OK) ddp_group_set_local(group, control->local_rank, control->local_world_size);
+    }
+    if (result == DDP_OK)
+        *out = group;
+    else if (group)
+        ddp__group_delete(group);
+    return result;
 }
 
 #if defined(DDP_USE_MPI)
@@ -4972,13 +5146,60 @@ static int ddp__split_members(const int32_t *table, int world_size, int rank, in
     return count;
 }
 
+/* The first rank that failed, or whose hash differs from rank 0's; -1 = none. Ranks that failed because of
+   another one come last. */
+static int ddp__first_dissent(const ddp_group *group, int *mismatch) {
+    int poisoned = -1, different = -1;
+    for (int r = group->world_size - 1; r >= 0; r--) {
+        ddp_result result = (ddp_result)group->votes[r].result;
+        if (result == DDP_ERR_POISONED) poisoned = r;
+        if (group->votes[r].hash != group->votes[0].hash) different = r;
+    }
+    for (int r = 0; r < group->world_size; r++)
+        if (group->votes[r].result != DDP_OK && group->votes[r].result != DDP_ERR_POISONED) return r;
+    *mismatch = poisoned < 0 && different >= 0;
+    return poisoned >= 0 ? poisoned : different;
+}
+
+DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, uint64_t hash,
+                            const char *what) {
+    enum { SIZE = 200 };
+    char own[DDP__TEXT_MAX], text[2][DDP__TEXT_MAX], begin[96];
+    const char *cause = text[1];
+    ddp__vote vote = {mine, 0, hash};
+    int first, mismatch = 0;
+    snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
+    DDP__TRY(ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
+                              DDP_OP_SUM, DDP_ON_HOST));
+    first = ddp__first_dissent(group, &mismatch);
+    if (first < 0) return DDP_OK;
+    for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
+        ddp_call call = ddp__call_of(DDP_CALL_BROADCAST, text[i], text[i], sizeof text[i], DDP_U8);
+        call.root = i ? first : 0;
+        call.tag = DDP_ON_HOST;
+        if (mismatch)
+            snprintf(text[i], sizeof text[i], "%.*s", SIZE, what);
+        else
+            memcpy(text[i], own, sizeof own);
+        DDP__TRY(ddp__issue(group, &call, NULL, NULL, NULL));
+    }
+    if (mismatch)
+        return DDP__RANK_FAIL(group, DDP_ERR_MISMATCH, "%s group=%s: ranks differ: rank 0 %.*s, rank %d %.*s",
+                              who, group->name, SIZE, text[0], first, SIZE, text[1]);
+    mine = (ddp_result)group->votes[first].result;
+    if (first == group->rank && strstr(own, who)) return ddp_fail(mine, "%s", own);
+    snprintf(begin, sizeof begin, "rank %d/%d ", first, group->world_size);
+    if (strncmp(cause, begin, strlen(begin)) == 0 && strstr(cause, ": "))
+        cause = strstr(cause, ": ") + 2; /* who and where are in front of it */
+    return DDP__RANK_FAIL(group, mine, "%s group=%s: rank %d: %.300s", who, group->name, first, cause);
+}
+
 DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_group **out) {
     DDP__NEED(group && out, "group or out is NULL");
     *out = NULL;
     if (!group->backend->split) return DDP__GROUP_FAIL(group, DDP_ERR_UNSUPPORTED, "ddp_group_split: the %s backend makes no groups", group->backend->name);
     int32_t mine[2] = {color < 0 ? -1 : color, key};
-    int32_t *table = (int32_t *)ddp_group_malloc(group, (size_t)group->world_size * (2 * sizeof(int32_t) + sizeof(int)));
-    if (!table) return DDP_ERR_NO_MEMORY;
+    int32_t *table = (int32_t *)(void *)group->votes;
     int *members = (int *)(table + 2 * group->world_size), count = 0, me = 0;
     ddp_group *child = NULL;
     ddp_result opened = DDP_OK, result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, mine, table, 2, DDP_I32, DDP_OP_SUM, DDP__FOR_SPLIT);
@@ -4992,10 +5213,21 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
         result = group->backend->split(group, group->state, child, members, count, &state);
         if (child) child->state = state;
         if (result == DDP_OK) result = opened;
+        result = ddp_agree(group, __func__, result, 0, "");
     }
-    ddp_group_mfree(group, table);
-    if (result == DDP_OK) *out = child;
-    else if (child) ddp__group_delete(child);
+    if (result == DDP_OK) {
+        *out = child;
+        return DDP_OK;
+    }
+    if (child) {
+        ddp__outcome first = {DDP_OK, ""};
+        ddp__outcome_join(&first, result);
+        if (child->state)
+            ddp_group_destroy(child);
+        else
+            ddp__group_delete(child);
+        return ddp__outcome_tell(&first);
+    }
     return result;
 }
 
@@ -5222,6 +5454,7 @@ static void ddp__mpi_overdue(ddp_group *group, ddp__mpi *s) {
 /* What a wait looks after now and then. */
 static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     char text[DDP__TEXT_MAX];
+    ddp_result lost;
     double now = ddp_now();
     int overdue = now - start > group->desc.timeout_ms * 1e-3, late = now - s->looked > 0.005;
     if (!s->local) return !overdue ? DDP_OK : ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms", group->desc.timeout_ms); /* it is being opened */
@@ -5229,7 +5462,9 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
     ddp__mpi_listen(s);
     if (s->left_after < s->notice->seq) ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_PEER_LOST, "rank %d has destroyed this group", s->left));
     for (int r = 0; r < l->world_size && late; r++) /* who has left may have done its part of this call */
-        if (r != l->rank && !ddp__load(&l->line[r].left) && ddp__member_gone(l, r, text, sizeof text)) ddp__mpi_poison(group, s, DDP_ERR_PEER_LOST, text);
+        if (r != l->rank && !ddp__load(&l->line[r].left) &&
+            (lost = ddp__member_lost(l, r, text, sizeof text)) != DDP_OK)
+            ddp__mpi_poison(group, s, lost, text);
     if (late) s->looked = now;
     if (overdue && ddp__mpi_status(group, s) == DDP_OK) ddp__mpi_overdue(group, s);
     return ddp__mpi_status(group, s) == DDP_OK ? DDP_OK : DDP_ERR_POISONED;
@@ -5607,12 +5842,15 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     return DDP_OK;
 }
 
-/* machine: a number of this rank's. local: its ranks, whose handle is the new group's from here on; NULL: they meet here. */
-static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t machine, ddp_group *local, void **state) {
+/* All that this rank allocates for a group over MPI. NULL, with the error line set, if it is out of memory. */
+static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     size_t w = (size_t)group->world_size;
     ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
-    int level;
-    if (!s) { ddp_group_destroy(local); return DDP_ERR_NO_MEMORY; }
+    if (!s) return NULL;
+    if (ddp__room(group, &s->scratch, &s->scratch_bytes, 3 * w * sizeof(uint64_t)) != DDP_OK) {
+        ddp_group_mfree(group, s);
+        return NULL;
+    }
     s->requests = (MPI_Request *)(void *)(s + 1);
     s->machine_of = (int *)(void *)(s->requests + 4 * w);
     s->here = (unsigned char *)(s->machine_of + w);
@@ -5620,6 +5858,23 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, MPI_Comm comm, uint64_t mac
     s->world_size = group->world_size;
     s->step = 1;
     s->left_after = UINT64_MAX;
+    return s;
+}
+
+static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
+    if (s) ddp_group_mfree(group, s->scratch);
+    ddp_group_mfree(group, s);
+}
+
+/* s: from ddp__mpi_new, or NULL. machine: a number of this rank's. local: its ranks, whose handle is the new
+   group's from here on; NULL: they meet here. */
+static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm, uint64_t machine,
+                                   ddp_group *local, void **state) {
+    int level;
+    if (!s) {
+        ddp_group_destroy(local);
+        return DDP_ERR_NO_MEMORY;
+    }
     ddp_result result = ddp__mpi_join(group, s, comm, machine, local);
     if (result != DDP_OK) {
         ddp__mpi_fail(group, s, DDP__RANK_FAIL(group, result, "ddp_group_create: %s", ddp_last_error()));
@@ -5649,13 +5904,18 @@ static ddp_result ddp__mpi_split(ddp_group *parent, void *state, ddp_group *chil
     int color = child ? members[0] : -1, key = child ? child->rank : 0;
     ddp_result result = ddp_group_split(s->local, color, key, &part);
     *child_state = NULL;
-    if (result == DDP_OK && !child && member_count) result = DDP_ERR_NO_MEMORY; /* of this rank; the caller knows the line */
-    result = ddp__mpi_agree(parent, s, result, "another rank could not split; see its error");
-    if (result == DDP_OK) /* all ranks, or none: it cannot be given up */
+    ddp__mpi *made = child && result == DDP_OK ? ddp__mpi_new(child) : NULL;
+    if (result == DDP_OK && member_count && !made)
+        result = DDP_ERR_NO_MEMORY; /* the error line is that of the allocation */
+    result = ddp_agree(parent, "ddp_group_split", result, 0, "");
+    if (result == DDP_OK) /* MPI_Comm_split cannot be taken back: all ranks call it, or none */
         result = ddp__mpi_result(MPI_Comm_split(s->comm, child ? color : MPI_UNDEFINED, key, &comm), "MPI_Comm_split");
-    if (result != DDP_OK) ddp_group_destroy(part);
+    if (result != DDP_OK) {
+        if (made) ddp__mpi_delete(child, made);
+        ddp_group_destroy(part);
+    }
     if (result != DDP_OK || !child) return result;
-    result = ddp__mpi_open_on(child, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
+    result = ddp__mpi_open_on(child, made, comm, (uint64_t)s->machine_of[s->rank], part, child_state);
     if (result == DDP_OK) MPI_Comm_free(&comm);
     return result;
 }
@@ -5694,7 +5954,8 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
     ddp__fetch_add(&ddp__mpi_worlds, 1u);
     DDP__TRY(ddp__group_new(&group, desc, &ddp__backend_mpi, rank, size, NULL));
     group->on_mpi = 1;
-    ddp_result result = ddp__mpi_open_on(group, comm, ddp__machine(), NULL, &group->state);
+    ddp_result result =
+        ddp__mpi_open_on(group, ddp__mpi_new(group), comm, ddp__machine(), NULL, &group->state);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);
     return result;
@@ -5755,30 +6016,19 @@ static ddp_result ddp__mesh_resolve(ddp_mesh *mesh, const char *who, const ddp_m
     return DDP_OK;
 }
 
-/* Whether all ranks mean the same mesh. */
-static ddp_result ddp__mesh_compare(const ddp_mesh *mesh) {
-    ddp_group *world = mesh->world;
-    size_t size = sizeof mesh->text;
-    char *all = (char *)ddp_group_malloc(world, (size_t)world->world_size * size);
-    ddp_result result = all ? ddp__submit_host(world, DDP_CALL_ALL_GATHER, mesh->text, all, size, DDP_U8, DDP_OP_SUM, DDP_ON_HOST) : DDP_ERR_NO_MEMORY;
-    for (int r = 1; r < world->world_size && result == DDP_OK; r++)
-        if (strcmp(all, all + (size_t)r * size) != 0)
-            result = DDP__GROUP_FAIL(world, DDP_ERR_MISMATCH, "ddp_mesh_create: ranks made different meshes: rank 0 %.200s, rank %d %.200s", all, r,
-                                     all + (size_t)r * size);
-    ddp_group_mfree(world, all);
-    return result;
-}
-
 DDPDEF ddp_result ddp_mesh_create(ddp_mesh **out, ddp_group *world, const ddp_mesh_desc *desc) {
     int stride = 1;
     if (out) *out = NULL;
     DDP__NEED(out && world && desc, "out, world or desc is NULL");
     ddp_mesh *mesh = (ddp_mesh *)ddp__group_calloc(world, sizeof *mesh);
-    if (!mesh) return DDP_ERR_NO_MEMORY;
-    mesh->world = world;
-    ddp_result result = ddp__mesh_resolve(mesh, __func__, desc);
-    if (result == DDP_OK) result = ddp__mesh_compare(mesh);
-    for (int i = mesh->ndim - 1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
+    ddp_result result = mesh ? DDP_OK : DDP_ERR_NO_MEMORY;
+    if (mesh) {
+        mesh->world = world;
+        result = ddp__mesh_resolve(mesh, __func__, desc);
+    }
+    const char *text = mesh ? mesh->text : "";
+    result = ddp_agree(world, __func__, result, ddp__hash_bytes(DDP__HASH, text, strlen(text)), text);
+    for (int i = mesh ? mesh->ndim - 1 : -1; i >= 0 && result == DDP_OK; stride *= mesh->shape[i--]) {
         int place = world->rank / stride % mesh->shape[i];
         result = ddp_group_split(world, world->rank - place * stride, place, &mesh->group[i]);
         if (result == DDP_OK) snprintf(mesh->group[i]->name, sizeof mesh->group[i]->name, "%.14s.%s", world->name, mesh->name[i]);

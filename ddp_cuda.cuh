@@ -599,7 +599,11 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
     if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
     if (!control) return ddp__cuda_compare(mine, rank, world_size);
     seats = (ddp__cuda_seat *)ddp_group_malloc(control, sizeof *seats * (size_t)world_size);
-    if (!seats) return DDP_ERR_NO_MEMORY;
+    result = ddp_agree(control, "ddp_cuda_pick", seats ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
+    if (result != DDP_OK) {
+        ddp_group_mfree(control, seats);
+        return result;
+    }
     result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
     if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
     for (int i = 0; i < world_size && result == DDP_OK; i++)
@@ -1908,10 +1912,7 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
     const char *call = "cudaSetDevice";
     cudaError_t error = cudaSuccess;
-    if (!lanes) {
-        if (seed) ddp_group_abort(seed->control); /* the others are about to wait for this rank */
-        return DDP_ERR_NO_MEMORY;
-    }
+    if (!lanes) return DDP_ERR_NO_MEMORY;
     memset(lanes, 0, sizeof *lanes);
     lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
     if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
@@ -2970,32 +2971,12 @@ static void *ddp__nccl_watch(void *argument) {
 
 //== NCCL: groups and group memory ================================================================== >>impl-nccl-group
 
-/* What ranks tell each other before something that all of them have to do. */
-typedef struct ddp__cuda_vote {
-    int32_t result;
-    char text[380];
-    unsigned char data[128];
-} ddp__cuda_vote;
-
-/* Every rank's result: the first failure becomes everybody's. data (may be NULL) is replaced with rank 0's. */
-static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const char *who, unsigned char *data) {
-    size_t world_size = (size_t)ddp_world_size(control);
-    ddp__cuda_vote *votes = (ddp__cuda_vote *)ddp_group_malloc(control, sizeof *votes * (world_size + 1)), *own = votes + world_size;
-    ddp_result result;
-    if (!votes) return DDP_ERR_NO_MEMORY;
-    memset(own, 0, sizeof *own);
-    own->result = mine;
-    if (mine != DDP_OK) snprintf(own->text, sizeof own->text, "%.379s", ddp_last_error());
-    if (data) memcpy(own->data, data, sizeof own->data);
-    result = ddp_all_gather(control, own, votes, sizeof *own, DDP_U8, NULL);
-    for (size_t i = 0; i < 2 * world_size && result == DDP_OK; i++) { /* those that left because of another one come last */
-        size_t r = i % world_size;
-        if (votes[r].result != DDP_OK && (votes[r].result != DDP_ERR_POISONED || i >= world_size))
-            result = ddp_fail((ddp_result)votes[r].result, "rank %d/%d %s: rank %d: %s", ddp_rank(control), (int)world_size, who, (int)r, votes[r].text);
-    }
-    if (data && result == DDP_OK) memcpy(data, votes[0].data, sizeof votes[0].data);
-    ddp_group_mfree(control, votes);
-    return result;
+/* ddp_agree, with rank 0's data for every rank (NULL = none). */
+static ddp_result ddp__cuda_vote_on(ddp_group *control, ddp_result mine, const char *who,
+                                    unsigned char data[128]) {
+    ddp_result result = ddp_agree(control, who, mine, 0, "");
+    if (result != DDP_OK || !data) return result;
+    return ddp_broadcast(control, data, 128, DDP_U8, 0, NULL);
 }
 
 /* A call over control of a group that is there: when the group fails meanwhile, its watchdog ends the call, and the group's cause is the reason. */
@@ -3876,15 +3857,15 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
         s->words = (ddp__cuda_word *)ddp_group_malloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
         if (!s->words) { ddp_group_mfree(group, s); s = NULL; }
     }
-    for (int i = 0; i < 2 && result == DDP_OK; i++) result = ddp_group_split(control, s ? color : -1, group ? ddp_rank(group) : 0, &split[i]);
-    if (color < 0) return result;
-    if (!s) return ddp_fail(DDP_ERR_NO_MEMORY, "no memory for a group staged through the host");
+    result = ddp_agree(control, "ddp_cuda_group_create", s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
+    for (int i = 0; i < 2 && result == DDP_OK; i++)
+        result = ddp_group_split(control, color, group ? ddp_rank(group) : 0, &split[i]);
+    if (!s) return result;
     s->control = split[0], s->messages = split[1], s->owner = group, s->device = device;
     s->rank = ddp_rank(group), s->world_size = ddp_world_size(group), s->coming_end = &s->coming;
     pthread_mutex_init(&s->lock, NULL);
     const ddp__cuda_visit visit(device);
-    if (result == DDP_OK && ddp_world_size(s->control) != s->world_size) result = ddp_fail(DDP_ERR_NO_MEMORY, "a rank has no memory for its part of the group");
-    else if (result == DDP_OK)
+    if (result == DDP_OK)
         result = ddp__cuda_staged_agree(s, visit.result == DDP_OK ? ddp__cuda_staged_resources(s) : visit.result, "making a group staged through the host");
     if (result == DDP_OK) *state = s;
     else {

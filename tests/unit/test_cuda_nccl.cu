@@ -33,11 +33,17 @@ static struct {
     int own_comm; /* 1 = the user's communicator, blocking; 2 = non-blocking */
     int connects; /* fake_nccl.connects */
     int held;     /* fake_nccl.held */
+    int no_memory_at, allocations_left; /* left: of no_memory_at, when the group was made; 0 = the allocation failed */
     int shared, staged; /* all ranks are on device 0; their group goes through host memory */
     const char *function; /* of which function; NULL any */
     ddp_result result[MAX_RANKS];
     char line[MAX_RANKS][512];
 } job;
+
+/* Rank 1's allocation number job.no_memory_at fails while it makes its group. */
+static thread_local int allocation;
+static void *alloc_fn(size_t size_bytes, void *) { return allocation && --allocation == 0 ? NULL : malloc(size_bytes); }
+static void free_fn(void *memory, void *) { free(memory); }
 
 static int failures, checks;
 
@@ -130,7 +136,12 @@ static ddp_result rank_main(ddp_group *world, void *user) {
     desc.timeout_ms = job.timeout_ms;
     if (job.fault && s->rank == 1) fake_fail(job.function, 1, job.fault, 0, job.sticky);
     if (job.own_comm && make_own(s, &desc) != DDP_OK) return DDP_ERR_ENGINE;
+    if (s->rank == 1) allocation = job.no_memory_at;
     result = ddp_cuda_group_create(&s->group, world, &desc);
+    if (s->rank == 1) {
+        job.allocations_left = allocation;
+        allocation = 0;
+    }
     if (result == DDP_OK) result = job.run(s);
     job.result[s->rank] = result;
     snprintf(job.line[s->rank], sizeof job.line[0], "%s", result == DDP_OK ? "" : ddp_last_error());
@@ -169,6 +180,8 @@ static void run_on(int size, uint64_t seed, program_fn program) {
     launch.mode = DDP_LAUNCH_THREADS;
     launch.group.timeout_ms = job.silence_ms ? job.silence_ms : 30000; /* the watchdogs', too: a machine that stands still for a moment fails nobody */
     launch.group.log_fn = take_notice;
+    launch.group.alloc_fn = alloc_fn;
+    launch.group.free_fn = free_fn;
     launch.no_affinity = 1;
     fake.patient = job.patient;
     memset(job.result, 0, sizeof job.result);
@@ -795,6 +808,23 @@ static void init_is_stuck(int size) {
     job.held = job.may_fail = job.patient = job.timeout_ms = 0;
 }
 
+/* Every allocation of rank 1 fails in turn while a group is made: every rank returns, with that cause, and nobody waits for the timeout. */
+static void no_memory_alone(ddp_cuda_engine engine) {
+    job.may_fail = job.patient = 1;
+    job.desc.engine = engine;
+    for (job.no_memory_at = 1, job.allocations_left = 0; !job.allocations_left && job.no_memory_at < 100; job.no_memory_at++) {
+        double start = ddp_now();
+        run_on(3, (uint64_t)job.no_memory_at, several);
+        check(ddp_now() - start < 15 * DDP_TEST_SLOWDOWN, "allocation %d: %.1f s", job.no_memory_at, ddp_now() - start);
+        for (int r = 0; r < 3 && !job.allocations_left; r++)
+            check(job.result[r] == DDP_ERR_NO_MEMORY && (r == 1 || strstr(job.line[r], "rank 1")), "allocation %d, rank %d: %s: %s",
+                  job.no_memory_at, r, ddp_result_name(job.result[r]), job.line[r]);
+    }
+    check(job.allocations_left && job.no_memory_at > 5, "%d allocations", job.no_memory_at);
+    job.no_memory_at = job.may_fail = job.patient = 0;
+    job.desc = ddp_cuda_desc();
+}
+
 static void fails_on(int size, int seed, program_fn program) {
     settled = 0;
     job.patient = 1;
@@ -1299,6 +1329,8 @@ int main(int argc, char **argv) {
     job.connects = 0;
     CASE(reducers());
     CASE(watchdogs());
+    CASE(no_memory_alone(DDP_CUDA_ENGINE_NCCL));
+    CASE(no_memory_alone(DDP_CUDA_ENGINE_STAGED));
     CASE(run_on(2, 0, wrong_groups));
     CASE(sharing());
     CASE(errors_everywhere());

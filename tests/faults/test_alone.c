@@ -1,0 +1,166 @@
+/*  test_alone.c - one rank fails inside a call that all ranks make: all of them return, at once and with its cause.
+
+    test_alone [processes|threads|tcp|tcp_threads|mpi ...]
+
+    ddp_group_split and ddp_mesh_create, with each of rank 1's allocations failing in turn and with each field of its
+    desc wrong; a batch of messages that rank 1 has no memory for. Once, the other ranks waited for the timeout. */
+#include "../../ddp.h"
+#include "../support/ranks.h"
+
+#define ODD 1 /* the rank that fails */
+#define SECONDS (10.0 * DDP_TEST_SLOWDOWN)
+#define TIMEOUT_MS 60000
+
+static __thread int fail_at; /* the allocation that fails on this thread, counted down; 0 = none */
+static __thread int failed;
+static void *alloc_fn(size_t size_bytes, void *user) {
+    (void)user;
+    if (fail_at && --fail_at == 0) {
+        failed = 1;
+        return NULL;
+    }
+    return malloc(size_bytes);
+}
+static void free_fn(void *memory, void *user) {
+    (void)user;
+    free(memory);
+}
+
+/* All ranks have the same outcome: DDP_OK, or result with a text that names the odd rank. */
+static ddp_result look(ddp_group *world, const char *what, int n, ddp_result got, ddp_result wanted,
+                       double start) {
+    char name[16];
+    snprintf(name, sizeof name, "rank %d", ODD);
+    RANKS_CHECK(world, ddp_now() - start < SECONDS, "%s %d took %.1f s", what, n, ddp_now() - start);
+    RANKS_CHECK(world, got == wanted, "%s %d gives %s: %s", what, n, ddp_result_name(got), ddp_last_error());
+    if (wanted != DDP_OK)
+        RANKS_CHECK(world, strstr(ddp_last_error(), name) && strstr(ddp_last_error(), what), "%s %d: %s",
+                    what, n, ddp_last_error());
+    return DDP_OK;
+}
+
+static ddp_result make(ddp_group *world, int mesh, ddp_group **group, ddp_mesh **grid) {
+    ddp_mesh_desc desc = DDP_ZERO;
+    desc.ndim = 2;
+    desc.names[0] = "dp";
+    desc.shape[0] = 0;
+    desc.names[1] = "tp";
+    desc.shape[1] = 1;
+    return mesh ? ddp_mesh_create(grid, world, &desc) : ddp_group_split(world, 0, 0, group);
+}
+
+/* Each allocation of the odd rank fails in turn, until none does. */
+static ddp_result without_memory(ddp_group *world, int mesh) {
+    const char *what = mesh ? "ddp_mesh_create" : "ddp_group_split";
+    int odd = ddp_rank(world) == ODD, more = 1;
+    for (int n = 1; more; n++) {
+        ddp_group *group = NULL;
+        ddp_mesh *grid = NULL;
+        double start = ddp_now();
+        fail_at = odd ? n : 0;
+        failed = 0;
+        ddp_result got = make(world, mesh, &group, &grid), wanted;
+        char text[512];
+        snprintf(text, sizeof text, "%s", ddp_last_error());
+        fail_at = 0;
+        more = failed;
+        RANKS_OK(world, ddp_all_reduce(world, &more, &more, 1, DDP_I32, DDP_OP_MAX,
+                                       NULL)); /* the group still works */
+        wanted = more ? DDP_ERR_NO_MEMORY : DDP_OK;
+        if (got == wanted || !more) {
+            ddp_fail(got, "%s", text);
+            RANKS_OK(world,
+                     look(world, mesh && more && strstr(text, "ddp_group_split") ? "ddp_group_split" : what,
+                          n, got, wanted, start));
+        } else
+            RANKS_CHECK(world, got == wanted, "%s %d: %s: %s", what, n, ddp_result_name(got), text);
+        RANKS_CHECK(world, !more == (group || grid), "%s %d: something was made", what, n);
+        ddp_group_destroy(group);
+        ddp_mesh_destroy(grid);
+    }
+    return DDP_OK;
+}
+
+/* The odd rank's desc has one wrong field. */
+static ddp_result wrong_field(ddp_group *world) {
+    int odd = ddp_rank(world) == ODD;
+    for (int field = 0; field < 7; field++) {
+        ddp_mesh_desc desc = DDP_ZERO;
+        ddp_mesh *grid = NULL;
+        double start = ddp_now();
+        desc.ndim = 2;
+        desc.names[0] = "dp";
+        desc.names[1] = "tp";
+        desc.shape[1] = 1;
+        if (odd && field == 0) desc.ndim = 0;
+        if (odd && field == 1) desc.ndim = 1000;
+        if (odd && field == 2) desc.names[1] = NULL;
+        if (odd && field == 3) desc.names[1] = "dp";
+        if (odd && field == 4) desc.shape[1] = -1;
+        if (odd && field == 5) desc.shape[1] = 1000;
+        if (odd && field == 6) desc.names[1] = "other";
+        RANKS_OK(world, look(world, "ddp_mesh_create", field, ddp_mesh_create(&grid, world, &desc),
+                             field < 6 ? DDP_ERR_INVALID : DDP_ERR_MISMATCH, start));
+        RANKS_CHECK(world, !grid, "field %d: a mesh", field);
+    }
+    return ddp_barrier(world);
+}
+
+/* A ring of messages in a batch; the odd rank's second one finds no memory. The group fails, for all. */
+static ddp_result messages(ddp_group *world) {
+    int w = ddp_world_size(world), next = (ddp_rank(world) + 1) % w, before = (ddp_rank(world) + w - 1) % w;
+    float in[4] = {0}, out[4];
+    double start;
+    ddp_result result, end;
+    RANKS_OK(world, ddp_barrier(world));
+    start = ddp_now();
+    RANKS_OK(world, ddp_batch_begin(world));
+    result = ddp_send(world, in, 4, DDP_F32, next, 0, NULL);
+    fail_at = ddp_rank(world) == ODD ? 1 : 0;
+    if (result == DDP_OK) result = ddp_recv(world, out, 4, DDP_F32, before, 0, NULL);
+    fail_at = 0;
+    end = ddp_batch_end(world);
+    if (result == DDP_OK) result = end;
+    if (result == DDP_OK)
+        result = ddp_barrier(world); /* a ring of small messages may be done without the odd rank's receive */
+    RANKS_CHECK(world, result == DDP_ERR_NO_MEMORY || result == DDP_ERR_POISONED, "%s: %s",
+                ddp_result_name(result), ddp_last_error());
+    RANKS_CHECK(world, strstr(ddp_last_error(), "rank 1 in ddp_recv tag=0: out of memory"), "%s",
+                ddp_last_error());
+    RANKS_CHECK(world, ddp_now() - start < SECONDS, "it took %.1f s", ddp_now() - start);
+    return DDP_ERR_NO_MEMORY;
+}
+
+typedef struct plan {
+    int what;
+} plan;
+static ddp_result run(ddp_group *world, void *user) {
+    const plan *p = (const plan *)user;
+    if (p->what == 2) return wrong_field(world);
+    if (p->what == 3) return messages(world);
+    return without_memory(world, p->what);
+}
+
+int main(int argc, char **argv) {
+    static const char *const names[] = {"split without memory", "mesh without memory", "a wrong field",
+                                        "a batch without memory"};
+    ranks_mode mode = RANKS_PROCESSES;
+    int failures = 0;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    watchdog_start(150);
+    ranks_memory.alloc_fn = alloc_fn;
+    ranks_memory.free_fn = free_fn;
+    if (argc > 1 && ranks_mode_parse(argv[1], &mode) != 0) return 2;
+    for (int what = 0; what < 4; what++) {
+        plan p = {what};
+        int last = what == 3;
+        if (last && (strstr(ranks_mode_name(mode), "tcp") || strstr(ranks_mode_name(mode), "mpi")))
+            continue; /* tcp has no messages; a program whose world over MPI failed ends abnormally for mpirun
+                       */
+        ddp_result result = ranks_run(mode, 3, TIMEOUT_MS, run, &p);
+        int good = result == (last ? DDP_ERR_NO_MEMORY : DDP_OK);
+        printf("%-24s %s\n", names[what], good ? "ok" : ddp_last_error());
+        failures += !good;
+    }
+    return failures != 0;
+}
