@@ -166,7 +166,8 @@ typedef struct ddp_work { void *op; uint64_t ticket; } ddp_work;
 
 typedef struct ddp_group_desc {
     const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
-                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 leaves its address there.
+                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 creates the file,
+                                with its address, for its own user. A link, FIFO or another user's file in its place is an error.
                                 "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
@@ -4394,14 +4395,45 @@ static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     return 1;
 }
 
-/* Whoever finds the file of an earlier job finds nobody there. */
-static int ddp__venue_read(ddp__venue *v, size_t token_size) {
+/* Returns 1 when the rendezvous file can be trusted. Otherwise it sets the error line. */
+static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
+    char why[100] = "";
+    if (S_ISLNK(file->st_mode)) snprintf(why, sizeof why, "is a symbolic link");
+    else if (!S_ISREG(file->st_mode)) snprintf(why, sizeof why, "is not a regular file");
+    else if (file->st_uid != geteuid()) snprintf(why, sizeof why, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid, (long)geteuid());
+    else if (file->st_mode & (S_IWGRP | S_IWOTH))
+        snprintf(why, sizeof why, "can be written by other users (mode %03o)", (unsigned)(file->st_mode & 0777));
+    if (!why[0]) return 1;
+    ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write", path, why);
+    return 0;
+}
+
+/* Opens the rendezvous file without waiting for anybody: a FIFO in its place does not block. On failure *fd is -1. DDP_ERR_INVALID: it does not exist yet.
+   DDP_ERR_SYSTEM: something else is in its place. */
+static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
+    struct stat file;
+    *fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    int error = errno, found = (*fd >= 0 ? fstat(*fd, &file) : lstat(path, &file)) == 0;
+    if (found && !ddp__rendezvous_trusted(path, &file)) {
+        if (*fd >= 0) close(*fd);
+        *fd = -1;
+        return DDP_ERR_SYSTEM;
+    }
+    if (*fd >= 0) return DDP_OK;
+    if (error == ENOENT || error == ESTALE) return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", path);
+    return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", path, strerror(error));
+}
+
+/* Reads where rank 0 listens. DDP_ERR_INVALID: rank 0 has not written that yet. The file of an earlier job names a place where nobody listens. */
+static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
-    int fd = open(v->path, O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) close(fd);
+    int fd;
+    DDP__TRY(ddp__rendezvous_open(v->path, &fd));
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
     text[n > 0 ? n : 0] = 0;
-    return ddp__venue_hear(v, token_size, text);
+    if (ddp__venue_hear(v, token_size, text)) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%.200s: rank 0 has not written its address yet", v->path);
 }
 
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
@@ -4411,8 +4443,8 @@ static ddp_result ddp__visit(ddp__venue *v) {
         ddp_result result = DDP_ERR_INVALID;
         v->peer->in.result = 0;
         if (v->local) result = ddp__ask(v, (struct sockaddr *)&v->address, v->local);
-        else if (v->path && !ddp__venue_read(v, token_size)) ddp_fail(result, "%s: there is no such file yet", v->path);
-        else result = ddp__ask_hosts(v);
+        else if (!v->path) result = ddp__ask_hosts(v);
+        else if ((result = ddp__venue_read(v, token_size)) == DDP_OK) result = ddp__ask_hosts(v);
         if (result != DDP_ERR_INVALID) return result;
         if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
@@ -4586,12 +4618,30 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
 }
 
+/* Creates the rendezvous file for this user only. The file that an earlier job of this user left is replaced; nothing else is. */
+static int ddp__rendezvous_create(const char *path) {
+    struct stat file;
+    int fd = -1;
+    for (int tries = 0; tries < 3 && fd < 0; tries++) {
+        if (lstat(path, &file) == 0) {
+            if (!ddp__rendezvous_trusted(path, &file)) return -1;
+            unlink(path);
+        }
+        fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
+        if (fd < 0 && errno != EEXIST) break;
+    }
+    if (fd < 0) ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", path, strerror(errno));
+    return fd;
+}
+
 static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
     char text[DDP__ANNOUNCED];
     ddp__announce_text(listener, text);
     ddp__venue_hear(v, strlen(v->token), text);
-    int fd = open(v->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
-    if (fd >= 0 && close(fd) != 0) ok = 0;
+    int fd = ddp__rendezvous_create(v->path);
+    if (fd < 0) return DDP_ERR_SYSTEM;
+    int ok = write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (close(fd) != 0) ok = 0;
     return ok ? DDP_OK : ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be written: %s", v->path, strerror(errno));
 }
 
