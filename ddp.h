@@ -4346,6 +4346,31 @@ static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
 
+/* Fails because another process holds the socket name of this job. Any user can compute that name and bind it. pid 0: the holder is not known. */
+static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
+    const char *name = v->address.sun_path + 1;
+    const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
+    if (strncmp(v->token, "torch:", 6) == 0 || strncmp(v->token, "desc:", 5) == 0)
+        remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
+    if (holder.pid && holder.uid == geteuid())
+        return ddp_fail(DDP_ERR_MISMATCH, "another process (pid %d) is rank 0 of this job already (%.200s); give each job its own MASTER_PORT",
+                        (int)holder.pid, v->token);
+    if (holder.pid)
+        return ddp_fail(DDP_ERR_SYSTEM, "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s", name,
+                        (int)holder.pid, (long)holder.uid, remedy);
+    return ddp_fail(DDP_ERR_SYSTEM, "socket @%s, where the ranks of this job meet, is held by a process that does not listen there (`ss -xap` shows it); %s",
+                    name, remedy);
+}
+
+/* Returns who listens at the socket name of this job. pid 0: nobody does. */
+static ddp__ucred ddp__name_holder(const ddp__venue *v) {
+    ddp__ucred holder = DDP_ZERO;
+    int fd = ddp__socket(AF_UNIX);
+    if (fd >= 0 && connect(fd, (const struct sockaddr *)&v->address, v->local) == 0) holder = ddp__peer_of(fd);
+    if (fd >= 0) close(fd);
+    return holder;
+}
+
 /* One try at an address; result as of ddp__say_hello. */
 static ddp_result ddp__ask(const ddp__venue *v, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
@@ -4356,8 +4381,7 @@ static ddp_result ddp__ask(const ddp__venue *v, const struct sockaddr *to, sockl
     else if (error == EINPROGRESS) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
     ddp__peer_init(v->peer, fd);
     if (error) result = ddp_fail(DDP_ERR_INVALID, "%s", strerror(error));
-    else if (v->local && ddp__peer_of(fd).uid != geteuid())
-        result = ddp_fail(DDP_ERR_SYSTEM, "this job's socket belongs to another user (uid %ld)", (long)ddp__peer_of(fd).uid);
+    else if (v->local && ddp__peer_of(fd).uid != geteuid()) result = ddp__name_taken(v, ddp__peer_of(fd));
     else result = ddp__say_hello(v, v->peer);
     if (result != DDP_OK) ddp__peer_close(v->peer);
     return result;
@@ -4569,8 +4593,7 @@ static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
     char holder[160];
     if (*listener < 0 && v->local) *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
     if (*listener >= 0) return DDP_OK;
-    if (v->local && errno == EADDRINUSE)
-        return ddp_fail(DDP_ERR_MISMATCH, "another process is rank 0 of this job already (%s); give each job its own MASTER_PORT", v->token);
+    if (v->local && errno == EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
     do {
         for (int i = 0; i < v->ports; i++) if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;

@@ -322,6 +322,51 @@ static void test_strangers(void) {
     }
 }
 
+/* Any user can compute the name of the socket where ranks meet, and bind it first. Everybody who finds it taken is told by whom. */
+static pid_t hold_name(const char *name, int listens) {
+    struct sockaddr_un address;
+    socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
+    pid_t pid = fork();
+    int fd;
+    if (pid != 0) return pid;
+    if (setgid(65534) != 0 || setuid(65534) != 0) _exit(1);
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0); /* setuid clears it */
+    memset(&address, 0, sizeof address);
+    address.sun_family = AF_UNIX;
+    memcpy(address.sun_path + 1, name, strlen(name));
+    fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (bind(fd, (struct sockaddr *)&address, length) != 0 || (listens && listen(fd, 100) != 0)) _exit(1);
+    say(&stage_shared->counter);
+    for (;;) pause();
+}
+
+static void test_name_is_taken(void) {
+    if (geteuid() != 0) {
+        printf("not root: a second user that holds the name is left out\n");
+        return;
+    }
+    for (int listens = 0; listens < 2; listens++) {
+        int tag = next_tag++, zero = 0;
+        char name[108], want[64];
+        pid_t holder;
+        faults_begin(listens ? "another user listens at the job's socket" : "another user holds the name of the job's socket");
+        job_socket(tag, name, sizeof name);
+        holder = hold_name(name, listens);
+        EXPECT(heard(&stage_shared->counter, 1), "uid 65534 could not take @%s", name);
+        for (int r = 0; r < 1 + listens; r++) spawn(&families[0], r, r, 3, tag, 20000, work, &zero);
+        reap(0, 1 + listens);
+        snprintf(want, sizeof want, "pid %d of another user (uid 65534)", (int)holder);
+        for (int r = 0; r < 1 + listens; r++) {
+            const seen *s = &stage_shared->rank[r];
+            EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(says(s->text, name) && says(s->text, "MASTER_PORT") && says(s->text, "file:///path"), "rank %d: '%s'", r, s->text);
+            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not say '%s'", r, s->text, want);
+        }
+        kill(holder, SIGKILL);
+        waitpid(holder, NULL, 0);
+    }
+}
+
 //== dying ==================================================================================
 
 static ddp_result forever(ddp_group *world, void *user) {
@@ -425,6 +470,7 @@ int main(void) {
     test_missing();
     test_contradictions();
     test_strangers();
+    test_name_is_taken();
     test_one_dies();
     test_all_die();
     test_rank_comes_back();
