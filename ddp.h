@@ -958,7 +958,7 @@ typedef struct ddp__job_rank {
     uint32_t state;
     int32_t pid, signal_number, exit_status;
     int32_t result;              /* of its ddp_rank_fn */
-    uint64_t start_time;         /* from /proc: tells a pid from its later reuse */
+    uint64_t start_time;         /* distinguishes the process from a later one with the same pid; see ddp__process_start_time */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
     uint64_t wait[DDP__WAIT_WORDS];
     uint32_t unresponsive;   /* DDP__UNRESPONSIVE: a group timed out because of it; all its groups fail */
@@ -2045,12 +2045,22 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 //== life and death of ranks ============================================================================ >>impl-life
 
-/* Start time (field 22) of a process; 0 when it is gone, also as a zombie (state Z or X, field 3). */
+#define DDP__START_UNKNOWN UINT64_MAX
+
+/* Returns 1 when /proc numbers processes as this process does. In a PID namespace that kept the /proc of the outer one, /proc/PID is another process. */
+static int ddp__proc_is_ours(void) {
+    char self[16];
+    ssize_t n = readlink("/proc/self", self, sizeof self - 1);
+    self[n > 0 ? n : 0] = 0;
+    return atoi(self) == (int)getpid();
+}
+
+/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field 3), or DDP__START_UNKNOWN. */
 static uint64_t ddp__process_start_time(int pid) {
     char path[32], line[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC), fields = 2;
-    if (fd < 0) return 0;
+    int fd = ddp__proc_is_ours() ? open(path, O_RDONLY | O_CLOEXEC) : -1, fields = 2;
+    if (fd < 0) return DDP__START_UNKNOWN;
     ssize_t n = read(fd, line, sizeof line - 1);
     close(fd);
     line[n > 0 ? n : 0] = 0;
@@ -2058,6 +2068,22 @@ static uint64_t ddp__process_start_time(int pid) {
     if (!p || !p[1] || strchr("ZX", p[2])) return 0;
     for (p += 2; *p && fields < 21; p++) fields += *p == ' ';
     return strtoull(p, NULL, 10);
+}
+
+/* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or DDP__START_UNKNOWN. */
+static int ddp__process_gone(int pid, uint64_t start_time) {
+    if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
+    uint64_t start = ddp__process_start_time(pid);
+    if (start == 0) return 1;
+    if (start != DDP__START_UNKNOWN) return start_time != DDP__START_UNKNOWN && start != start_time;
+    int gone = 0;
+#ifdef SYS_pidfd_open /* Linux 5.3. Without it, a zombie counts as alive */
+    struct pollfd ended = {(int)syscall(SYS_pidfd_open, pid, 0), POLLIN, 0};
+    if (ended.fd < 0) return errno == ESRCH;
+    gone = poll(&ended, 1, 0) > 0;
+    close(ended.fd);
+#endif
+    return gone;
 }
 
 /* Notes that process pid is rank `rank` of the job. */
@@ -2079,10 +2105,7 @@ static int ddp__rank_gone(ddp__heap *heap, int rank, int number, char *text, siz
     else if (state == DDP__RANK_LEFT) snprintf(text, size, "rank %d (pid %d) has returned and will not make this call", number, r->pid);
     else {
         if (state == DDP__RANK_ABSENT || heap->job->launched || heap->threads || r->pid == 0 /* of another pid namespace */) return 0;
-        if (kill(r->pid, 0) == 0 || errno != ESRCH) {
-            uint64_t start = ddp__process_start_time(r->pid);
-            if (start ? start == r->start_time : access("/proc/self/stat", R_OK) != 0) return 0; /* no /proc: the signal test has to do */
-        }
+        if (!ddp__process_gone(r->pid, r->start_time)) return 0;
         snprintf(text, size, "rank %d: pid %d is gone", number, r->pid);
     }
     return 1;
