@@ -169,7 +169,8 @@ typedef struct ddp_group_desc {
                                 "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 creates the file,
                                 with its address, for its own user. A link, FIFO or another user's file in its place is an error.
                                 "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
-    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are */
+    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are. With "env://" it must
+                                equal the number in the rank variables, where these are set */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
@@ -179,13 +180,13 @@ typedef struct ddp_group_desc {
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
-    void (*log_fn)(const char *text, void *user);     /* NULL = silent; notices such as a fallback taken */
+    void (*log_fn)(const char *text, void *user);     /* NULL = silent; notices: a fallback taken, ranks waited for since 5 s */
 } ddp_group_desc;
 
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
 
 typedef struct ddp_launch_desc {
-    int world_size;       /* 0 = one rank per core this process may use */
+    int world_size;       /* 0 = one rank per core this process may use, or the ranks of a launcher; another number than the launcher's is an error */
     ddp_launch_mode mode; /* 0 = processes */
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most so often (processes) */
     const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
@@ -288,8 +289,8 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
 /* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its ddp_last_error. Inside torchrun, mpirun,
-   srun or another ddp_launch it joins that world and starts nothing. The world belongs to the launch: fn does not destroy it, nor let an exception
-   out. Call it before starting threads, CUDA or MPI.
+   srun or another ddp_launch it joins that world and starts nothing; desc->world_size must then be 0 or the number of ranks of that world. The world
+   belongs to the launch: fn does not destroy it, nor let an exception out. Call it before starting threads, CUDA or MPI.
    Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS unless set)
    and leaves by _exit, after a flush. SIGINT and SIGTERM sent to the caller reach all ranks, which die with it. After a failure the others get
    timeout_ms to return, then are killed. No child, zombie or file stays.
@@ -3962,12 +3963,16 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
 
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
 
+/* What init_method begins with. A host or a path follows the last two. */
+enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
+
 /* What init_method, the desc and the environment say about this rank and its world, before ranks meet. */
 typedef struct ddp__identity {
     int rank, world_size, local_rank, local_world_size;
     int device_plus_1;   /* that ddp_launch_desc.devices gives it; 0 = none */
     ddp__heap *heap;     /* of the ddp_launch that this thread is a rank of; NULL = none */
     int found;           /* a launcher has said who this rank is */
+    const char *size_variable; /* found: where it has said how many ranks there are */
     char token[416];     /* equal on all ranks of a job, and on no other job of this user */
     ddp_group *world;    /* of that ddp_launch, once it is there */
 } ddp__identity;
@@ -4009,6 +4014,7 @@ static ddp_result ddp__identity_from(ddp__identity *id, const ddp__launcher *fro
     int n = snprintf(id->token, sizeof id->token, "%s", from->name);
     for (int i = 0; i < 4 && from->job[i]; i++) n += snprintf(id->token + n, sizeof id->token - (size_t)n, ":%.100s", ddp__env_text(from->job[i]));
     id->found = 1;
+    id->size_variable = from->size;
     return DDP_OK;
 }
 
@@ -4034,16 +4040,30 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. url: init_method says where ranks meet. */
-static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int alone, int url) {
+/* Fails when the caller wants another number of ranks than a launcher, or a ddp_launch around this one, has started. The launcher's variables may be old. */
+static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
+    int found = launched->world_size;
+    if (wanted == 0 || wanted == found) return DDP_OK;
+    if (launched->heap)
+        return ddp_fail(DDP_ERR_INVALID, "%s: desc.world_size=%d inside a ddp_launch of %d ranks; set it to 0 to join them", who, wanted, found);
+    if (!launched->found) return DDP_OK;
+    return ddp_fail(DDP_ERR_INVALID, "%s: desc.world_size=%d contradicts %s=%d in the environment; set desc.world_size to 0 to join that world, or unset the "
+                    "variables of the launcher", who, wanted, launched->size_variable, found);
+}
+
+/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of init_method. */
+static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
+        if (scheme == DDP__BY_ENV && !ddp__here.heap && ddp__identity_resolve(id) == DDP_OK)
+            DDP__TRY(ddp__check_world_size("ddp_group_create", id, desc->world_size));
+        memset(id, 0, sizeof *id);
         id->rank = desc->rank;
         id->world_size = desc->world_size;
         snprintf(id->token, sizeof id->token, "desc:%.60s:%.20s:%.60s", ddp__env_text("MASTER_ADDR"), ddp__env_text("MASTER_PORT"), desc->name);
-    } else if (alone) {
+    } else if (scheme == DDP__BY_SELF) {
         id->world_size = 1;
-    } else if (ddp__here.heap && !url) {
+    } else if (ddp__here.heap && scheme < DDP__BY_TCP) {
         *id = ddp__here;
     } else {
         DDP__TRY(ddp__identity_resolve(id));
@@ -4071,6 +4091,7 @@ typedef struct ddp__venue {
     struct pollfd *poll;
     int count, next;     /* of peers; stranger */
     double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
+    double notice_at;    /* when log_fn is told that this rank still waits */
     double grace;        /* how much longer the others wait for its word, which says more than silence: its process may stand still for a while */
     ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
 } ddp__venue;
@@ -4235,6 +4256,10 @@ static void ddp__venue_poll(ddp__venue *v) {
     poll(v->poll, open, 20);
 }
 
+#if !defined(DDP__NOTICE_SECONDS)
+#define DDP__NOTICE_SECONDS 5.0   /* a wait for peers that is longer is reported through log_fn */
+#endif
+#define DDP__NOTICE_AGAIN 60.0    /* seconds until the next report */
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 
@@ -4329,6 +4354,27 @@ static void ddp__admit(ddp__venue *v) {
     else if (full && !v->result) v->result = ddp_fail(DDP_ERR_SYSTEM, "rank 0 may not open a socket for each of %d ranks; raise its `ulimit -n`", w);
 }
 
+/* Returns 1 when a wait has become long and log_fn has not been told lately. */
+static int ddp__notice_is_due(ddp__venue *v) {
+    if (ddp_now() < v->notice_at) return 0;
+    v->notice_at += DDP__NOTICE_AGAIN;
+    return 1;
+}
+
+/* Rank 0 reports the ranks that it waits for, and the address where it listens. */
+static void ddp__notice_missing(ddp__venue *v, const char *missing) {
+    struct sockaddr_storage at;
+    socklen_t length = sizeof at;
+    char host[80] = "?", port[8] = "?", where[256], text[DDP__TEXT_MAX];
+    if (!ddp__notice_is_due(v)) return;
+    if (getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length) == 0)
+        getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+    if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
+    else snprintf(where, sizeof where, "%s port %s%s%.120s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
+    snprintf(text, sizeof text, "still waiting for rank %s; this rank listens at %s", missing, where);
+    ddp_group_log(v->group, text);
+}
+
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__still_waits(ddp__venue *v) {
     int to_come = 0, departed = 0;
@@ -4340,7 +4386,10 @@ static int ddp__still_waits(ddp__venue *v) {
         else to_come = 1;
     }
     if (v->result != DDP_OK || (!to_come && !departed)) return 0;
-    if (to_come && ddp_now() <= v->deadline) return 1;
+    if (to_come && ddp_now() <= v->deadline) {
+        ddp__notice_missing(v, list);
+        return 1;
+    }
     if (to_come) v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", v->group->desc.timeout_ms, list);
     else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
     return 0;
@@ -4354,7 +4403,8 @@ static int ddp__await_news(ddp__peer *p, double until) {
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0; ask again, or elsewhere. */
-static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
+static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
+    char text[200];
     double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + v->grace; /* rank 0 knows our deadline */
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
     ddp__hello_text(letter.text, v, DDP__VERSION);
@@ -4363,7 +4413,13 @@ static ddp_result ddp__say_hello(const ddp__venue *v, ddp__peer *p) {
     if (error || p->in.result == DDP__OTHER_JOB)
         return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
                         error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    if (p->in.result == DDP__ADMITTED) error = ddp__await_news(p, until);
+    int admitted = p->in.result == DDP__ADMITTED;
+    if (admitted) error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until);
+    if (error == ETIMEDOUT && admitted && ddp_now() < until) {
+        snprintf(text, sizeof text, "still waiting for other ranks to reach rank 0 (%s)", p->who);
+        if (ddp__notice_is_due(v)) ddp_group_log(v->group, text);
+        error = ddp__await_news(p, until);
+    }
     if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
@@ -4395,7 +4451,7 @@ static ddp__ucred ddp__name_holder(const ddp__venue *v) {
 }
 
 /* One try at an address; result as of ddp__say_hello. */
-static ddp_result ddp__ask(const ddp__venue *v, const struct sockaddr *to, socklen_t length) {
+static ddp_result ddp__ask(ddp__venue *v, const struct sockaddr *to, socklen_t length) {
     double try_until = ddp_now() + 3.0;
     socklen_t size = sizeof(int);
     int fd = ddp__socket(to->sa_family), error = fd < 0 || connect(fd, to, length) != 0 ? errno : 0;
@@ -4411,7 +4467,7 @@ static ddp_result ddp__ask(const ddp__venue *v, const struct sockaddr *to, sockl
 }
 
 /* Asks at every address of every host. */
-static ddp_result ddp__ask_hosts(const ddp__venue *v) {
+static ddp_result ddp__ask_hosts(ddp__venue *v) {
     struct addrinfo hints = DDP_ZERO, *list;
     ddp_result result = DDP_ERR_INVALID;
     char hosts[sizeof v->hosts], number[16], *rest = NULL;
@@ -4495,6 +4551,12 @@ static ddp_result ddp__visit(ddp__venue *v) {
         if (result != DDP_ERR_INVALID) return result;
         if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
+        if (ddp__notice_is_due(v)) {
+            char text[DDP__TEXT_MAX];
+            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.300s", v->local ? " at socket @" : "",
+                     v->local ? v->address.sun_path + 1 : "", ddp_last_error());
+            ddp_group_log(v->group, text);
+        }
         if (ddp_now() > v->deadline)
             return ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: rank 0 did not arrive: %.250s", v->group->desc.timeout_ms, ddp_last_error());
     }
@@ -4727,6 +4789,7 @@ static ddp_result ddp__meet(ddp__venue *v, ddp_group *group, int listener, ddp__
     int count = group->rank ? 1 : group->world_size + DDP__STRANGERS + 1;
     v->group = group;
     v->deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
+    v->notice_at = ddp_now() + DDP__NOTICE_SECONDS;
     v->grace = group->desc.timeout_ms < 9000 ? 0.5 + 0.5e-3 * group->desc.timeout_ms : 5;
     v->peer = (ddp__peer *)ddp__group_calloc(group, (size_t)count * (sizeof *v->peer + sizeof *v->poll));
     if (!v->peer) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
@@ -5184,8 +5247,6 @@ static ddp_result ddp__mpi_world(const char *who, ddp_group **out, const ddp_gro
 #endif
 static uint32_t ddp__mpi_worlds; /* that are open, or have failed: MPI is not finalised meanwhile */
 
-/* What init_method begins with. A host or a path follows the last two. */
-enum { DDP__BY_SELF, DDP__BY_ENV, DDP__BY_MPI, DDP__BY_TCP, DDP__BY_FILE, DDP__SCHEMES };
 static const char *const ddp__schemes[DDP__SCHEMES] = {"self://", "env://", "mpi://", "tcp://", "file://"};
 
 /* How ranks meet and what they get. */
@@ -5224,7 +5285,7 @@ DDPDEF ddp_result ddp_group_create(ddp_group **out, const ddp_group_desc *desc) 
     while (scheme < DDP__SCHEMES && strncmp(d.init_method, ddp__schemes[scheme], strlen(ddp__schemes[scheme])) != 0) scheme++;
     DDP__NEED(scheme < DDP__SCHEMES && (scheme >= DDP__BY_TCP || strcmp(d.init_method, ddp__schemes[scheme]) == 0),
               "init_method \"%.60s\" is unknown; use \"env://\", \"tcp://host:port\", \"file:///path\" or \"self://\"", d.init_method);
-    DDP__TRY(ddp__identity_of(&id, &d, scheme == DDP__BY_SELF, scheme >= DDP__BY_TCP));
+    DDP__TRY(ddp__identity_of(&id, &d, scheme));
     return ddp__create(out, &d, &id, scheme);
 }
 
@@ -6201,7 +6262,7 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, launch->heap, 0, "", NULL};
+    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, launch->heap, 0, NULL, "", NULL};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
@@ -6353,7 +6414,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     ddp_launch_desc *d = &launch.desc;
     ddp__identity id;
     ddp_result result = DDP_OK;
-    int cores = ddp__usable_cores(&launch.cpus);
+    int cores = ddp__usable_cores(&launch.cpus), wanted = desc ? desc->world_size : 0;
     if (desc) *d = *desc;
     launch.fn = fn;
     launch.user = user;
@@ -6367,7 +6428,8 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
     d->group.init_method = NULL;
     d->group.rank = d->group.world_size = 0;
     DDP__TRY(ddp__group_desc_resolve(__func__, &d->group, &d->group));
-    DDP__TRY(ddp__identity_of(&id, &d->group, 0, 0));
+    DDP__TRY(ddp__identity_of(&id, &d->group, DDP__BY_ENV));
+    DDP__TRY(ddp__check_world_size(__func__, &id, wanted));
     if (id.heap || id.found || d->world_size == 1) return ddp__launch_join(&launch);
     DDP__NEED(!d->devices || d->device_count >= d->world_size, "%d devices for %d ranks; list one for each rank", d->device_count, d->world_size);
     for (int attempt = 0; attempt <= d->max_restarts; attempt++) {

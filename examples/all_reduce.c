@@ -29,9 +29,12 @@ static ddp_result sum(ddp_group *world, void *user) {
     return ddp_group_free(world, memory);
 }
 
+static void print_notice(const char *text, void *user) { (void)user; fprintf(stderr, "%s\n", text); }
+
 int main(int argc, char **argv) {
     ddp_launch_desc desc = DDP_ZERO;
     char *end = argc > 1 ? argv[1] : NULL;
+    desc.group.log_fn = print_notice; /* such as ranks that are waited for */
     if (end && *end) desc.world_size = (int)strtol(end, &end, 10); /* 0 = one rank per core */
     if (argc > 2 || (end && (*end || end == argv[1]))) return fprintf(stderr, "all_reduce: the only argument is how many ranks to start: all_reduce 4\n"), 1;
     if (ddp_launch(&desc, sum, NULL) == DDP_OK) return 0;

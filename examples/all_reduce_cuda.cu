@@ -6,6 +6,7 @@
     mpirun -n 2 ./all_reduce_cuda the ranks of a launcher, also under torchrun --no-python --nproc_per_node 2 */
 #define DDP_IMPLEMENTATION
 #include "../ddp_cuda.cuh"
+#include "launcher.h"
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -14,8 +15,6 @@
 static __global__ void fill(float *data, float value) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < COUNT; i += gridDim.x * blockDim.x) data[i] = value;
 }
-
-static void notice(const char *text, void *user) { (void)user; fprintf(stderr, "%s\n", text); }
 
 static ddp_result sum(ddp_group *gpus) {
     static thread_local float host[COUNT];
@@ -51,8 +50,8 @@ static ddp_result run(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     ddp_launch_desc desc = DDP_ZERO;
-    desc.world_size = argc > 1 ? atoi(argv[1]) : 1;
-    desc.group.log_fn = notice;
+    desc.world_size = ranks_to_start(argc > 1 ? atoi(argv[1]) : 0, 1);
+    desc.group.log_fn = print_notice;
     if (ddp_launch(&desc, run, NULL) == DDP_OK) return 0;
     fprintf(stderr, "all_reduce_cuda: %s\n", ddp_last_error());
     return 1;

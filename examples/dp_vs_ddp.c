@@ -17,6 +17,7 @@
     receives in a step; an all_reduce of n bytes sends and receives 2 n (W - 1) / W each. Memory is what the program holds on rank 0. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "launcher.h"
 #include "mlp.h"
 #include "options.h"
 #include <errno.h>
@@ -276,7 +277,8 @@ static int measure_all(const settings *set, row *rows) {
     for (int ranks = 1; count < MOST_ROWS; ranks = ranks * 2 < set->ranks ? ranks * 2 : set->ranks) {
         ddp_launch_desc desc = DDP_ZERO;
         job j = {set, &rows[count]};
-        desc.world_size = ranks;
+        desc.world_size = ranks_to_start(0, ranks);
+        desc.group.log_fn = print_notice;
         desc.mode = set->threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
         if (ddp_launch(&desc, rank_main, &j) != DDP_OK) return fprintf(stderr, "dp_vs_ddp: %s\n", ddp_last_error()), -1;
         if (!rows[count].ranks) return 0; /* another rank of a launcher than rank 0 */

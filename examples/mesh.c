@@ -71,10 +71,13 @@ static ddp_result train(ddp_group *world, void *user) {
     return result;
 }
 
+static void print_notice(const char *text, void *user) { (void)user; fprintf(stderr, "%s\n", text); }
+
 int main(int argc, char **argv) {
     int shape[2] = {argc > 1 ? atoi(argv[1]) : 2, argc > 2 ? atoi(argv[2]) : 2};
     ddp_launch_desc desc = DDP_ZERO;
     desc.world_size = shape[0] * shape[1];
+    desc.group.log_fn = print_notice; /* such as ranks that are waited for */
     if (shape[0] < 1 || shape[1] < 1) return fprintf(stderr, "usage: mesh [data-parallel ranks] [tensor-parallel ranks]\n"), 1;
     if (ddp_launch(&desc, train, shape) == DDP_OK) return 0;
     fprintf(stderr, "mesh: %s\n", ddp_last_error());

@@ -14,6 +14,7 @@
     bit for bit. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "launcher.h"
 #include "mlp.h"
 #include "options.h"
 
@@ -164,6 +165,7 @@ int main(int argc, char **argv) {
     status = options_read("model_parallel: trains a model whose layers lie on two ranks", options, 2, argc, argv, NULL);
     if (status >= 0) return status;
     desc.world_size = 2;
+    desc.group.log_fn = print_notice;
     desc.mode = threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     if (ddp_launch(&desc, train, &steps) == DDP_OK) return 0;
     fprintf(stderr, "model_parallel: %s\n", ddp_last_error());

@@ -17,6 +17,7 @@
 #include "../ddp.h"
 #include "curve.h"
 #include "gpt.h"
+#include "launcher.h"
 #include "text.h"
 
 #include <errno.h>
@@ -765,7 +766,8 @@ static int run_main(job *j, ddp_rank_fn rank_main) {
     ddp_launch_desc desc = DDP_ZERO;
     ddp_result result;
     if (j->options.help && !j->options.wrong[0]) { print_help(j->options.program); return 0; }
-    desc.world_size = j->options.wrong[0] ? 1 : j->options.ranks ? j->options.ranks : j->ranks;
+    desc.world_size = j->options.wrong[0] ? ranks_to_start(0, 1) : ranks_to_start(j->options.ranks, j->ranks);
+    desc.group.log_fn = print_notice;
     desc.mode = j->options.threads_as_ranks ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     result = ddp_launch(&desc, rank_main, j);
     if (result != DDP_OK && !j->quiet) fprintf(stderr, "%s: %s\n", j->options.program->name, ddp_last_error());

@@ -8,6 +8,7 @@
     with the same weights, bit for bit, as the last line shows. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "launcher.h"
 #include "mlp.h"
 #include "options.h"
 #include "sources.h"
@@ -203,7 +204,7 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     job j = {0, 10, 256, 0, 1.5e-3, {DDP_ZERO, DDP_ZERO}, {DDP_ZERO, DDP_ZERO}, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}, {0}};
-    const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = one per core, up to 4"},
+    const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = one per core, up to 4, or those of a launcher"},
                               {"--epochs", "N", &j.epochs, NULL, NULL, 1, 10000, "times through the data"},
                               {"--batch", "N", &j.batch, NULL, NULL, MICRO, 65536, "images of a step, over all ranks"},
                               {"--lr", "X", NULL, &j.lr, NULL, 1e-9, 10, "learning rate at the start"},
@@ -217,7 +218,8 @@ int main(int argc, char **argv) {
         if (paths[0]) folder = paths[0];
         for (int i = 1; i < LAYERS; i++) j.widths[i] = HIDDEN;
         for (int set = 0; set < 2; set++) j.fields[set][0] = &j.images[set], j.fields[set][1] = &j.labels[set];
-        desc.world_size = j.ranks ? j.ranks : cores >= 4 ? 4 : cores >= 2 ? 2 : 1;
+        desc.world_size = ranks_to_start(j.ranks, cores >= 4 ? 4 : cores >= 2 ? 2 : 1);
+        desc.group.log_fn = print_notice;
         desc.mode = j.threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
         result = open_data(&j, folder);
         if (result == DDP_OK) result = ddp_launch(&desc, rank_main, &j);

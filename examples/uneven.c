@@ -12,6 +12,7 @@
     computes. At the end all ranks have the same weights, and every batch that was there to be used is counted once. */
 #define DDP_IMPLEMENTATION
 #include "../ddp.h"
+#include "launcher.h"
 #include "options.h"
 #include "training.h"
 #include <math.h>
@@ -100,15 +101,16 @@ static ddp_result train(ddp_group *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    settings set = {3, 100, 0, 0};
-    const option options[] = {{"--ranks", "N", &set.ranks, NULL, NULL, 1, DDP_MAX_LOCAL_RANKS, "ranks to start"},
+    settings set = {0, 100, 0, 0};
+    const option options[] = {{"--ranks", "N", &set.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = 3, or those of a launcher"},
                               {"--batches", "N", &set.batches, NULL, NULL, 1, 1e6, "batches of rank 0"},
                               {"--stop", NULL, &set.stop, NULL, NULL, 0, 1, "stop with the first rank that has no batch"},
                               {"--threads-as-ranks", NULL, &set.threads, NULL, NULL, 0, 1, "ranks are threads of one process"}};
     ddp_launch_desc desc = DDP_ZERO;
     int status = options_read("uneven: trains on ranks that have different numbers of batches", options, 4, argc, argv, NULL);
     if (status >= 0) return status;
-    desc.world_size = set.ranks;
+    desc.world_size = ranks_to_start(set.ranks, 3);
+    desc.group.log_fn = print_notice;
     desc.mode = set.threads ? DDP_LAUNCH_THREADS : DDP_LAUNCH_PROCESSES;
     if (ddp_launch(&desc, train, &set) == DDP_OK) return 0;
     fprintf(stderr, "uneven: %s\n", ddp_last_error());

@@ -143,7 +143,7 @@ static void test_two_jobs(void) {
     }
 }
 
-/* ddp_launch in a process that somebody's launcher started joins that world and starts nothing. */
+/* ddp_launch in a process that a launcher started joins that world and starts nothing. */
 static ddp_result inner_main(ddp_group *world, void *user) {
     __atomic_add_fetch(&stage_shared->counter, 1, __ATOMIC_SEQ_CST);
     RANKS_CHECK(world, ddp_world_size(world) == 3, "world of %d", ddp_world_size(world));
@@ -161,7 +161,7 @@ static void test_launch_joins(void) {
             seen *s = &stage_shared->rank[r];
             clear_environment();
             for (int i = 0; i < 8 && families[0].variables[i]; i++) set_variable(families[0].variables[i], r, 3, tag);
-            desc.world_size = 2; /* is overruled */
+            desc.world_size = r ? 3 : 0; /* the number of the launcher, or none */
             s->first = ddp_launch(&desc, inner_main, &zero);
             snprintf(s->text, sizeof s->text, "%s", ddp_last_error());
             s->done = 1;
@@ -172,6 +172,64 @@ static void test_launch_joins(void) {
     reap(0, 3);
     expect_all_ok(0, 3);
     EXPECT(stage_shared->counter == 3, "%d ranks ran", stage_shared->counter);
+}
+
+/* Variables of an earlier job: without the comparison, the program would wait for rank 1 of that job. */
+static void test_old_variables(void) {
+    static const struct { const char *what; int launches, world_size; const char *word; } table[] = {
+        {"ddp_launch", 1, 4, "ddp_launch: desc.world_size=4 contradicts"}, {"ddp_launch of one rank", 1, 1, "ddp_launch: desc.world_size=1 contradicts"},
+        {"ddp_group_create", 0, 4, "ddp_group_create: desc.world_size=4 contradicts"}};
+    for (size_t f = 0; f < sizeof families / sizeof *families; f++)
+        for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+            const seen *s = &stage_shared->rank[0];
+            char want[160], name[64];
+            pid_t pid;
+            faults_begin(table[i].what);
+            fflush(NULL);
+            pid = fork();
+            if (pid == 0) {
+                ddp_launch_desc desc = DDP_ZERO;
+                ddp_group *world = NULL;
+                seen *mine = &stage_shared->rank[0];
+                int zero = 0;
+                clear_environment();
+                for (int v = 0; v < 8 && families[f].variables[v]; v++) set_variable(families[f].variables[v], 0, 2, next_tag);
+                desc.world_size = desc.group.world_size = table[i].world_size;
+                desc.group.timeout_ms = RUN_INTO_MS;
+                mine->first = table[i].launches ? ddp_launch(&desc, inner_main, &zero) : ddp_group_create(&world, &desc.group);
+                snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
+                mine->done = 1;
+                _exit(0);
+            }
+            waitpid(pid, NULL, 0);
+            snprintf(name, sizeof name, "%.*s", (int)strcspn(families[f].variables[1], "="), families[f].variables[1]);
+            snprintf(want, sizeof want, "%s %s=2 in the environment", table[i].word, name);
+            EXPECT(s->done && s->first == DDP_ERR_INVALID && says(s->text, want), "%s: %s '%s', not '%s'", families[f].name, ddp_result_name(s->first), s->text,
+                   want);
+        }
+}
+
+static ddp_result ranks_meet(ddp_group *world, void *user) {
+    (void)user;
+    return ddp_barrier(world);
+}
+
+static ddp_result launch_again(ddp_group *world, void *user) {
+    ddp_launch_desc desc = DDP_ZERO;
+    ddp_result result;
+    (void)user;
+    desc.world_size = 4;
+    result = ddp_launch(&desc, inner_main, NULL);
+    RANKS_CHECK(world, result == DDP_ERR_INVALID, "%s", ddp_result_name(result));
+    RANKS_CHECK(world, says(ddp_last_error(), "desc.world_size=4 inside a ddp_launch of 2 ranks"), "'%s'", ddp_last_error());
+    desc.world_size = 2;
+    RANKS_OK(world, ddp_launch(&desc, ranks_meet, NULL));
+    return DDP_OK;
+}
+
+static void test_launch_in_launch(void) {
+    faults_begin("ddp_launch of another number of ranks inside a ddp_launch");
+    EXPECT(launch(RANKS_PROCESSES, 2, 20000, launch_again, NULL) == DDP_OK, "%s", ddp_last_error());
 }
 
 //== not joining ============================================================================
@@ -466,6 +524,8 @@ int main(void) {
     test_late_and_twice();
     test_two_jobs();
     test_launch_joins();
+    test_old_variables();
+    test_launch_in_launch();
     test_bad_variables();
     test_missing();
     test_contradictions();
