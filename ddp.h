@@ -4365,13 +4365,13 @@ static int ddp__notice_is_due(ddp__venue *v) {
 static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     struct sockaddr_storage at;
     socklen_t length = sizeof at;
-    char host[80] = "?", port[8] = "?", where[256], text[DDP__TEXT_MAX];
+    char host[80] = "?", port[8] = "?", where[200], text[440];
     if (!ddp__notice_is_due(v)) return;
     if (getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length) == 0)
         getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
-    else snprintf(where, sizeof where, "%s port %s%s%.120s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
-    snprintf(text, sizeof text, "still waiting for rank %s; this rank listens at %s", missing, where);
+    else snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
+    snprintf(text, sizeof text, "still waiting for rank %.180s; this rank listens at %s", missing, where);
     ddp_group_log(v->group, text);
 }
 
@@ -4552,8 +4552,8 @@ static ddp_result ddp__visit(ddp__venue *v) {
         if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
         if (ddp__notice_is_due(v)) {
-            char text[DDP__TEXT_MAX];
-            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.300s", v->local ? " at socket @" : "",
+            char text[440];
+            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.280s", v->local ? " at socket @" : "",
                      v->local ? v->address.sun_path + 1 : "", ddp_last_error());
             ddp_group_log(v->group, text);
         }
