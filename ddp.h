@@ -191,7 +191,7 @@ typedef struct ddp_launch_desc {
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most so often (processes) */
     const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
     int device_count;
-    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS alone */
+    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and the thread pools of libraries as they are */
     ddp_group_desc group; /* timeout_ms, order, name, backend, allocators, ... of the world; init_method, rank and world_size are not read */
 } ddp_launch_desc;
 
@@ -288,14 +288,22 @@ DDPDEF int64_t ddp_tensor_count(const ddp_tensor *tensor);
 
 typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
 
-/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its ddp_last_error. Inside torchrun, mpirun,
-   srun or another ddp_launch it joins that world and starts nothing; desc->world_size must then be 0 or the number of ranks of that world. The world
-   belongs to the launch: fn does not destroy it, nor let an exception out. Call it before starting threads, CUDA or MPI.
-   Processes: stdio is flushed, then ranks are forked; each gets its share of cores (affinity, OMP_NUM_THREADS and OPENBLAS_NUM_THREADS unless set)
-   and leaves by _exit, after a flush. SIGINT and SIGTERM sent to the caller reach all ranks, which die with it. After a failure the others get
-   timeout_ms to return, then are killed. No child, zombie or file stays.
-   Threads: one per rank; a rank that returns while others still need it counts as lost. One rank: fn runs on the caller.
-   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID; DDP_ERR_SYSTEM. */
+/* Runs fn on desc->world_size ranks and returns when all have ended: DDP_OK, or the first failure, with its
+   ddp_last_error. Inside torchrun, mpirun, srun or another ddp_launch it joins that world and starts nothing.
+   A desc->world_size that is not 0 must then equal the number in the launcher's variables.
+   The world belongs to the launch: fn does not destroy it, nor let an exception out.
+   Call it before starting threads, CUDA or MPI.
+   Cores: each rank gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and OPENBLAS_NUM_THREADS
+   unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before ranks are forked.
+   Their number of threads is therefore lowered to the share as well, unless one of their variables is set.
+   A statically linked OpenMP needs a program that refers to omp_set_num_threads and omp_get_max_threads.
+   Processes: stdio is flushed, then ranks are forked; each leaves by _exit, after a flush. SIGINT and SIGTERM sent
+   to the caller reach all ranks, which die with it. After a failure the others get timeout_ms to return, then are
+   killed. No child, zombie or file stays.
+   Threads: one per rank; a rank that returns while others still need it counts as lost.
+   One rank: fn runs on the caller.
+   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID
+   (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are there or timeout_ms
@@ -4040,13 +4048,10 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Fails when the caller wants another number of ranks than a launcher, or a ddp_launch around this one, has started. The launcher's variables may be old. */
+/* Fails when the caller wants another number of ranks than a launcher has started. The launcher's variables may be old. */
 static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
     int found = launched->world_size;
-    if (wanted == 0 || wanted == found) return DDP_OK;
-    if (launched->heap)
-        return ddp_fail(DDP_ERR_INVALID, "%s: desc.world_size=%d inside a ddp_launch of %d ranks; set it to 0 to join them", who, wanted, found);
-    if (!launched->found) return DDP_OK;
+    if (wanted == 0 || wanted == found || !launched->found) return DDP_OK;
     return ddp_fail(DDP_ERR_INVALID, "%s: desc.world_size=%d contradicts %s=%d in the environment; set desc.world_size to 0 to join that world, or unset the "
                     "variables of the launcher", who, wanted, launched->size_variable, found);
 }
@@ -6210,6 +6215,31 @@ DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
 
 //== launch ============================================================================================== >>impl-launch
 
+/* Thread pools of numerical libraries. They read their variables when they are loaded, before ranks are forked, so their number of threads is set by their
+   own functions as well. The references are weak: a program that lacks a library does not link it. Their names here are private ones, since the program may
+   declare the real ones otherwise. */
+extern void ddp__omp_set(int threads) __asm__("omp_set_num_threads") __attribute__((weak));
+extern int ddp__omp_get(void) __asm__("omp_get_max_threads") __attribute__((weak));
+extern void ddp__openblas_set(int threads) __asm__("openblas_set_num_threads") __attribute__((weak));
+extern int ddp__openblas_get(void) __asm__("openblas_get_num_threads") __attribute__((weak));
+extern void ddp__mkl_set(int threads) __asm__("MKL_Set_Num_Threads") __attribute__((weak));
+extern int ddp__mkl_get(void) __asm__("MKL_Get_Max_Threads") __attribute__((weak));
+extern void ddp__blis_set_wide(int64_t threads) __asm__("bli_thread_set_num_threads") __attribute__((weak));
+extern int64_t ddp__blis_get_wide(void) __asm__("bli_thread_get_num_threads") __attribute__((weak));
+static void ddp__blis_set(int threads) { if (ddp__blis_set_wide) ddp__blis_set_wide(threads); }
+static int ddp__blis_get(void) { return ddp__blis_get_wide ? (int)ddp__blis_get_wide() : 0; }
+
+enum { DDP__POOL_OMP, DDP__POOLS = 4 };
+static const struct ddp__thread_pool {
+    void (*set)(int threads);
+    int (*get)(void);
+    const char *variables[3];    /* with one of them the user decides */
+} ddp__thread_pools[DDP__POOLS] = {
+    {ddp__omp_set, ddp__omp_get, {"OMP_NUM_THREADS", NULL, NULL}},
+    {ddp__openblas_set, ddp__openblas_get, {"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}},
+    {ddp__mkl_set, ddp__mkl_get, {"MKL_NUM_THREADS", "OMP_NUM_THREADS", NULL}},
+    {ddp__blis_set, ddp__blis_get, {"BLIS_NUM_THREADS", "OMP_NUM_THREADS", NULL}}};
+
 typedef struct ddp__launch {
     ddp_launch_desc desc;        /* resolved */
     ddp__heap *heap;
@@ -6217,6 +6247,8 @@ typedef struct ddp__launch {
     void *user;
     int interrupted;             /* by SIGINT or SIGTERM */
     ddp__cpus cpus;              /* the caller's */
+    int pool_threads[DDP__POOLS]; /* what each pool had before the launch lowered it; 0 = it was left as it is */
+    int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
 } ddp__launch;
 
 /* A failure of a rank, told in this thread's error line. The first to fail is the one that ddp_launch reports. */
@@ -6248,11 +6280,47 @@ static void ddp__take_cores(const ddp__launch *launch, int rank) {
 
 static const char *const ddp__thread_variables[2] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"};
 
-/* Tells thread pools how many cores a rank has; returns which variables were set here. */
+/* Threads per rank, so that all ranks together have one per core. */
+static int ddp__thread_share(const ddp__launch *launch) {
+    int share = (int)launch->heap->job->cores / launch->desc.world_size;
+    return share < 1 ? 1 : share;
+}
+
+static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
+    for (int i = 0; i < 3 && pool->variables[i]; i++) if (*ddp__env_text(pool->variables[i])) return 1;
+    return 0;
+}
+
+/* Lowers the pools to the share of a rank, before ranks are forked: OpenBLAS, asked in a rank, would start its whole pool there. A smaller number stays. */
+static void ddp__limit_pools(ddp__launch *launch) {
+    int share = ddp__thread_share(launch);
+    memset(launch->pool_threads, 0, sizeof launch->pool_threads);
+    launch->limits_omp = !launch->desc.no_affinity && !ddp__pool_is_users(&ddp__thread_pools[DDP__POOL_OMP]);
+    for (int i = 0; i < DDP__POOLS && !launch->desc.no_affinity; i++) {
+        const struct ddp__thread_pool *pool = &ddp__thread_pools[i];
+        int threads = pool->set && pool->get && !ddp__pool_is_users(pool) ? pool->get() : 0;
+        if (threads <= share) continue;
+        launch->pool_threads[i] = threads;
+        pool->set(share);
+    }
+}
+
+/* OpenMP last: the pool of an OpenBLAS that uses it sets both. */
+static void ddp__restore_pools(const ddp__launch *launch) {
+    for (int i = DDP__POOLS - 1; i >= 0; i--) if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
+}
+
+/* OpenMP has a number for each thread of the program; a new one begins with the number of the whole process. */
+static void ddp__limit_thread(const ddp__launch *launch) {
+    int share = ddp__thread_share(launch);
+    if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > share) ddp__omp_set(share);
+}
+
+/* Sets the variables for libraries and programs that are loaded later; returns which were set here. */
 static int ddp__set_thread_variables(const ddp__launch *launch) {
-    int share = (int)launch->heap->job->cores / launch->desc.world_size, set = 0;
+    int set = 0;
     char text[16];
-    snprintf(text, sizeof text, "%d", share < 1 ? 1 : share);
+    snprintf(text, sizeof text, "%d", ddp__thread_share(launch));
     for (int i = 0; i < 2 && !launch->desc.no_affinity; i++)
         if (!getenv(ddp__thread_variables[i]) && setenv(ddp__thread_variables[i], text, 0) == 0) set |= 1 << i;
     return set;
@@ -6360,6 +6428,7 @@ static void ddp__launch_processes(ddp__launch *launch) {
 static void *ddp__launched_thread_main(void *argument) {
     ddp__launched_thread *t = (ddp__launched_thread *)argument;
     prctl(PR_SET_NAME, "ddp-rank");
+    ddp__limit_thread(t->launch);
     ddp__rank_run(t->launch, t->rank);
     return NULL;
 }
@@ -6385,8 +6454,10 @@ static void ddp__launch_threads(ddp__launch *launch) {
 static ddp_result ddp__launch_once(ddp__launch *launch) {
     int threads = launch->desc.mode == DDP_LAUNCH_THREADS;
     DDP__TRY(ddp__heap_create(&launch->heap, launch->desc.world_size, threads, 1));
+    ddp__limit_pools(launch);
     if (threads) ddp__launch_threads(launch);
     else ddp__launch_processes(launch);
+    ddp__restore_pools(launch);
     const ddp__job *job = launch->heap->job;
     uint32_t failed = ddp__load(&job->failed_rank_plus_1);
     ddp_result result = failed ? ddp_fail((ddp_result)job->rank[failed - 1].result, "%s", job->rank[failed - 1].text) : DDP_OK;

@@ -35,6 +35,7 @@ missing_packages() { # one line with the packages that this machine lacks
     have ip || list="$list iproute2"
     have_header ucp/api/ucp.h || list="$list libucx-dev"
     if [ -z "$quick" ]; then
+        have_header cblas.h || list="$list libopenblas-dev" # 12 MB to fetch
         have clang++ || list="$list clang"
         case $(uname -m) in
         x86_64) # arm64, compiled across and run by qemu: 70 MB to fetch, 300 MB on the disk

@@ -209,29 +209,6 @@ static void test_old_variables(void) {
         }
 }
 
-static ddp_result ranks_meet(ddp_group *world, void *user) {
-    (void)user;
-    return ddp_barrier(world);
-}
-
-static ddp_result launch_again(ddp_group *world, void *user) {
-    ddp_launch_desc desc = DDP_ZERO;
-    ddp_result result;
-    (void)user;
-    desc.world_size = 4;
-    result = ddp_launch(&desc, inner_main, NULL);
-    RANKS_CHECK(world, result == DDP_ERR_INVALID, "%s", ddp_result_name(result));
-    RANKS_CHECK(world, says(ddp_last_error(), "desc.world_size=4 inside a ddp_launch of 2 ranks"), "'%s'", ddp_last_error());
-    desc.world_size = 2;
-    RANKS_OK(world, ddp_launch(&desc, ranks_meet, NULL));
-    return DDP_OK;
-}
-
-static void test_launch_in_launch(void) {
-    faults_begin("ddp_launch of another number of ranks inside a ddp_launch");
-    EXPECT(launch(RANKS_PROCESSES, 2, 20000, launch_again, NULL) == DDP_OK, "%s", ddp_last_error());
-}
-
 //== not joining ============================================================================
 
 /* Variables that one process alone must refuse, with a word that the line must hold. */
@@ -525,7 +502,6 @@ int main(void) {
     test_two_jobs();
     test_launch_joins();
     test_old_variables();
-    test_launch_in_launch();
     test_bad_variables();
     test_missing();
     test_contradictions();
