@@ -979,7 +979,7 @@ typedef struct ddp__job {
     uint32_t world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
-    char folder[16];             /* "" = a memfd, otherwise where the unlinked file lies */
+    char folder[16];             /* "" = a memfd; otherwise the folder of the unlinked file, whose pages are reserved before use */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
     uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
@@ -1892,26 +1892,43 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
 #define DDP__HUGE ((size_t)2 << 20)
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
 
-/* *folder tells where the file is when there is no memfd (old kernels, strict sandboxes): it then has lost its name already. A /dev/shm with
-   little room is passed over: containers have 64 MB there. */
-static int ddp__heap_file(const char **folder) {
-    static const char *const folders[] = {"/dev/shm", "/tmp", "."};
+/* Where the file can be, in the order in which the places are tried. A memfd is limited by the memory of the machine only. The folders are for old kernels
+   and strict sandboxes. A /dev/shm with less than 1 GiB comes last: containers have 64 MB there. */
+enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
+static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
+
+/* Opens the file, which has lost its name already; -1 with errno. */
+static int ddp__heap_file(int place) {
     struct statvfs disk;
-    int fd = -1;
-    *folder = NULL;
+    char path[64];
+    if (place == DDP__HEAP_MEMFD) {
 #ifdef SYS_memfd_create
-    fd = (int)syscall(SYS_memfd_create, "ddp", 1u /* MFD_CLOEXEC */);
+        return (int)syscall(SYS_memfd_create, "ddp", 1u /* MFD_CLOEXEC */);
+#else
+        errno = ENOSYS;
+        return -1;
 #endif
-    for (int i = 0; i < 3 && fd < 0; i++) {
-        char path[64];
-        if (i == 0 && (statvfs(folders[i], &disk) != 0 || (uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30)) continue;
-        snprintf(path, sizeof path, "%s/ddp-XXXXXX", folders[i]);
-        if ((fd = mkstemp(path)) < 0) continue;
-        unlink(path);
-        fcntl(fd, F_SETFD, FD_CLOEXEC);
-        *folder = folders[i];
     }
+    if (place == DDP__HEAP_SHM) {
+        if (statvfs(ddp__heap_folders[place], &disk) != 0) return -1;
+        if ((uint64_t)disk.f_bavail * disk.f_frsize < UINT64_C(1) << 30) {
+            errno = ENOSPC;
+            return -1;
+        }
+    }
+    snprintf(path, sizeof path, "%s/ddp-XXXXXX", ddp__heap_folders[place]);
+    int fd = mkstemp(path);
+    if (fd < 0) return -1;
+    unlink(path);
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
     return fd;
+}
+
+/* Gives a range of the file its pages before anybody touches them: in a folder without room, touching one is a SIGBUS. 0, or an errno. */
+static int ddp__reserve(int fd, uint64_t offset, size_t size) {
+    int error = EINTR;
+    while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
+    return error;
 }
 
 /* Reserves address space aligned for huge pages, then places the file range in it. */
@@ -2022,34 +2039,56 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* A new job of world_size ranks. */
-static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
+/* A new job of world_size ranks, in a file at one place. Pages in a folder are reserved. Nothing stays behind on failure, which has set the error line. */
+static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
     ddp__cpus cpus;
-    const char *folder;
-    int fd = ddp__heap_file(&folder);
-    *out = NULL;
-    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(errno));
+    int fd = ddp__heap_file(place), error = fd < 0 ? errno : 0;
+    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(error));
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
         close(fd);
         return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the file size limit (ulimit -f) of %llu bytes is too small", (unsigned long long)limit.rlim_cur);
     }
-    ddp__heap *heap = *out = ddp__heap_wrap(fd, threads);
+    if (place != DDP__HEAP_MEMFD) error = ddp__reserve(fd, 0, ddp__round_up(sizeof(ddp__job), DDP__PAGE));
+    if (error) {
+        close(fd);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s", ddp__heap_folders[place], strerror(error));
+    }
+    ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
-    if (folder) snprintf(heap->job->folder, sizeof heap->job->folder, "%s", folder);
+    snprintf(heap->job->folder, sizeof heap->job->folder, "%s", ddp__heap_folders[place]);
     heap->job->world_size = (uint32_t)world_size;
     heap->job->bump = DDP__HUGE;
     heap->job->limit = size;
     heap->job->launched = (uint32_t)launched;
     heap->job->cores = (uint32_t)ddp__usable_cores(&cpus);
     heap->job->amd = ddp__cpu_is_amd() != 0;
-    if ((heap->job->world = ddp__control_create(heap, world_size)) != 0) return DDP_OK;
-    ddp__heap_release(heap);
+    heap->job->world = ddp__control_create(heap, world_size);
+    if (heap->job->world == 0) {
+        ddp__heap_release(heap);
+        return DDP_ERR_NO_MEMORY;
+    }
+    *out = heap;
+    return DDP_OK;
+}
+
+/* A new job of world_size ranks, at the first place that has room for it. */
+static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads, int launched) {
+    ddp_result result = DDP_ERR_SYSTEM;
+    char reasons[DDP__TEXT_MAX] = "";
     *out = NULL;
-    return DDP_ERR_NO_MEMORY;
+    for (int place = 0; place < DDP__HEAP_PLACES; place++) {
+        ddp_result here = ddp__heap_create_at(out, place, world_size, threads, launched);
+        if (here == DDP_OK) return DDP_OK;
+        if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room says more than a file that could not be made */
+        if (here == result) snprintf(reasons, sizeof reasons, "%s", ddp_last_error());
+        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) break; /* that is a limit of this process, the same everywhere */
+    }
+    if (!strstr(reasons, "no room in")) return ddp_fail(result, "%s", reasons);
+    return ddp_fail(result, "%.300s; enlarge /dev/shm or /tmp (docker: --shm-size=1g), or allow memfd_create", reasons);
 }
 
 //== life and death of ranks ============================================================================ >>impl-life
@@ -3297,10 +3336,19 @@ static uintptr_t ddp__control_layout(ddp__local *l, uintptr_t at, int world_size
 /* Control memory of a new group; 0 on failure with the error line set. */
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     ddp__local layout;
-    uint64_t offset = ddp__heap_take(heap, ddp__control_layout(&layout, 0, world_size));
-    if (!offset) ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
-                           (unsigned long long)heap->job->limit);
-    return offset;
+    size_t size = ddp__control_layout(&layout, 0, world_size);
+    uint64_t offset = ddp__heap_take(heap, size);
+    if (!offset) {
+        ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
+                 (unsigned long long)heap->job->limit);
+        return 0;
+    }
+    int error = heap->job->folder[0] ? ddp__reserve(heap->fd, offset, size) : 0;
+    if (!error) return offset;
+    ddp__heap_give_back(heap, offset, size);
+    ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s", heap->job->folder, size, world_size,
+             strerror(error));
+    return 0;
 }
 
 /* The backend's state of a group whose control memory lies at offset: of ranks of the parent, or all of the job. No reference to heap on failure. */
@@ -3340,7 +3388,10 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     ddp_result result = ddp_all_gather(parent, &mine, offsets, 1, DDP_U64, NULL);
     *child_state = NULL;
     if (result != DDP_OK || !child) return result;
-    if (!offsets[members[0]]) return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: %s", "no shared memory for the new group");
+    if (!offsets[members[0]]) {
+        const char *folder = l->heap->job->folder;
+        return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: no shared memory for the new group%s%s", folder[0] ? " in " : "", folder);
+    }
     *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
