@@ -6,7 +6,8 @@
 USAGE
     #define DDP_IMPLEMENTATION             in exactly one source file of the program, before including this header
     #include "ddp.h"
-    Link with -lpthread -lm. Every other file includes ddp.h plainly.
+    Compile that file with -std=gnu11 or -std=c++17, or later ones, and link with -lpthread -lm.
+    Every other file includes ddp.h plainly, also with -std=c11.
 
 EXAMPLE
     #define DDP_IMPLEMENTATION
@@ -58,7 +59,9 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the bodies, here
     DDP_STATIC              make every function static: a private copy for one source file
     DDP_USE_MPI             also the MPI backend, for large data between machines: build with mpicc, or CMake's MPI::MPI_C
-    DDP_ALLOW_FAST_MATH     allow -ffast-math, giving up the promise that results have the same bits everywhere
+    DDP_ALLOW_FAST_MATH     allow -ffast-math and -Ofast in the file with the bodies, giving up the promise that results
+                            have the same bits everywhere. Other files may use them without it; do not link with them:
+                            gcc before 13 then makes the whole program round subnormal numbers to zero
 
 NOT DONE HERE
     Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
@@ -75,10 +78,6 @@ NOT DONE HERE
 #include <stdint.h>
 #if defined(DDP_USE_MPI)
 #include <mpi.h>
-#endif
-
-#if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
-#error "ddp.h promises the same bits everywhere, which -ffast-math breaks: compile without it, or define DDP_ALLOW_FAST_MATH"
 #endif
 
 #if !defined(DDP_STATIC)
@@ -877,6 +876,27 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 }
 #endif
 #endif /* DDP_H */
+
+/* Options with which no body of this header or its siblings compiles as promised. One #error; the bodies are then left
+   out, so that no other error follows. A plain include is not concerned. */
+#if !defined(DDP__REFUSED) &&                                                                              \
+    (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION) || \
+     defined(DDP_TENSOR_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION))
+#if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
+#define DDP__REFUSED
+#error "-ffast-math and -Ofast break the promise of the same bits everywhere: compile this file without them, or define DDP_ALLOW_FAST_MATH"
+#elif defined(__GLIBC__) ? !defined(__USE_MISC) : defined(__STRICT_ANSI__) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+#define DDP__REFUSED
+#error "the bodies of ddp.h need what -std=c11 hides: compile this file with -std=gnu11, or define _DEFAULT_SOURCE before its first #include"
+#endif
+#if defined(DDP__REFUSED)
+#define DDP_IMPLEMENTATION_INCLUDED
+#define DDP_FSDP_IMPLEMENTATION_INCLUDED
+#define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
+#define DDP_TENSOR_IMPLEMENTATION_INCLUDED
+#define DDP_CUDA_IMPLEMENTATION_INCLUDED
+#endif
+#endif
 
 #if defined(DDP_IMPLEMENTATION) && !defined(DDP_IMPLEMENTATION_INCLUDED)
 #define DDP_IMPLEMENTATION_INCLUDED

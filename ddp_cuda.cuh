@@ -282,6 +282,7 @@ DDPDEF ddp_result ddp_cuda_dequantise8(void *dst, ddp_dtype dst_dtype, const int
 #endif
 #endif /* DDP_CUDA_CUH */
 
+#include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION)) && !defined(DDP_CUDA_IMPLEMENTATION_INCLUDED)
 #define DDP_CUDA_IMPLEMENTATION_INCLUDED
 

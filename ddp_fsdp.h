@@ -405,6 +405,7 @@ DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *st
 #endif
 #endif /* DDP_FSDP_H */
 
+#include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION)) && !defined(DDP_FSDP_IMPLEMENTATION_INCLUDED)
 #define DDP_FSDP_IMPLEMENTATION_INCLUDED
 

@@ -425,6 +425,7 @@ DDPDEF void ddp_pipeline_destroy(ddp_pipeline *pipeline);
 #endif
 #endif /* DDP_PIPELINE_H */
 
+#include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION)) && !defined(DDP_PIPELINE_IMPLEMENTATION_INCLUDED)
 #define DDP_PIPELINE_IMPLEMENTATION_INCLUDED
 

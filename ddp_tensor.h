@@ -361,6 +361,7 @@ DDPDEF ddp_result ddp_tensor_init_normal(const ddp_tensor_box *box, ddp_dtype dt
 #endif
 #endif /* DDP_TENSOR_H */
 
+#include "ddp.h" /* once more, for its check of the options with which bodies are compiled */
 #if (defined(DDP_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION)) && !defined(DDP_TENSOR_IMPLEMENTATION_INCLUDED)
 #define DDP_TENSOR_IMPLEMENTATION_INCLUDED
 

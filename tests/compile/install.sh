@@ -16,6 +16,19 @@ for header in "$root"/ddp.h "$root"/ddp_*.h "$root"/ddp_*.cuh; do
     [ ! -f "$header" ] || cmp "$header" "prefix/include/${header##*/}"
 done
 
+# Without the tools of the tests the headers are installed all the same; asked for, the tests say what they lack. CMAKE_IGNORE_PATH hides cmocka.h.
+ignored=$(dirname "$(echo '#include <cmocka.h>' | "$cc" -include stdarg.h -include stddef.h -include stdint.h -include setjmp.h -M -x c - |
+    tr ' \\' '\n\n' | grep '/cmocka.h$')")
+CC=$cc "$cmake" -S "$root" -B "$work/bare" "-DCMAKE_IGNORE_PATH=$ignored" >bare.log 2>&1 || { cat bare.log; exit 1; }
+grep 'tests are left out, not found: DDP_CMOCKA_INCLUDE' bare.log
+"$cmake" --install "$work/bare" --prefix "$work/bare_prefix" >bare.log
+cmp "$root/ddp.h" "$work/bare_prefix/include/ddp.h"
+if CC=$cc "$cmake" -S "$root" -B "$work/asked" -DDDP_BUILD_TESTS=ON "-DCMAKE_IGNORE_PATH=$ignored" >asked.log 2>&1; then
+    echo "tests were asked for and are left out in silence"
+    exit 1
+fi
+grep 'The tests need cmocka.h' asked.log
+
 cat >consumer.c <<'END'
 #define DDP_IMPLEMENTATION
 #include <ddp.h>

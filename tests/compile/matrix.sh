@@ -272,13 +272,51 @@ case_cuda_examples() {
     fi
 }
 
-case_fast_math() { # refused with a sentence, unless asked for
-    implementation >unit.c
-    for compiler in $CC $CLANG; do
-        refuse $compiler -std=gnu11 -ffast-math -I"$root" -c unit.c -o unit.o
-        grep -q 'error.*DDP_ALLOW_FAST_MATH' refused.log || fail "$compiler does not name DDP_ALLOW_FAST_MATH: $(cat refused.log)"
-        build $compiler -std=gnu11 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -fsyntax-only unit.c
+one_error() { # must fail with one error, that holds $1; then a command
+    remedy=$1
+    shift
+    refuse "$@"
+    [ "$(grep -c 'error: ' refused.log)" -eq 1 ] || fail "not one error: $(cat refused.log)"
+    grep -q "error.*$remedy" refused.log || fail "the error does not name $remedy: $(cat refused.log)"
+}
+
+bodies() { # each way to ask for bodies, one file each, in unit.*.c
+    implementation >unit.all.c
+    for h in $siblings; do # of a sibling only, after a plain include
+        stem=${h%.h}
+        { include; echo "#define $(echo "$stem" | tr '[:lower:]' '[:upper:]')_IMPLEMENTATION"; include "$h"; } >"unit.$stem.c"
     done
+}
+
+# In the bodies refused with one sentence, unless asked for. Other files, which include the headers plainly, may have it.
+case_fast_math() {
+    bodies
+    { include; echo 'typedef int ddp_test_not_empty;'; } >plain.c
+    for compiler in $CC $CLANG; do
+        for unit in unit.*.c; do one_error DDP_ALLOW_FAST_MATH $compiler -std=gnu11 -ffast-math -I"$root" -fsyntax-only "$unit"; done
+        one_error DDP_ALLOW_FAST_MATH $compiler -std=gnu11 -Ofast -I"$root" -c unit.all.c -o unit.o
+        build $compiler -std=gnu11 -ffast-math -DDDP_ALLOW_FAST_MATH $warnings -I"$root" -fsyntax-only unit.all.c
+        build $compiler -std=gnu11 -Ofast $warnings -I"$root" -fsyntax-only plain.c
+    done
+    for compiler in $CXX $CLANGXX; do
+        one_error DDP_ALLOW_FAST_MATH $compiler -x c++ -std=c++17 -Ofast -I"$root" -fsyntax-only unit.all.c
+        build $compiler -x c++ -std=c++17 -Ofast $warnings -I"$root" -fsyntax-only plain.c
+    done
+}
+
+# -std=c11 hides declarations of libc: one sentence instead of dozens of errors. It is accepted where the program shows them.
+case_strict_c11() {
+    bodies
+    for compiler in $CC $CLANG; do
+        for unit in unit.*.c; do
+            one_error '-std=gnu11' $compiler -std=c11 -I"$root" -fsyntax-only "$unit"
+            one_error '-std=gnu11' $compiler -std=gnu11 -D_POSIX_C_SOURCE=200809L -I"$root" -fsyntax-only "$unit"
+        done
+        build $compiler -std=c11 -D_DEFAULT_SOURCE $warnings -I"$root" -fsyntax-only unit.all.c
+        build $compiler -std=c11 -D_GNU_SOURCE $warnings -I"$root" -fsyntax-only unit.all.c
+    done
+    { printf '%s\n' '#include <stdio.h>' '#define _DEFAULT_SOURCE' '#define DDP_IMPLEMENTATION'; include; } >late.c # too late: libc has been read
+    one_error '-std=gnu11' $CC -std=c11 -I"$root" -fsyntax-only late.c
 }
 
 #== linking ==================================================================================================
