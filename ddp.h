@@ -449,7 +449,8 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it
    after ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per row (dim 0) in a fixed order and rows add
    exactly, so sharding cannot change the result. A tied parameter counts once, as the sum. A norm that is not finite scales
-   nothing. Errors: DDP_ERR_INVALID when max_norm is not positive. */
+   nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, no step has been waited for since the last ready, or
+   no_sync is on. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index); /* find_unused: 1 when no rank used the parameter in the last step, else 0 */
@@ -462,8 +463,9 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memor
    gradient size, allocated in create. Not collective. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
 
-/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch the sum is left there and the reducer is
-   told. Twice per micro-batch is DDP_ERR_INVALID. */
+/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch the sum is left
+   there, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in a micro-batch, and while
+   ddp_reducer_wait has not ended the step before. */
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
@@ -6634,6 +6636,7 @@ struct ddp_reducer {
     int *walk;
     int *ready_order;          /* parameters as they were announced in this step; while buckets are planned, the order to fill them in */
     int ready_count, next_bucket;
+    int averaged;              /* 1 = gradients are those of a finished step: from ddp_reducer_wait to the next ready */
     void *arena, *flat;        /* group memory: gradients that were NULL; the bucket being reduced, if it is packed */
     size_t arena_bytes, flat_bytes;
     void *host;                /* small agreements between ranks, and scratch */
@@ -7123,6 +7126,7 @@ DDPDEF ddp_result ddp_reducer_ready(ddp_reducer *reducer, int param_index) {
     DDP__REDUCER_NEED(reducer, grad->expected, "%s was not used in the first step, and static_graph promises the same for every step; leave "
                       "static_graph 0 and set find_unused", ddp__param_label(reducer->desc.params, param_index).text);
     grad->ready = 1;
+    reducer->averaged = 0;
     reducer->ready_order[reducer->ready_count++] = param_index;
     if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending--;
     /* The last bucket is left to ddp_reducer_wait, which comes next and carries it out without a hand-over, where there would be one. */
@@ -7186,6 +7190,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     double begin = ddp_now();
     DDP__NEED(reducer, "reducer is NULL");
     if (reducer->no_sync) return DDP_OK;
+    reducer->averaged = 0;
     ddp_reducer_stats *stats = &reducer->stats;
     int missing = -1; /* the first parameter that is */
     int find = reducer->desc.find_unused || (reducer->desc.static_graph && stats->steps == 0);
@@ -7213,6 +7218,7 @@ DDPDEF ddp_result ddp_reducer_wait(ddp_reducer *reducer) {
     stats->steps += result == DDP_OK;
     if (result == DDP_OK && stats->steps == 1 && !reducer->desc.find_unused) result = ddp__reducer_rebuild(reducer);
     ddp__buckets_reset(reducer);
+    reducer->averaged = result == DDP_OK;
     return result;
 }
 
@@ -7241,13 +7247,16 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss) {
                       "ddp_reducer_wait");
     if (reducer->no_sync) return DDP_OK;
     DDP__TRY(ddp_reducer_wait(reducer));
+    reducer->averaged = 0; /* sums still */
     DDP__TRY(ddp_mean_reduce(reducer->group, loss));
     DDP__TRY(ddp__compute(reducer->group));
     for (int i = 0; i < reducer->desc.param_count && loss->count > 1; i++) {
         const ddp__grad *grad = &reducer->grads[i];
         if (grad->count) reducer->device->divide(grad->data, grad->count, grad->dtype, (uint64_t)loss->count);
     }
-    return ddp__device_check(reducer->group);
+    DDP__TRY(ddp__device_check(reducer->group));
+    reducer->averaged = 1;
+    return DDP_OK;
 }
 
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
@@ -7255,6 +7264,7 @@ DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on) {
     DDP__REDUCER_NEED(reducer, reducer->ready_count == 0, "%d parameters of this step are ready already; call it between ddp_reducer_wait and the next "
                       "backward", reducer->ready_count);
     reducer->no_sync = on != 0;
+    if (on) reducer->averaged = 0; /* gradients will accumulate on this rank only */
     return DDP_OK;
 }
 
@@ -7262,6 +7272,10 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     ddp_exact_sum sum;
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
+    DDP__REDUCER_NEED(reducer, !reducer->no_sync, "no_sync is on, so that gradients are those of this rank only; switch it off and "
+                      "call it after %s", "ddp_reducer_wait");
+    DDP__REDUCER_NEED(reducer, reducer->averaged, "the gradients of step %llu are not reduced over ranks; call it after %s",
+                      (unsigned long long)reducer->stats.steps, reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP__TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {
@@ -7387,8 +7401,15 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
     DDP__NEED(param_index >= 0 && param_index < desc->param_count, "param_index=%d, there are %d parameters, numbered from 0", param_index, desc->param_count);
     DDP__NEED(!accumulator->announced[param_index], "%s is ready twice in micro-batch %d; call it once, then ddp_accumulator_next",
               ddp__param_label(desc->params, param_index).text, accumulator->micro_batch);
-    accumulator->announced[param_index] = 1;
     int last = accumulator->micro_batch + 1 == desc->micro_batch_count;
+    if (desc->reducer) { /* gradients must not change while the reducer sends those of the last step */
+        const ddp_reducer *reducer = desc->reducer;
+        DDP__NEED(last ? !reducer->grads[param_index].ready : reducer->ready_count == 0,
+                  "%s: the reducer has not ended step %llu; call ddp_reducer_wait after the last micro-batch",
+                  ddp__param_label(desc->params, param_index).text, (unsigned long long)reducer->stats.steps);
+        desc->reducer->averaged = 0;
+    }
+    accumulator->announced[param_index] = 1;
     DDP__TRY(ddp__accumulate(accumulator, param_index, last));
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }

@@ -388,7 +388,7 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler);
 
 /* Multiplies gradients by the inverse scale and finds out whether any of them, on any rank of the groups, is not finite. Collective. group: whose memory it is.
-   Once per update: again is DDP_ERR_INVALID. */
+   Once per update: a second call before ddp_scaler_update, and one before ddp_scaler_init, is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count);
 
 /* 1 when the gradients of this update are not finite somewhere: leave the step out. */
@@ -1023,6 +1023,7 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
     void *scratch = NULL;
     DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
     DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count), "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
+    DDP__FSDP_NEED(scaler->scale > 0, "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
     DDP__FSDP_NEED(!scaler->unscaled, "gradients have been unscaled since the last ddp_scaler_update; once per update");
     for (int i = 0; i < gradient_count; i++) {
         ddp_dtype dtype = gradients[i].dtype;
@@ -1060,6 +1061,7 @@ DDPDEF void ddp_scaler_save(const ddp_scaler *scaler, ddp_scaler_state *state) {
 
 DDPDEF ddp_result ddp_scaler_load(ddp_scaler *scaler, const ddp_scaler_state *state) {
     DDP__FSDP_NEED(scaler && state, "scaler or state is NULL");
+    DDP__FSDP_NEED(scaler->desc.growth_interval > 0, "the scaler has no desc; call ddp_scaler_init first");
     if (!ddp__is_amount(state->scale) || (double)(float)state->scale != state->scale || state->growth_tracker < 0 || state->growth_tracker > INT32_MAX - 1)
         return ddp_fail(DDP_ERR_CORRUPT, "ddp_scaler_load: scale=%g growth_tracker=%lld is nothing that ddp_scaler_save writes", state->scale,
                         (long long)state->growth_tracker);
@@ -2586,7 +2588,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     const int64_t option[2] = {0, 0};
     ddp__task *t = &l->task;
     ddp_result result = DDP_OK;
-    ddp_scaler probe;
+    ddp_scaler probe = DDP_ZERO; /* finds out whether the scaler would accept the checkpoint's numbers */
     struct stat info;
     size_t other;
     l->sources = (ddp__source *)ddp_group_malloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
@@ -2598,6 +2600,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
         if (stat(t->dir, &info) != 0) t->dir[length] = '\0';
     }
     result = ddp__load_open(l);
+    if (scaler) probe = *scaler;
     if (result == DDP_OK && scaler && l->state.scaler.scale > 0) result = ddp_scaler_load(&probe, &l->state.scaler);
     DDP__FSDP_TRY(ddp__save_agree(t->group, t->who, result));
     for (int f = 0; f < l->file_count; f++) l->text_crc = ddp__crc_feed(l->text_crc, &l->files[f].crc, sizeof l->files[f].crc);

@@ -397,16 +397,16 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
    Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT; the line names stage, action and micro-batch. */
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
-/* Forward alone, in the schedule's order of F, with the newest weights. Collective, blocks. */
+/* Forward alone, in the schedule's order of F, with the newest weights. Times and stats of the last step stay. Collective, blocks. */
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
 /* Losses of the last step or evaluation, on every rank: *mean is the pairwise sum over micro-batches divided once, each (may be NULL) has
-   microbatch_count entries. Not collective. */
+   microbatch_count entries. Not collective. DDP_ERR_INVALID before the first of either. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
 /* What the last step's actions took: costs (stage-count entries, in seconds, means over micro-batches) for AUTO, the simulator and
    ddp_pipeline_partition; times (an entry for each action of all ranks, rank after rank, since the step's start) for ddp_schedule_draw. Either may be
-   NULL. Collective; every rank gets all. */
+   NULL. Collective; every rank gets all. DDP_ERR_INVALID before the first step. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times);
 
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats); /* not collective */
@@ -414,7 +414,7 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
 /* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after ddp_pipeline_step, for whole (unsharded)
    gradients of the params that stages name. A tied parameter counts once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in
    a fixed order and rows exactly, so that the cut into stages cannot change the result. Collective. A norm that is not finite scales nothing.
-   DDP_ERR_INVALID: no stage names any, or gradients of one come with unshard. */
+   DDP_ERR_INVALID: no stage names any, gradients of one come with unshard, or there has been no step. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
 /* Frees everything, gradient memory that it placed too. Collective. NULL is ignored. */
@@ -2376,6 +2376,10 @@ struct ddp_pipeline {
     size_t share_count;
     double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
     ddp_action_time *times;       /* of all actions; those of this rank are written */
+    double *other_shares;         /* these two: in their places while evaluating, so that the measures of the last step stay */
+    ddp_action_time *other_times;
+    int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
+    int failure_told;             /* 1 = a call of this pipeline has returned the code of the group's failure */
     double start;
     ddp_pipeline_stats stats;
     char text[512];
@@ -2832,6 +2836,15 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
 
 static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who);
 
+/* Where the numbers inside shares begin. */
+static void ddp__pipe_point_shares(ddp_pipeline *p) {
+    p->losses = p->shares;
+    p->starts = p->losses + p->microbatch_count;
+    p->spans = p->starts + p->world_size;
+    p->computes = p->spans + p->world_size;
+    p->seconds = p->computes + p->world_size;
+}
+
 /* Everything but the shared memory, of which *bytes are needed. */
 static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edges, size_t *bytes) {
     int most = 1, params = 1;
@@ -2855,9 +2868,10 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
     DDP__PIPE_NEW(p, p->values, void *, params);
     p->share_count = (size_t)p->microbatch_count + 3 * (size_t)p->world_size + 4 * (size_t)p->stage_count;
     DDP__PIPE_NEW(p, p->shares, double, p->share_count);
-    p->losses = p->shares, p->starts = p->losses + p->microbatch_count, p->spans = p->starts + p->world_size;
-    p->computes = p->spans + p->world_size, p->seconds = p->computes + p->world_size;
+    DDP__PIPE_NEW(p, p->other_shares, double, p->share_count);
+    ddp__pipe_point_shares(p);
     DDP__PIPE_NEW(p, p->times, ddp_action_time, p->schedule->count);
+    DDP__PIPE_NEW(p, p->other_times, ddp_action_time, p->schedule->count);
     p->rehearsing = 1;
     DDP__PIPE_TRY(ddp__pipe_walk(p, ddp__pipe_create_name));
     p->rehearsing = 0;
@@ -3437,13 +3451,35 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
     return ddp__pipe_sum_over_ranks(p, p->shares, p->share_count, DDP_F64);
 }
 
+/* An evaluation measures beside the last step: before it and after it the two sets of measures change places. */
+static void ddp__pipe_swap_measures(ddp_pipeline *p) {
+    double *shares = p->shares;
+    ddp_action_time *times = p->times;
+    p->shares = p->other_shares;
+    p->times = p->other_times;
+    p->other_shares = shares;
+    p->other_times = times;
+    ddp__pipe_point_shares(p);
+}
+
+/* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of that, later ones DDP_ERR_POISONED. */
+static ddp_result ddp__pipe_status(ddp_pipeline *p, const char *who) {
+    ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
+    if (result == DDP_OK) return DDP_OK;
+    if (p->failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
+    p->failure_told = 1;
+    return result;
+}
+
 static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who) {
     double longest = 0, most = 0;
-    ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
+    ddp_result result = ddp__pipe_status(p, who);
     if (result != DDP_OK) return result;
     result = ddp__pipe_fail_here(p, ddp__pipe_enter(p), who, "", NULL, "the device");
     if (result != DDP_OK) return result;
     p->evaluating = evaluating;
+    p->has_losses = 0;
+    if (!evaluating) p->has_gradients = 0;
     p->start = ddp_now();
     p->stats.compute_seconds = p->stats.wait_seconds = p->stats.update_seconds = 0;
     p->stats.bytes_sent = p->stats.bytes_handed_over = 0;
@@ -3457,6 +3493,7 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who
         char text[512];
         snprintf(text, sizeof text, "%s", ddp_last_error());
         ddp__pipe_drain(p, 1);
+        p->failure_told = 1;
         return ddp_fail(result, "%s", text);
     }
     for (int rank = 0; rank < p->world_size; rank++) {
@@ -3465,7 +3502,10 @@ static ddp_result ddp__pipe_run(ddp_pipeline *p, int evaluating, const char *who
     }
     p->stats.bubble_rate = longest > most ? (longest - most) / longest : 0;
     p->stats.step_seconds = ddp_now() - p->start;
-    if (!evaluating) p->stats.steps++;
+    p->has_losses = 1;
+    if (evaluating) return DDP_OK;
+    p->has_gradients = 1;
+    p->stats.steps++;
     return DDP_OK;
 }
 
@@ -3476,7 +3516,14 @@ DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline) {
 
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline) {
     if (!pipeline) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_evaluate: pipeline is NULL");
-    return ddp__pipe_run(pipeline, 1, "ddp_pipeline_evaluate");
+    ddp_pipeline_stats step = pipeline->stats;
+    ddp__pipe_swap_measures(pipeline);
+    ddp_result result = ddp__pipe_run(pipeline, 1, "ddp_pipeline_evaluate");
+    if (result == DDP_OK) /* losses come first in shares */
+        memcpy(pipeline->other_shares, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof(double));
+    ddp__pipe_swap_measures(pipeline);
+    pipeline->stats = step;
+    return result;
 }
 
 //== runner: beginning and end ===================================================================== >>impl-pipeline-create
@@ -3754,9 +3801,19 @@ static double ddp__pipe_tree(const double *values, int count) {
 
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
     if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
+    if (!pipeline->has_losses)
+        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
+                        "ddp_pipeline_evaluate that returned DDP_OK");
     *mean = ddp__pipe_tree(pipeline->losses, pipeline->microbatch_count) / pipeline->microbatch_count;
     if (each) memcpy(each, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof *each);
     return DDP_OK;
+}
+
+/* What `who` reads is that of a step. A failure of the group says more than a missing step. */
+static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
+    if (p->has_gradients) return DDP_OK;
+    DDP__PIPE_TRY(ddp__pipe_status(p, who));
+    return ddp_fail(DDP_ERR_INVALID, "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK", who);
 }
 
 /* Means over micro-batches; half of a B counts as I, half as W. */
@@ -3798,6 +3855,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     ddp_action_time *all;
     ddp_result result;
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
+    DDP__PIPE_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
     count = (size_t)p->schedule->count;
     all = (ddp_action_time *)ddp_group_malloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
     if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
@@ -3859,6 +3917,7 @@ DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_
     if (p->no_clip)
         return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_clip_grad_norm: no stage has params, or the gradients of one come with unshard; name whole ones "
                         "in ddp_pipeline_stage");
+    DDP__PIPE_TRY(ddp__pipe_need_step(p, "ddp_pipeline_clip_grad_norm"));
     DDP__PIPE_TRY(ddp__pipe_group_failed(p, ddp__pipe_enter(p), "ddp_pipeline_clip_grad_norm"));
     p->device->fill_zero(p->squares, sizeof sum);
     ddp__pipe_each_gradient(p, 1, 0);
