@@ -446,11 +446,11 @@ DDPDEF ddp_result ddp_reducer_wait_mean(ddp_reducer *reducer, ddp_mean *loss);
 /* on = 1: ready and wait do nothing, so that gradients accumulate locally. Not collective, but the same on every rank; between steps alone. */
 DDPDEF ddp_result ddp_reducer_no_sync(ddp_reducer *reducer, int on);
 
-/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the norm before. Call it
-   after ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per row (dim 0) in a fixed order and rows add
-   exactly, so sharding cannot change the result. A tied parameter counts once, as the sum. A norm that is not finite scales
-   nothing. Errors: DDP_ERR_INVALID when max_norm is not positive, no step has been waited for since the last ready, or
-   no_sync is on. */
+/* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm (may be NULL) is the
+   norm before. Call it after ddp_reducer_wait; every rank computes the same, nothing is sent. Squares add per
+   row (dim 0) in a fixed order and rows add exactly, so sharding cannot change the result. A tied parameter
+   counts once, as the sum. A norm that is not finite scales nothing. Errors: DDP_ERR_INVALID when max_norm is
+   not positive, no step has been waited for since the last ready, or no_sync is on. */
 DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_norm, float *norm);
 
 DDPDEF int ddp_reducer_is_unused(const ddp_reducer *reducer, int param_index); /* find_unused: 1 when no rank used the parameter in the last step, else 0 */
@@ -463,9 +463,9 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memor
    gradient size, allocated in create. Not collective. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
 
-/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch the sum is left
-   there, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in a micro-batch, and while
-   ddp_reducer_wait has not ended the step before. */
+/* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch
+   the sum is left there, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in
+   a micro-batch, and while ddp_reducer_wait has not ended the step before. */
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
@@ -879,8 +879,8 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 #endif
 #endif /* DDP_H */
 
-/* Options with which no body of this header or its siblings compiles as promised. One #error; the bodies are then left
-   out, so that no other error follows. A plain include is not concerned. */
+/* Options with which no body of this header or its siblings compiles as promised. One #error; the bodies are
+   then left out, so that no other error follows. A plain include is not concerned. */
 #if !defined(DDP__REFUSED) &&                                                                              \
     (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION) || \
      defined(DDP_TENSOR_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION))
@@ -1914,8 +1914,9 @@ DDPDEF const ddp_device *ddp_device_cpu(void) {
 #define DDP__HUGE ((size_t)2 << 20)
 #define DDP__PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* 64 KiB on some arm64 systems; mappings, and what is given back, are whole ones */
 
-/* Where the file can be, in the order in which the places are tried. A memfd is limited by the memory of the machine only. The folders are for old kernels
-   and strict sandboxes. A /dev/shm with less than 1 GiB comes last: containers have 64 MB there. */
+/* Where the file can be, in the order in which the places are tried. A memfd is limited by the memory of the
+   machine only. The folders are for old kernels and strict sandboxes. A /dev/shm with less than 1 GiB comes
+   last: containers have 64 MB there. */
 enum { DDP__HEAP_MEMFD, DDP__HEAP_SHM, DDP__HEAP_TMP, DDP__HEAP_HERE, DDP__HEAP_SMALL_SHM, DDP__HEAP_PLACES };
 static const char *const ddp__heap_folders[DDP__HEAP_PLACES] = {"", "/dev/shm", "/tmp", ".", "/dev/shm"};
 
@@ -1946,7 +1947,8 @@ static int ddp__heap_file(int place) {
     return fd;
 }
 
-/* Gives a range of the file its pages before anybody touches them: in a folder without room, touching one is a SIGBUS. 0, or an errno. */
+/* Gives a range of the file its pages before anybody touches them: in a folder without room, touching one is
+   a SIGBUS. 0, or an errno. */
 static int ddp__reserve(int fd, uint64_t offset, size_t size) {
     int error = EINTR;
     while (error == EINTR) error = posix_fallocate(fd, (off_t)offset, (off_t)size);
@@ -2061,7 +2063,8 @@ static int ddp__usable_cores(ddp__cpus *cpus) {
 
 static uint64_t ddp__control_create(ddp__heap *heap, int world_size);
 
-/* A new job of world_size ranks, in a file at one place. Pages in a folder are reserved. Nothing stays behind on failure, which has set the error line. */
+/* A new job of world_size ranks, in a file at one place. Pages in a folder are reserved. Nothing stays behind
+   on failure, which has set the error line. */
 static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size, int threads, int launched) {
     struct rlimit limit;
     uint64_t size = UINT64_C(1) << 42;
@@ -2117,7 +2120,8 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
 
 #define DDP__START_UNKNOWN UINT64_MAX
 
-/* Returns 1 when /proc numbers processes as this process does. In a PID namespace that kept the /proc of the outer one, /proc/PID is another process. */
+/* Returns 1 when /proc numbers processes as this process does. In a PID namespace that kept the /proc of the
+   outer one, /proc/PID is another process. */
 static int ddp__proc_is_ours(void) {
     char self[16];
     ssize_t n = readlink("/proc/self", self, sizeof self - 1);
@@ -2125,7 +2129,8 @@ static int ddp__proc_is_ours(void) {
     return atoi(self) == (int)getpid();
 }
 
-/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field 3), or DDP__START_UNKNOWN. */
+/* Returns the start time (field 22) of a process, 0 when it has ended, also as a zombie (state Z or X, field
+   3), or DDP__START_UNKNOWN. */
 static uint64_t ddp__process_start_time(int pid) {
     char path[32], line[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -2140,7 +2145,8 @@ static uint64_t ddp__process_start_time(int pid) {
     return strtoull(p, NULL, 10);
 }
 
-/* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or DDP__START_UNKNOWN. */
+/* Returns 1 when a process has ended, also as a zombie. start_time: of the process when it joined, or
+   DDP__START_UNKNOWN. */
 static int ddp__process_gone(int pid, uint64_t start_time) {
     if (kill(pid, 0) != 0 && errno == ESRCH) return 1;
     uint64_t start = ddp__process_start_time(pid);
@@ -4121,7 +4127,8 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
     return DDP_OK;
 }
 
-/* Fails when the caller wants another number of ranks than a launcher has started. The launcher's variables may be old. */
+/* Fails when the caller wants another number of ranks than a launcher has started. The launcher's variables
+   may be old. */
 static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
     int found = launched->world_size;
     if (wanted == 0 || wanted == found || !launched->found) return DDP_OK;
@@ -4129,7 +4136,8 @@ static ddp_result ddp__check_world_size(const char *who, const ddp__identity *la
                     "variables of the launcher", who, wanted, launched->size_variable, found);
 }
 
-/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of init_method. */
+/* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of
+   init_method. */
 static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc, int scheme) {
     memset(id, 0, sizeof *id);
     if (desc->world_size > 0) {
@@ -4503,7 +4511,8 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
 
-/* Fails because another process holds the socket name of this job. Any user can compute that name and bind it. pid 0: the holder is not known. */
+/* Fails because another process holds the socket name of this job. Any user can compute that name and bind
+   it. pid 0: the holder is not known. */
 static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
     const char *name = v->address.sun_path + 1;
     const char *remedy = "set desc.init_method to \"file:///path\" on all ranks";
@@ -4589,8 +4598,8 @@ static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     return 0;
 }
 
-/* Opens the rendezvous file without waiting for anybody: a FIFO in its place does not block. On failure *fd is -1. DDP_ERR_INVALID: it does not exist yet.
-   DDP_ERR_SYSTEM: something else is in its place. */
+/* Opens the rendezvous file without waiting for anybody: a FIFO in its place does not block. On failure *fd
+   is -1. DDP_ERR_INVALID: it does not exist yet. DDP_ERR_SYSTEM: something else is in its place. */
 static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
     struct stat file;
     *fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
@@ -4605,7 +4614,8 @@ static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
     return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", path, strerror(error));
 }
 
-/* Reads where rank 0 listens. DDP_ERR_INVALID: rank 0 has not written that yet. The file of an earlier job names a place where nobody listens. */
+/* Reads where rank 0 listens. DDP_ERR_INVALID: rank 0 has not written that yet. The file of an earlier job
+   names a place where nobody listens. */
 static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
     char text[DDP__ANNOUNCED];
     int fd;
@@ -4804,7 +4814,8 @@ static void ddp__announce_text(int listener, char out[DDP__ANNOUNCED]) {
     snprintf(out + n, DDP__ANNOUNCED - n, "\n");
 }
 
-/* Creates the rendezvous file for this user only. The file that an earlier job of this user left is replaced; nothing else is. */
+/* Creates the rendezvous file for this user only. The file that an earlier job of this user left is replaced;
+   nothing else is. */
 static int ddp__rendezvous_create(const char *path) {
     struct stat file;
     int fd = -1;
@@ -6288,8 +6299,9 @@ DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
 
 //== launch ============================================================================================== >>impl-launch
 
-/* Thread pools of numerical libraries. They read their variables when they are loaded, before ranks are forked, so their number of threads is set by their
-   own functions as well. The references are weak: a program that lacks a library does not link it. Their names here are private ones, since the program may
+/* Thread pools of numerical libraries. They read their variables when they are loaded, before ranks are
+   forked, so their number of threads is set by their own functions as well. The references are weak: a
+   program that lacks a library does not link it. Their names here are private ones, since the program may
    declare the real ones otherwise. */
 extern void ddp__omp_set(int threads) __asm__("omp_set_num_threads") __attribute__((weak));
 extern int ddp__omp_get(void) __asm__("omp_get_max_threads") __attribute__((weak));
@@ -6364,7 +6376,8 @@ static int ddp__pool_is_users(const struct ddp__thread_pool *pool) {
     return 0;
 }
 
-/* Lowers the pools to the share of a rank, before ranks are forked: OpenBLAS, asked in a rank, would start its whole pool there. A smaller number stays. */
+/* Lowers the pools to the share of a rank, before ranks are forked: OpenBLAS, asked in a rank, would start
+   its whole pool there. A smaller number stays. */
 static void ddp__limit_pools(ddp__launch *launch) {
     int share = ddp__thread_share(launch);
     memset(launch->pool_threads, 0, sizeof launch->pool_threads);
@@ -6383,7 +6396,8 @@ static void ddp__restore_pools(const ddp__launch *launch) {
     for (int i = DDP__POOLS - 1; i >= 0; i--) if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
 }
 
-/* OpenMP has a number for each thread of the program; a new one begins with the number of the whole process. */
+/* OpenMP has a number for each thread of the program; a new one begins with the number of the whole
+   process. */
 static void ddp__limit_thread(const ddp__launch *launch) {
     int share = ddp__thread_share(launch);
     if (launch->limits_omp && ddp__omp_set && ddp__omp_get && ddp__omp_get() > share) ddp__omp_set(share);

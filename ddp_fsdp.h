@@ -387,8 +387,9 @@ DDPDEF ddp_result ddp_scaler_init(ddp_scaler *scaler, const ddp_scaler_desc *des
 /* What the loss is multiplied by before backward. */
 DDPDEF float ddp_scaler_scale(const ddp_scaler *scaler);
 
-/* Multiplies gradients by the inverse scale and finds out whether any of them, on any rank of the groups, is not finite. Collective. group: whose memory it is.
-   Once per update: a second call before ddp_scaler_update, and one before ddp_scaler_init, is DDP_ERR_INVALID. */
+/* Multiplies gradients by the inverse scale and finds out whether any of them, on any rank of the groups, is
+   not finite. Collective. group: whose memory it is. Once per update: a second call before ddp_scaler_update,
+   and one before ddp_scaler_init, is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const ddp_tensor *gradients, int gradient_count);
 
 /* 1 when the gradients of this update are not finite somewhere: leave the step out. */

@@ -397,24 +397,29 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
    Errors, on every rank: the result of the callback that failed, DDP_ERR_PEER_LOST, DDP_ERR_TIMEOUT; the line names stage, action and micro-batch. */
 DDPDEF ddp_result ddp_pipeline_step(ddp_pipeline *pipeline);
 
-/* Forward alone, in the schedule's order of F, with the newest weights. Times and stats of the last step stay. Collective, blocks. */
+/* Forward alone, in the schedule's order of F, with the newest weights. Times and stats of the last step
+   stay. Collective, blocks. */
 DDPDEF ddp_result ddp_pipeline_evaluate(ddp_pipeline *pipeline);
 
-/* Losses of the last step or evaluation, on every rank: *mean is the pairwise sum over micro-batches divided once, each (may be NULL) has
-   microbatch_count entries. Not collective. DDP_ERR_INVALID before the first of either. */
+/* Losses of the last step or evaluation, on every rank: *mean is the pairwise sum over micro-batches divided
+   once, each (may be NULL) has microbatch_count entries. Not collective. DDP_ERR_INVALID before the first of
+   either. */
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each);
 
-/* What the last step's actions took: costs (stage-count entries, in seconds, means over micro-batches) for AUTO, the simulator and
-   ddp_pipeline_partition; times (an entry for each action of all ranks, rank after rank, since the step's start) for ddp_schedule_draw. Either may be
-   NULL. Collective; every rank gets all. DDP_ERR_INVALID before the first step. */
+/* What the last step's actions took: costs (stage-count entries, in seconds, means over micro-batches) for
+   AUTO, the simulator and ddp_pipeline_partition; times (an entry for each action of all ranks, rank after
+   rank, since the step's start) for ddp_schedule_draw. Either may be NULL. Collective; every rank gets all.
+   DDP_ERR_INVALID before the first step. */
 DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost *costs, ddp_action_time *times);
 
 DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipeline_stats *stats); /* not collective */
 
-/* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after ddp_pipeline_step, for whole (unsharded)
-   gradients of the params that stages name. A tied parameter counts once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in
-   a fixed order and rows exactly, so that the cut into stages cannot change the result. Collective. A norm that is not finite scales nothing.
-   DDP_ERR_INVALID: no stage names any, gradients of one come with unshard, or there has been no step. */
+/* Scales all gradients by max_norm / norm when the global norm over all stages exceeds max_norm; after
+   ddp_pipeline_step, for whole (unsharded) gradients of the params that stages name. A tied parameter counts
+   once, as the sum. *norm (may be NULL) is the norm before. Squares add per row in a fixed order and rows
+   exactly, so that the cut into stages cannot change the result. Collective. A norm that is not finite scales
+   nothing. DDP_ERR_INVALID: no stage names any, gradients of one come with unshard, or there has been no
+   step. */
 DDPDEF ddp_result ddp_pipeline_clip_grad_norm(ddp_pipeline *pipeline, float max_norm, float *norm);
 
 /* Frees everything, gradient memory that it placed too. Collective. NULL is ignored. */
@@ -3451,7 +3456,8 @@ static ddp_result ddp__pipe_share(ddp_pipeline *p, double begin) {
     return ddp__pipe_sum_over_ranks(p, p->shares, p->share_count, DDP_F64);
 }
 
-/* An evaluation measures beside the last step: before it and after it the two sets of measures change places. */
+/* An evaluation measures beside the last step: before it and after it the two sets of measures change
+   places. */
 static void ddp__pipe_swap_measures(ddp_pipeline *p) {
     double *shares = p->shares;
     ddp_action_time *times = p->times;
@@ -3462,7 +3468,8 @@ static void ddp__pipe_swap_measures(ddp_pipeline *p) {
     ddp__pipe_point_shares(p);
 }
 
-/* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of that, later ones DDP_ERR_POISONED. */
+/* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of
+   that, later ones DDP_ERR_POISONED. */
 static ddp_result ddp__pipe_status(ddp_pipeline *p, const char *who) {
     ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
     if (result == DDP_OK) return DDP_OK;

@@ -357,7 +357,8 @@ static void test_strangers(void) {
     }
 }
 
-/* Any user can compute the name of the socket where ranks meet, and bind it first. Everybody who finds it taken is told by whom. */
+/* Any user can compute the name of the socket where ranks meet, and bind it first. Everybody who finds it
+   taken is told by whom. */
 static pid_t hold_name(const char *name, int listens) {
     struct sockaddr_un address;
     socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));

@@ -1,8 +1,9 @@
 /*  test_outer_proc.c - a living rank is not declared dead because /proc cannot show it.
 
-    In a PID namespace that still has the /proc of the outer one, /proc/PID is another process or none. A rank that waited for some milliseconds then failed
-    with "pid is gone". So did a rank without a free descriptor, which cannot open /proc/PID/stat. A rank that really ends is still noticed at once, also
-    while it is a zombie. */
+    In a PID namespace that still has the /proc of the outer one, /proc/PID is another process or none. A rank
+    that waited for some milliseconds then failed with "pid is gone". So did a rank without a free descriptor,
+    which cannot open /proc/PID/stat. A rank that really ends is still noticed at once, also while it is a
+    zombie. */
 #include <sys/syscall.h>
 
 #include "../../ddp.h"
@@ -12,7 +13,8 @@
 
 enum { NO_NAMESPACES = 77 };
 
-/* Forks until the number of the child is that of no process in this /proc: only then was the failure certain. */
+/* Forks until the number of the child is that of no process in this /proc: only then was the failure
+   certain. */
 static pid_t fork_unseen(void) {
     for (int tries = 0; tries < 2000; tries++) {
         int go[2];
@@ -68,13 +70,17 @@ static void be_rank(int rank, int few_files) {
 
 static void check(void) {
     const seen *zero = &stage_shared->rank[0], *one = &stage_shared->rank[1];
-    EXPECT(zero->done && zero->first == DDP_OK, "rank 0 waits for rank 1, which lives: %s '%s'", ddp_result_name(zero->first), zero->text);
+    EXPECT(zero->done && zero->first == DDP_OK, "rank 0 waits for rank 1, which lives: %s '%s'",
+           ddp_result_name(zero->first), zero->text);
     EXPECT(one->first == DDP_OK, "rank 1: %s '%s'", ddp_result_name(one->first), one->text);
-    EXPECT(zero->second == DDP_ERR_PEER_LOST && names_rank(zero->text2, 1), "rank 1 has ended: %s '%s'", ddp_result_name(zero->second), zero->text2);
-    EXPECT(zero->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s", zero->first_at - stage_shared->event_at);
+    EXPECT(zero->second == DDP_ERR_PEER_LOST && names_rank(zero->text2, 1), "rank 1 has ended: %s '%s'",
+           ddp_result_name(zero->second), zero->text2);
+    EXPECT(zero->first_at - stage_shared->event_at < PROMPT_SECONDS, "it took %.3f s",
+           zero->first_at - stage_shared->event_at);
 }
 
-/* The first process of a namespace of its own, with the /proc of the outer one. Both ranks are its children. */
+/* The first process of a namespace of its own, with the /proc of the outer one. Both ranks are its
+   children. */
 static void be_first(void) {
     pid_t pids[2];
     if (getpid() != 1) _exit(NO_NAMESPACES);
@@ -88,7 +94,8 @@ static void be_first(void) {
     _exit(0);
 }
 
-/* AddressSanitizer starts a thread behind main, which a process that has left its namespace may not: hence one that never gets there. */
+/* AddressSanitizer starts a thread behind main, which a process that has left its namespace may not: hence
+   one that never gets there. */
 static void start_apart(void) {
     pid_t child;
     int status = 0;
@@ -113,7 +120,8 @@ int main(void) {
         if (pids[r] == 0) be_rank(r, 1);
     }
     for (int r = 0; r < 2; r++) EXPECT(waitpid(pids[r], NULL, 0) == pids[r], "waitpid");
-    EXPECT(stage_shared->rank[0].first == DDP_OK, "rank 0 waits for rank 1, which lives: '%s'", stage_shared->rank[0].text);
+    EXPECT(stage_shared->rank[0].first == DDP_OK, "rank 0 waits for rank 1, which lives: '%s'",
+           stage_shared->rank[0].text);
 
     faults_begin("the /proc of the outer namespace");
     child = fork();

@@ -1,7 +1,9 @@
-/*  test_rendezvous_file.c - what another user may have put in place of the file of file:// is refused at once.
+/*  test_rendezvous_file.c - what another user may have put in place of the file of file:// is refused at
+    once.
 
-    Rank 0 followed a symbolic link and truncated and filled the link's target, which disclosed the nonce of the job. A FIFO blocked every rank in open(),
-    for longer than timeout_ms. A file that others could write told the ranks where to connect. */
+    Rank 0 followed a symbolic link and truncated and filled the link's target, which disclosed the nonce of
+    the job. A FIFO blocked every rank in open(), for longer than timeout_ms. A file that others could write
+    told the ranks where to connect. */
 #include "../../ddp.h"
 #include "../support/ranks.h"
 #include "../support/faults.h"
@@ -9,11 +11,25 @@
 #include <sys/stat.h>
 
 enum { TIMEOUT_MS = 20000, NOBODY = 65534 };
-typedef enum thing { A_FIFO, A_LINK, A_LINK_TO_NOTHING, A_FOLDER, FOR_ALL, FOR_GROUP, OF_NOBODY, THINGS } thing;
-static const struct { const char *name, *word; } things[THINGS] = {
-    {"a FIFO", "is not a regular file"}, {"a symbolic link", "is a symbolic link"}, {"a symbolic link to nothing", "is a symbolic link"},
-    {"a folder", "is not a regular file"}, {"a file that all can write", "can be written by other users (mode 666)"},
-    {"a file that the group can write", "can be written by other users (mode 660)"}, {"a file of uid 65534", "belongs to uid 65534"}};
+typedef enum thing {
+    A_FIFO,
+    A_LINK,
+    A_LINK_TO_NOTHING,
+    A_FOLDER,
+    FOR_ALL,
+    FOR_GROUP,
+    OF_NOBODY,
+    THINGS
+} thing;
+static const struct {
+    const char *name, *word;
+} things[THINGS] = {{"a FIFO", "is not a regular file"},
+                    {"a symbolic link", "is a symbolic link"},
+                    {"a symbolic link to nothing", "is a symbolic link"},
+                    {"a folder", "is not a regular file"},
+                    {"a file that all can write", "can be written by other users (mode 666)"},
+                    {"a file that the group can write", "can be written by other users (mode 660)"},
+                    {"a file of uid 65534", "belongs to uid 65534"}};
 static char folder[64], path[96], target[96];
 
 static void write_file(const char *name, const char *text, int mode) {
@@ -68,22 +84,28 @@ static void test_refused(void) {
             faults_begin(things[what].name);
             place((thing)what);
             pid = start_rank(rank);
-            if (!heard(&stage_shared->rank[rank].done, 1)) kill(pid, SIGKILL); /* it waits for somebody to open the FIFO */
+            if (!heard(&stage_shared->rank[rank].done, 1))
+                kill(pid, SIGKILL); /* it waits for somebody to open the FIFO */
             EXPECT(waitpid(pid, NULL, 0) == pid, "waitpid");
-            EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", rank, s->done ? ddp_result_name(s->first) : "still waits", s->text);
-            EXPECT(s->first_at - s->start_at < PROMPT_SECONDS, "rank %d: it took %.3f s", rank, s->first_at - s->start_at);
-            EXPECT(says(s->text, things[what].word) && says(s->text, path) && says(s->text, "remove it"), "rank %d: '%s'", rank, s->text);
+            EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", rank,
+                   s->done ? ddp_result_name(s->first) : "still waits", s->text);
+            EXPECT(s->first_at - s->start_at < PROMPT_SECONDS, "rank %d: it took %.3f s", rank,
+                   s->first_at - s->start_at);
+            EXPECT(says(s->text, things[what].word) && says(s->text, path) && says(s->text, "remove it"),
+                   "rank %d: '%s'", rank, s->text);
             EXPECT(lstat(path, &file) == 0, "rank %d removed %s", rank, things[what].name);
             kept = fopen(target, "r");
             if (kept && !fgets(text, sizeof text, kept)) text[0] = 0;
             if (kept) fclose(kept);
-            EXPECT(what == A_LINK ? strcmp(text, "precious\n") == 0 : !kept, "rank %d wrote '%s' to the target of the link", rank, text);
+            EXPECT(what == A_LINK ? strcmp(text, "precious\n") == 0 : !kept,
+                   "rank %d wrote '%s' to the target of the link", rank, text);
             remove(path);
             remove(target);
         }
 }
 
-/* What is allowed: the file that an earlier job of this user left. While rank 0 waits, the new one is for this user only. */
+/* What is allowed: the file that an earlier job of this user left. While rank 0 waits, the new one is for
+   this user only. */
 static void test_replaced(void) {
     pid_t pids[2];
     struct stat file;

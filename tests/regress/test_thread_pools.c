@@ -1,7 +1,9 @@
-/*  test_thread_pools.c - the ranks of a launch together have one thread per core, also in libraries that were loaded before the ranks were forked.
+/*  test_thread_pools.c - the ranks of a launch together have one thread per core, also in libraries that were
+    loaded before the ranks were forked.
 
-    libgomp and OpenBLAS read OMP_NUM_THREADS when they are loaded. ddp_launch set it in the forked rank only: two ranks on two cores ran four threads. Built
-    with the real libgomp, and with the real OpenBLAS (WITH_OPENBLAS) or with functions of the same names here that stand for OpenBLAS, MKL and BLIS. */
+    libgomp and OpenBLAS read OMP_NUM_THREADS when they are loaded. ddp_launch set it in the forked rank only:
+    two ranks on two cores ran four threads. Built with the real libgomp, and with the real OpenBLAS
+    (WITH_OPENBLAS) or with functions of the same names here that stand for OpenBLAS, MKL and BLIS. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif
@@ -32,7 +34,9 @@ int64_t bli_thread_get_num_threads(void) { return blis; }
 enum { POOLS = 4 };
 static const char *const pool_names[POOLS] = {"OpenMP", "OpenBLAS", "MKL", "BLIS"};
 
-typedef struct numbers { int pool[POOLS], team, tasks; } numbers; /* team: threads that a parallel region has; tasks: of the process, after work */
+typedef struct numbers {
+    int pool[POOLS], team, tasks;
+} numbers; /* team: threads that a parallel region has; tasks: of the process, after work */
 static numbers *of_rank;
 
 static void read_pools(int pool[POOLS]) {
@@ -46,7 +50,8 @@ static void read_pools(int pool[POOLS]) {
 #endif
 }
 
-/* What numerical work does: a parallel region, and a matrix product that is large enough for all threads of a pool. */
+/* What numerical work does: a parallel region, and a matrix product that is large enough for all threads of a
+   pool. */
 static void work(numbers *n) {
     int team = 0;
 #pragma omp parallel
@@ -58,7 +63,9 @@ static void work(numbers *n) {
 #if defined(WITH_OPENBLAS)
     enum { SIZE = 700 };
     double *a = (double *)calloc(3 * SIZE * SIZE, sizeof *a);
-    if (a) cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, SIZE, SIZE, SIZE, 1.0, a, SIZE, a + SIZE * SIZE, SIZE, 0.0, a + 2 * SIZE * SIZE, SIZE);
+    if (a)
+        cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, SIZE, SIZE, SIZE, 1.0, a, SIZE,
+                    a + SIZE * SIZE, SIZE, 0.0, a + 2 * SIZE * SIZE, SIZE);
     free(a);
 #endif
 }
@@ -82,7 +89,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 }
 
 /* Runs two ranks; each pool must have want[pool] threads in them, and afterwards what it had before. */
-static void expect_threads(const char *scenario, ddp_launch_mode mode, int no_affinity, const int want[POOLS]) {
+static void expect_threads(const char *scenario, ddp_launch_mode mode, int no_affinity,
+                           const int want[POOLS]) {
     ddp_launch_desc desc = DDP_ZERO;
     int before[POOLS], after[POOLS];
     faults_begin(scenario);
@@ -95,18 +103,23 @@ static void expect_threads(const char *scenario, ddp_launch_mode mode, int no_af
     EXPECT(ddp_launch(&desc, rank_main, NULL) == DDP_OK, "%s", ddp_last_error());
     read_pools(after);
     for (int p = 0; p < POOLS; p++) {
-        EXPECT(before[p] == after[p], "%s had %d threads before the launch and %d after it", pool_names[p], before[p], after[p]);
-        for (int r = 0; r < 2; r++) EXPECT(of_rank[r].pool[p] == want[p], "rank %d: %s has %d threads, not %d", r, pool_names[p], of_rank[r].pool[p], want[p]);
+        EXPECT(before[p] == after[p], "%s had %d threads before the launch and %d after it", pool_names[p],
+               before[p], after[p]);
+        for (int r = 0; r < 2; r++)
+            EXPECT(of_rank[r].pool[p] == want[p], "rank %d: %s has %d threads, not %d", r, pool_names[p],
+                   of_rank[r].pool[p], want[p]);
     }
     for (int r = 0; r < 2; r++) {
-        EXPECT(of_rank[r].team == want[0], "rank %d: a parallel region has %d threads, not %d", r, of_rank[r].team, want[0]);
+        EXPECT(of_rank[r].team == want[0], "rank %d: a parallel region has %d threads, not %d", r,
+               of_rank[r].team, want[0]);
         if (mode == DDP_LAUNCH_PROCESSES && want[0] == 1 && want[1] == 1)
             EXPECT(of_rank[r].tasks == 1, "rank %d: its process has %d threads", r, of_rank[r].tasks);
     }
 }
 
 int main(void) {
-    static const char *const variables[] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"};
+    static const char *const variables[] = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS",
+                                            "MKL_NUM_THREADS", "BLIS_NUM_THREADS"};
     int share, all[POOLS], want[POOLS];
     cpu_set_t cpus;
     for (int i = 0; i < 5; i++) {
@@ -127,7 +140,9 @@ int main(void) {
     expect_threads("no_affinity", DDP_LAUNCH_PROCESSES, 1, all);
     expect_threads("no_affinity, threads", DDP_LAUNCH_THREADS, 1, all);
 
-    setenv("OMP_NUM_THREADS", "7", 1); /* libraries that had read it would have other numbers now; here they show that nobody touched them */
+    setenv(
+        "OMP_NUM_THREADS", "7",
+        1); /* libraries that had read it would have other numbers now; here they show that nobody touched them */
     expect_threads("OMP_NUM_THREADS is the user's", DDP_LAUNCH_PROCESSES, 0, all);
     expect_threads("OMP_NUM_THREADS is the user's, threads", DDP_LAUNCH_THREADS, 0, all);
     EXPECT(strcmp(getenv("OMP_NUM_THREADS"), "7") == 0, "it is %s now", getenv("OMP_NUM_THREADS"));

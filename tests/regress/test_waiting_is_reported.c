@@ -10,7 +10,10 @@ static char urls[3][96];
 static const char *const names[3] = {"local", "tcp", "file"};
 
 /* What the ranks of three jobs are told; at most one text each. */
-typedef struct board { int count[3][3]; char text[3][3][512]; } board;
+typedef struct board {
+    int count[3][3];
+    char text[3][3][512];
+} board;
 static board *noticed;
 static int my_job, my_rank;
 
@@ -46,8 +49,10 @@ static void expect_notice(int job, int rank, const char *word, const char *word2
     int told = heard(&noticed->count[job][rank], 1);
     const char *text = noticed->text[job][rank];
     EXPECT(told, "%s: rank %d said nothing", names[job], rank);
-    EXPECT(!told || (says(text, word) && says(text, word2)), "%s: rank %d said '%s', without '%s' or '%s'", names[job], rank, text, word, word2);
-    EXPECT(noticed->count[job][rank] <= 1, "%s: rank %d said it %d times", names[job], rank, noticed->count[job][rank]);
+    EXPECT(!told || (says(text, word) && says(text, word2)), "%s: rank %d said '%s', without '%s' or '%s'",
+           names[job], rank, text, word, word2);
+    EXPECT(noticed->count[job][rank] <= 1, "%s: rank %d said it %d times", names[job], rank,
+           noticed->count[job][rank]);
 }
 
 int main(void) {
@@ -68,15 +73,17 @@ int main(void) {
         for (int r = 0; r < 3; r += 2) pids[job][r] = start_rank(job, r);
     for (int job = 0; job < 3; job++) {
         expect_notice(job, 0, "still waiting for rank 1; this rank listens at", listens[job]);
-        expect_notice(job, 2, "still waiting for other ranks to reach rank 0", job ? "(127.0.0.1 port" : "(pid");
+        expect_notice(job, 2, "still waiting for other ranks to reach rank 0",
+                      job ? "(127.0.0.1 port" : "(pid");
         pids[job][1] = start_rank(job, 1);
     }
     for (int i = 0; i < 9; i++) {
         const seen *s = &stage_shared->rank[i];
-        EXPECT(waitpid(pids[i / 3][i % 3], NULL, 0) > 0 && s->done && s->first == DDP_OK, "%s rank %d: %s '%s'", names[i / 3], i % 3,
-               ddp_result_name(s->first), s->text);
+        EXPECT(waitpid(pids[i / 3][i % 3], NULL, 0) > 0 && s->done && s->first == DDP_OK,
+               "%s rank %d: %s '%s'", names[i / 3], i % 3, ddp_result_name(s->first), s->text);
     }
-    for (int job = 0; job < 3; job++) EXPECT(!noticed->count[job][1], "%s: rank 1 said '%s'", names[job], noticed->text[job][1]);
+    for (int job = 0; job < 3; job++)
+        EXPECT(!noticed->count[job][1], "%s: rank 1 said '%s'", names[job], noticed->text[job][1]);
 
     faults_begin("there is no rank 0");
     memset(noticed, 0, sizeof *noticed);

@@ -1,9 +1,9 @@
 /*  test_call_orders.c - every order in which the calls of an object can be made, up to some length.
 
-    Each object has a table of calls and a model of its documented behaviour. All sequences of calls run on a fresh
-    object. Each call must do what the model says: work, with the value that the model computes, or return
-    DDP_ERR_INVALID under its public name. ddp_reducer_clip_grad_norm before ddp_reducer_wait returned DDP_OK and a
-    wrong norm; so did ddp_pipeline_clip_grad_norm before the first step. */
+    Each object has a table of calls and a model of its documented behaviour. All sequences of calls run on a
+    fresh object. Each call must do what the model says: work, with the value that the model computes, or
+    return DDP_ERR_INVALID under its public name. ddp_reducer_clip_grad_norm before ddp_reducer_wait returned
+    DDP_OK and a wrong norm; so did ddp_pipeline_clip_grad_norm before the first step. */
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
 
@@ -42,7 +42,10 @@ static void failed(const char *format, ...) {
     if (in_rank) _exit(1);
     fail();
 }
-#define WORKS(call) do { if ((call) != DDP_OK) failed("%s: %s: %s", sequence, #call, ddp_last_error()); } while (0)
+#define WORKS(call)                                                                    \
+    do {                                                                               \
+        if ((call) != DDP_OK) failed("%s: %s: %s", sequence, #call, ddp_last_error()); \
+    } while (0)
 
 static void add_to_sequence(const char *name) {
     size_t used = strlen(sequence);
@@ -52,12 +55,15 @@ static void add_to_sequence(const char *name) {
 /* One call of a sequence. A failure must be the wanted one, under the public name. */
 static void expect(const char *name, ddp_result result, ddp_result wanted) {
     if (result != wanted)
-        failed("%s: %s, wanted %s; '%s'", sequence, ddp_result_name(result), ddp_result_name(wanted), result ? ddp_last_error() : "");
-    if (result != DDP_OK && !strstr(ddp_last_error(), name)) failed("%s: '%s' does not name %s", sequence, ddp_last_error(), name);
+        failed("%s: %s, wanted %s; '%s'", sequence, ddp_result_name(result), ddp_result_name(wanted),
+               result ? ddp_last_error() : "");
+    if (result != DDP_OK && !strstr(ddp_last_error(), name))
+        failed("%s: '%s' does not name %s", sequence, ddp_last_error(), name);
 }
 
 static void expect_number(const char *what, double have, double want) {
-    if (!(have == want) && !(isnan(have) && isnan(want))) failed("%s: %s is %.9g, wanted %.9g", sequence, what, have, want);
+    if (!(have == want) && !(isnan(have) && isnan(want)))
+        failed("%s: %s is %.9g, wanted %.9g", sequence, what, have, want);
 }
 
 static ddp_group *alone(void) {
@@ -71,11 +77,16 @@ static ddp_group *alone(void) {
 //== reducer ================================================================================
 
 enum { READY0, READY1, WAIT, CLIP, NO_SYNC, SYNC, WAIT_MEAN, REDUCER_CALLS };
-static const char *const reducer_calls[REDUCER_CALLS] = {"ddp_reducer_ready(0)", "ddp_reducer_ready(1)", "ddp_reducer_wait", "ddp_reducer_clip_grad_norm",
-                                                         "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)", "ddp_reducer_wait_mean"};
-static const char *const reducer_names[REDUCER_CALLS] = {"ddp_reducer_ready", "ddp_reducer_ready", "ddp_reducer_wait", "ddp_reducer_clip_grad_norm",
-                                                         "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean"};
-typedef struct reducer_case { ddp_group *group; int find_unused, per_token; } reducer_case;
+static const char *const reducer_calls[REDUCER_CALLS] = {
+    "ddp_reducer_ready(0)",   "ddp_reducer_ready(1)",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
+    "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)", "ddp_reducer_wait_mean"};
+static const char *const reducer_names[REDUCER_CALLS] = {
+    "ddp_reducer_ready",   "ddp_reducer_ready",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
+    "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean"};
+typedef struct reducer_case {
+    ddp_group *group;
+    int find_unused, per_token;
+} reducer_case;
 
 /* Rank r has the gradients (3, 4) (r + 1). */
 static void reducer_sequence(const int *calls, int length, void *user) {
@@ -86,8 +97,9 @@ static void reducer_sequence(const int *calls, int length, void *user) {
     ddp_reducer_desc desc = DDP_ZERO;
     ddp_reducer *reducer;
     int w = ddp_world_size(group);
-    int ready[2] = {0, 0}, no_sync = 0, averaged = 0, known = 1; /* known: no failed wait has left gradients half reduced */
-    double sum[2], scale = (w + 1) / 2.0 * w, first = 1;         /* sum: of the gradients over ranks */
+    int ready[2] = {0, 0}, no_sync = 0, averaged = 0,
+        known = 1; /* known: no failed wait has left gradients half reduced */
+    double sum[2], scale = (w + 1) / 2.0 * w, first = 1; /* sum: of the gradients over ranks */
     memset(params, 0, sizeof params);
     for (int i = 0; i < 2; i++) {
         params[i].name = i ? "second" : "first";
@@ -107,42 +119,54 @@ static void reducer_sequence(const int *calls, int length, void *user) {
     desc.per_token = c->per_token;
     WORKS(ddp_reducer_create(&reducer, group, &desc));
     for (int i = 0; i < length; i++) {
-        int call = calls[i], waits = call == WAIT || call == WAIT_MEAN, missing = !c->find_unused && !(ready[0] && ready[1]);
+        int call = calls[i], waits = call == WAIT || call == WAIT_MEAN,
+            missing = !c->find_unused && !(ready[0] && ready[1]);
         ddp_result result = DDP_OK, wanted = DDP_OK;
         ddp_mean loss = DDP_ZERO;
         float norm = -1;
         add_to_sequence(reducer_calls[call]);
         ddp_mean_add(&loss, 1.0, 2);
-        if (call == READY0 || call == READY1) result = ddp_reducer_ready(reducer, call - READY0);
-        else if (call == WAIT) result = ddp_reducer_wait(reducer);
-        else if (call == WAIT_MEAN) result = ddp_reducer_wait_mean(reducer, &loss);
-        else if (call == CLIP) result = ddp_reducer_clip_grad_norm(reducer, 1e30f, &norm);
-        else result = ddp_reducer_no_sync(reducer, call == NO_SYNC);
+        if (call == READY0 || call == READY1)
+            result = ddp_reducer_ready(reducer, call - READY0);
+        else if (call == WAIT)
+            result = ddp_reducer_wait(reducer);
+        else if (call == WAIT_MEAN)
+            result = ddp_reducer_wait_mean(reducer, &loss);
+        else if (call == CLIP)
+            result = ddp_reducer_clip_grad_norm(reducer, 1e30f, &norm);
+        else
+            result = ddp_reducer_no_sync(reducer, call == NO_SYNC);
 
         if (call <= READY1 && !no_sync) {
             if (ready[call - READY0]) wanted = DDP_ERR_INVALID;
             ready[call - READY0] = 1;
             averaged = 0;
         }
-        if (waits && call == WAIT_MEAN && !c->per_token) wanted = DDP_ERR_INVALID;
+        if (waits && call == WAIT_MEAN && !c->per_token)
+            wanted = DDP_ERR_INVALID;
         else if (waits && !no_sync) {
             double divisor = call == WAIT_MEAN ? 2.0 * w : c->per_token ? 1 : w;
             if (missing) wanted = DDP_ERR_INVALID;
             known &= !missing;
-            for (int p = 0; p < 2; p++) sum[p] = ready[p] ? sum[p] / divisor * (first ? 1 : w) : 0; /* from now on equal on all ranks */
+            for (int p = 0; p < 2; p++)
+                sum[p] =
+                    ready[p] ? sum[p] / divisor * (first ? 1 : w) : 0; /* from now on equal on all ranks */
             first = 0;
             averaged = !missing;
             ready[0] = ready[1] = 0;
         }
         if (call == CLIP && (no_sync || !averaged)) wanted = DDP_ERR_INVALID;
         if (call == NO_SYNC || call == SYNC) {
-            if (ready[0] || ready[1]) wanted = DDP_ERR_INVALID;
-            else no_sync = call == NO_SYNC;
+            if (ready[0] || ready[1])
+                wanted = DDP_ERR_INVALID;
+            else
+                no_sync = call == NO_SYNC;
             if (call == NO_SYNC && wanted == DDP_OK) averaged = 0;
         }
         /* an error that ddp_reducer_wait finds for ddp_reducer_wait_mean has that name */
         expect(call == WAIT_MEAN && c->per_token ? "ddp_reducer_wait" : reducer_names[call], result, wanted);
-        if (call == CLIP && result == DDP_OK && known) expect_number("the norm", (double)norm, (double)(float)sqrt(sum[0] * sum[0] + sum[1] * sum[1]));
+        if (call == CLIP && result == DDP_OK && known)
+            expect_number("the norm", (double)norm, (double)(float)sqrt(sum[0] * sum[0] + sum[1] * sum[1]));
     }
     ddp_reducer_destroy(reducer);
 }
@@ -153,7 +177,8 @@ static void reducer_orders(void **state) {
     for (int find = 0; find < 2; find++)
         for (int per_token = 0; per_token < 2; per_token++) {
             reducer_case c = {group, find, per_token};
-            for (int length = 1; length <= 5; length++) for_all_sequences(REDUCER_CALLS, length, reducer_sequence, &c);
+            for (int length = 1; length <= 5; length++)
+                for_all_sequences(REDUCER_CALLS, length, reducer_sequence, &c);
         }
     ddp_group_destroy(group);
 }
@@ -161,7 +186,8 @@ static void reducer_orders(void **state) {
 static ddp_result reducer_on_two(ddp_group *world, void *user) {
     reducer_case c = {world, 0, *(int *)user};
     in_rank = 1;
-    for (int length = 1; length <= 4; length++) for_all_sequences(REDUCER_CALLS, length, reducer_sequence, &c);
+    for (int length = 1; length <= 4; length++)
+        for_all_sequences(REDUCER_CALLS, length, reducer_sequence, &c);
     return DDP_OK;
 }
 
@@ -178,7 +204,8 @@ static void reducer_orders_of_two_ranks(void **state) {
 //== accumulator ============================================================================
 
 enum { ACC_READY, ACC_NEXT, ACC_WAIT, ACC_CLIP, ACC_CALLS };
-static const char *const accumulator_names[ACC_CALLS] = {"ddp_accumulator_ready", "ddp_accumulator_next", "ddp_reducer_wait", "ddp_reducer_clip_grad_norm"};
+static const char *const accumulator_names[ACC_CALLS] = {"ddp_accumulator_ready", "ddp_accumulator_next",
+                                                         "ddp_reducer_wait", "ddp_reducer_clip_grad_norm"};
 
 /* Two micro-batches, one parameter. Backward number k leaves the gradient k. */
 static void accumulator_sequence(const int *calls, int length, void *user) {
@@ -207,8 +234,10 @@ static void accumulator_sequence(const int *calls, int length, void *user) {
         add_to_sequence(accumulator_names[calls[i]]);
         switch (calls[i]) {
         case ACC_READY:
-            if (announced || ready) wanted = DDP_ERR_INVALID;
-            else grad = (float)++backward;
+            if (announced || ready)
+                wanted = DDP_ERR_INVALID;
+            else
+                grad = (float)++backward;
             result = ddp_accumulator_ready(accumulator, 0);
             if (wanted != DDP_OK) break;
             sum = micro_batch ? sum + backward : backward;
@@ -245,14 +274,16 @@ static void accumulator_sequence(const int *calls, int length, void *user) {
 static void accumulator_orders(void **state) {
     ddp_group *group = alone();
     (void)state;
-    for (int length = 1; length <= 8; length++) for_all_sequences(ACC_CALLS, length, accumulator_sequence, group);
+    for (int length = 1; length <= 8; length++)
+        for_all_sequences(ACC_CALLS, length, accumulator_sequence, group);
     ddp_group_destroy(group);
 }
 
 //== join ===================================================================================
 
 enum { JOIN_WITH, JOIN_WITHOUT, JOIN_READY, JOIN_WAIT, JOIN_CLIP, JOIN_CALLS };
-static const char *const join_names[JOIN_CALLS] = {"ddp_join_step", "ddp_join_step", "ddp_reducer_ready", "ddp_reducer_wait", "ddp_reducer_clip_grad_norm"};
+static const char *const join_names[JOIN_CALLS] = {"ddp_join_step", "ddp_join_step", "ddp_reducer_ready",
+                                                   "ddp_reducer_wait", "ddp_reducer_clip_grad_norm"};
 
 static void join_sequence(const int *calls, int length, void *user) {
     ddp_group *group = (ddp_group *)user;
@@ -308,8 +339,14 @@ static void join_orders(void **state) {
     ddp_group_destroy(group);
 }
 
-/* On a rank without a batch the optimizer's step runs inside ddp_join_step: there gradients are those of a finished step. */
-typedef struct uneven { ddp_reducer *reducer; float norm; int steps; ddp_result result; } uneven;
+/* On a rank without a batch the optimizer's step runs inside ddp_join_step: there gradients are those of a
+   finished step. */
+typedef struct uneven {
+    ddp_reducer *reducer;
+    float norm;
+    int steps;
+    ddp_result result;
+} uneven;
 
 static ddp_result clip_inside(void *user) {
     uneven *u = (uneven *)user;
@@ -347,7 +384,8 @@ static ddp_result uneven_main(ddp_group *world, void *user) {
         grad = 6;
         ddp_mean_add(&loss, 1, 2);
         WORKS(ddp_reducer_ready(u.reducer, 0));
-        expect("ddp_reducer_clip_grad_norm", ddp_reducer_clip_grad_norm(u.reducer, 1e30f, &norm), DDP_ERR_INVALID);
+        expect("ddp_reducer_clip_grad_norm", ddp_reducer_clip_grad_norm(u.reducer, 1e30f, &norm),
+               DDP_ERR_INVALID);
         WORKS(per_token ? ddp_reducer_wait_mean(u.reducer, &loss) : ddp_reducer_wait(u.reducer));
         WORKS(ddp_reducer_clip_grad_norm(u.reducer, 1e30f, &norm));
         expect_number("the norm", (double)norm, per_token ? 3 : 6);
@@ -373,8 +411,9 @@ static void clipping_inside_a_join(void **state) {
 
 enum { SAMPLES = 7, BATCH = 3, BATCHES = 3, LOADER_EPOCHS = 2 };
 enum { LOAD_NEXT, LOAD_SEEK0, LOAD_SEEK2, LOAD_SEEK4, LOAD_EPOCH1, LOAD_SAVE, LOAD_LOAD, LOADER_CALLS };
-static const char *const loader_names[LOADER_CALLS] = {"ddp_loader_next", "ddp_loader_seek", "ddp_loader_seek", "ddp_loader_seek", "ddp_loader_set_epoch",
-                                                       "ddp_loader_save", "ddp_loader_load"};
+static const char *const loader_names[LOADER_CALLS] = {
+    "ddp_loader_next",      "ddp_loader_seek", "ddp_loader_seek", "ddp_loader_seek",
+    "ddp_loader_set_epoch", "ddp_loader_save", "ddp_loader_load"};
 
 static ddp_result fetch_number(void *user, int64_t index, void *const *fields) {
     (void)user;
@@ -399,13 +438,17 @@ static ddp_loader *loader_new(int workers) {
     return loader;
 }
 
-typedef struct loader_case { int workers; int64_t order[LOADER_EPOCHS][SAMPLES]; } loader_case;
+typedef struct loader_case {
+    int workers;
+    int64_t order[LOADER_EPOCHS][SAMPLES];
+} loader_case;
 
 static void loader_sequence(const int *calls, int length, void *user) {
     const loader_case *c = (const loader_case *)user;
     ddp_loader *loader = loader_new(c->workers);
     ddp_sampler_state saved;
-    int epoch = 0, base = 0, at = 0, saved_epoch = 0, saved_at = 0; /* in batches; base: where seek counts from */
+    int epoch = 0, base = 0, at = 0, saved_epoch = 0,
+        saved_at = 0; /* in batches; base: where seek counts from */
     WORKS(ddp_loader_save(loader, &saved));
     for (int i = 0; i < length; i++) {
         ddp_result result, wanted = DDP_OK;
@@ -415,9 +458,13 @@ static void loader_sequence(const int *calls, int length, void *user) {
         switch (call) {
         case LOAD_NEXT:
             result = ddp_loader_next(loader, &batch);
-            expect_number("samples", (double)batch.count, at == BATCHES ? 0 : at + 1 == BATCHES ? SAMPLES % BATCH : BATCH);
+            expect_number("samples", (double)batch.count,
+                          at == BATCHES       ? 0
+                          : at + 1 == BATCHES ? SAMPLES % BATCH
+                                              : BATCH);
             for (int k = 0; k < batch.count; k++)
-                expect_number("the sample", (double)((const int64_t *)batch.fields[0].data)[k], 10.0 * (double)c->order[epoch][at * BATCH + k]);
+                expect_number("the sample", (double)((const int64_t *)batch.fields[0].data)[k],
+                              10.0 * (double)c->order[epoch][at * BATCH + k]);
             at += batch.count > 0;
             break;
         case LOAD_EPOCH1:
@@ -436,8 +483,10 @@ static void loader_sequence(const int *calls, int length, void *user) {
             base = at = saved_at;
             break;
         default:
-            if (to > BATCHES - base) wanted = DDP_ERR_INVALID;
-            else at = base + to;
+            if (to > BATCHES - base)
+                wanted = DDP_ERR_INVALID;
+            else
+                at = base + to;
             result = ddp_loader_seek(loader, to);
         }
         expect(loader_names[call], result, wanted);
@@ -460,14 +509,16 @@ static void loader_orders(void **state) {
     }
     ddp_loader_destroy(loader);
     for (c.workers = -1; c.workers <= 2; c.workers += 3)
-        for (int length = 1; length <= (c.workers < 0 ? 5 : 3); length++) for_all_sequences(LOADER_CALLS, length, loader_sequence, &c);
+        for (int length = 1; length <= (c.workers < 0 ? 5 : 3); length++)
+            for_all_sequences(LOADER_CALLS, length, loader_sequence, &c);
 }
 
 //== scaler =================================================================================
 
 enum { SCALER_INIT, SCALER_UNSCALE, SCALER_INFINITE, SCALER_UPDATE, SCALER_SAVE, SCALER_LOAD, SCALER_CALLS };
-static const char *const scaler_names[SCALER_CALLS] = {"ddp_scaler_init", "ddp_scaler_unscale", "ddp_scaler_unscale", "ddp_scaler_update", "ddp_scaler_save",
-                                                       "ddp_scaler_load"};
+static const char *const scaler_names[SCALER_CALLS] = {"ddp_scaler_init",    "ddp_scaler_unscale",
+                                                       "ddp_scaler_unscale", "ddp_scaler_update",
+                                                       "ddp_scaler_save",    "ddp_scaler_load"};
 
 static void scaler_sequence(const int *calls, int length, void *user) {
     ddp_group *group = (ddp_group *)user;
@@ -538,16 +589,24 @@ static void scaler_sequence(const int *calls, int length, void *user) {
 static void scaler_orders(void **state) {
     ddp_group *group = alone();
     (void)state;
-    for (int length = 1; length <= 6; length++) for_all_sequences(SCALER_CALLS, length, scaler_sequence, group);
+    for (int length = 1; length <= 6; length++)
+        for_all_sequences(SCALER_CALLS, length, scaler_sequence, group);
     ddp_group_destroy(group);
 }
 
 //== pipeline ===============================================================================
 
 enum { PIPE_STEP, PIPE_EVALUATE, PIPE_LOSS, PIPE_TIMES, PIPE_CLIP, PIPE_STATS, PIPE_FAILING, PIPE_CALLS };
-static const char *const pipe_names[PIPE_CALLS] = {"ddp_pipeline_step", "ddp_pipeline_evaluate", "ddp_pipeline_get_loss", "ddp_pipeline_get_times",
-                                                   "ddp_pipeline_clip_grad_norm", "ddp_pipeline_get_stats", "ddp_pipeline_step"};
-typedef struct line { ddp_param param; ddp_param *params[1]; float weight, grad; int fails; } line;
+static const char *const pipe_names[PIPE_CALLS] = {
+    "ddp_pipeline_step",      "ddp_pipeline_evaluate",       "ddp_pipeline_get_loss",
+    "ddp_pipeline_get_times", "ddp_pipeline_clip_grad_norm", "ddp_pipeline_get_stats",
+    "ddp_pipeline_step"};
+typedef struct line {
+    ddp_param param;
+    ddp_param *params[1];
+    float weight, grad;
+    int fails;
+} line;
 
 static void work_for_a_moment(void) {
     double until = ddp_now() + 2e-5;
@@ -618,7 +677,8 @@ static void pipeline_sequence(const int *calls, int length, void *user) {
             if (!broken && !has_gradients) wanted = DDP_ERR_INVALID;
             result = ddp_pipeline_get_times(pipeline, &cost, NULL);
             if (wanted == DDP_OK && !(cost.forward > 0 && cost.input_grad > 0 && cost.weight_grad > 0))
-                failed("%s: the step took %g, %g and %g s", sequence, cost.forward, cost.input_grad, cost.weight_grad);
+                failed("%s: the step took %g, %g and %g s", sequence, cost.forward, cost.input_grad,
+                       cost.weight_grad);
             break;
         case PIPE_CLIP:
             if (!broken && !has_gradients) wanted = DDP_ERR_INVALID;
@@ -652,15 +712,17 @@ static void pipeline_orders(void **state) {
     desc.rank_count = 1;
     desc.microbatch_count = 2;
     WORKS(ddp_schedule_create(&schedule, &desc));
-    for (int length = 1; length <= 4; length++) for_all_sequences(PIPE_CALLS, length, pipeline_sequence, schedule);
+    for (int length = 1; length <= 4; length++)
+        for_all_sequences(PIPE_CALLS, length, pipeline_sequence, schedule);
     ddp_schedule_destroy(schedule);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(reducer_orders), cmocka_unit_test(reducer_orders_of_two_ranks), cmocka_unit_test(accumulator_orders),
-        cmocka_unit_test(join_orders), cmocka_unit_test(clipping_inside_a_join), cmocka_unit_test(loader_orders),
-        cmocka_unit_test(scaler_orders), cmocka_unit_test(pipeline_orders)};
+        cmocka_unit_test(reducer_orders),         cmocka_unit_test(reducer_orders_of_two_ranks),
+        cmocka_unit_test(accumulator_orders),     cmocka_unit_test(join_orders),
+        cmocka_unit_test(clipping_inside_a_join), cmocka_unit_test(loader_orders),
+        cmocka_unit_test(scaler_orders),          cmocka_unit_test(pipeline_orders)};
     watchdog_start(100);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
