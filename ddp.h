@@ -59,9 +59,10 @@ CONFIG MACROS (define before including)
     DDP_IMPLEMENTATION      also compile the bodies, here
     DDP_STATIC              make every function static: a private copy for one source file
     DDP_USE_MPI             also the MPI backend, for large data between machines: build with mpicc, or CMake's MPI::MPI_C
-    DDP_ALLOW_FAST_MATH     allow -ffast-math and -Ofast in the file with the bodies, giving up the promise that results
-                            have the same bits everywhere. Other files may use them without it; do not link with them:
-                            gcc before 13 then makes the whole program round subnormal numbers to zero
+    DDP_ALLOW_FAST_MATH     allow -ffast-math and -Ofast in the file with the bodies, giving up the promise
+                            that results have the same bits everywhere. Other files may use them without it.
+                            Do not link with them: gcc before 13 then makes the whole program round
+                            subnormal numbers to zero
 
 NOT DONE HERE
     Large data between machines: engines carry it (Open MPI, NCCL); TCP is for bootstrap and control. No matrix products, no autograd, no file formats.
@@ -165,11 +166,13 @@ typedef struct ddp_work { void *op; uint64_t ticket; } ddp_work;
 
 typedef struct ddp_group_desc {
     const char *init_method; /* NULL = "env://": rank variables of torchrun, mpirun, srun; none set = one rank. "self://": one rank.
-                                "tcp://host:port": rank 0 listens there. "file:///path": on a disk that all share; rank 0 creates the file,
-                                with its address, for its own user. A link, FIFO or another user's file in its place is an error.
+                                "tcp://host:port": rank 0 listens there.
+                                "file:///path": on a disk that all share. Rank 0 creates the file, with its
+                                address, for its own user; a link, FIFO or another user's file is an error.
                                 "mpi://", with DDP_USE_MPI: the ranks of MPI_COMM_WORLD */
-    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and how many there are. With "env://" it must
-                                equal the number in the rank variables, where these are set */
+    int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
+                                number of ranks. With "env://" it must equal that of the rank variables, if
+                                these are set */
     int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
@@ -179,18 +182,21 @@ typedef struct ddp_group_desc {
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither; any thread may call them */
     void (*free_fn)(void *memory, void *user);        /* NULL = free */
     void *user;
-    void (*log_fn)(const char *text, void *user);     /* NULL = silent; notices: a fallback taken, ranks waited for since 5 s */
+    /* NULL = silent; notices: a fallback taken, ranks that have been missing for 5 s */
+    void (*log_fn)(const char *text, void *user);
 } ddp_group_desc;
 
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
 
 typedef struct ddp_launch_desc {
-    int world_size;       /* 0 = one rank per core this process may use, or the ranks of a launcher; another number than the launcher's is an error */
+    int world_size;       /* 0 = one rank per core this process may use, or the ranks of a launcher. Another
+                             number than the launcher's is an error */
     ddp_launch_mode mode; /* 0 = processes */
     int max_restarts;     /* 0 = none; after a failure all ranks start again, at most so often (processes) */
     const int *devices;   /* device index per rank, for GPU backends; NULL = by local rank */
     int device_count;
-    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and the thread pools of libraries as they are */
+    int no_affinity;      /* 1 = leave cores, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and the thread pools of
+                             libraries as they are */
     ddp_group_desc group; /* timeout_ms, order, name, backend, allocators, ... of the world; init_method, rank and world_size are not read */
 } ddp_launch_desc;
 
@@ -293,16 +299,16 @@ typedef ddp_result (*ddp_rank_fn)(ddp_group *world, void *user);
    The world belongs to the launch: fn does not destroy it, nor let an exception out.
    Call it before starting threads, CUDA or MPI.
    Cores: each rank gets its share. ddp_launch sets its affinity, and OMP_NUM_THREADS and OPENBLAS_NUM_THREADS
-   unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before ranks are forked.
+   unless the user has set them. OpenMP, OpenBLAS, MKL and BLIS have read such variables before the fork.
    Their number of threads is therefore lowered to the share as well, unless one of their variables is set.
    A statically linked OpenMP needs a program that refers to omp_set_num_threads and omp_get_max_threads.
-   Processes: stdio is flushed, then ranks are forked; each leaves by _exit, after a flush. SIGINT and SIGTERM sent
-   to the caller reach all ranks, which die with it. After a failure the others get timeout_ms to return, then are
-   killed. No child, zombie or file stays.
+   Processes: stdio is flushed, then ranks are forked; each leaves by _exit, after a flush. SIGINT and SIGTERM
+   sent to the caller reach all ranks, which die with it. After a failure the others get timeout_ms to return,
+   then are killed. No child, zombie or file stays.
    Threads: one per rank; a rank that returns while others still need it counts as lost.
    One rank: fn runs on the caller.
-   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status); DDP_ERR_INVALID
-   (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
+   Errors: what fn returned; DDP_ERR_PEER_LOST when a rank died (with its signal or exit status);
+   DDP_ERR_INVALID (also a world_size that contradicts a launcher); DDP_ERR_SYSTEM. */
 DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *user);
 
 /* Joins a world made by somebody else's launcher, or makes a world of one. Collective over that world, blocks until all ranks are there or timeout_ms
@@ -881,15 +887,21 @@ DDPDEF double ddp_now(void); /* a monotonic clock in seconds */
 
 /* Options with which no body of this header or its siblings compiles as promised. One #error; the bodies are
    then left out, so that no other error follows. A plain include is not concerned. */
-#if !defined(DDP__REFUSED) &&                                                                              \
-    (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) || defined(DDP_PIPELINE_IMPLEMENTATION) || \
-     defined(DDP_TENSOR_IMPLEMENTATION) || defined(DDP_CUDA_IMPLEMENTATION))
+#if !defined(DDP__REFUSED) &&                                               \
+    (defined(DDP_IMPLEMENTATION) || defined(DDP_FSDP_IMPLEMENTATION) ||     \
+     defined(DDP_PIPELINE_IMPLEMENTATION) || defined(DDP_TENSOR_IMPLEMENTATION) || \
+     defined(DDP_CUDA_IMPLEMENTATION))
+#if defined(__GLIBC__) && !defined(__USE_MISC)
+#define DDP__STRICT_C
+#elif !defined(__GLIBC__) && defined(__STRICT_ANSI__) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+#define DDP__STRICT_C
+#endif
 #if defined(__FAST_MATH__) && !defined(DDP_ALLOW_FAST_MATH)
 #define DDP__REFUSED
-#error "-ffast-math and -Ofast break the promise of the same bits everywhere: compile this file without them, or define DDP_ALLOW_FAST_MATH"
-#elif defined(__GLIBC__) ? !defined(__USE_MISC) : defined(__STRICT_ANSI__) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+#error "-ffast-math and -Ofast change bits: compile this file without them, or define DDP_ALLOW_FAST_MATH"
+#elif defined(DDP__STRICT_C)
 #define DDP__REFUSED
-#error "the bodies of ddp.h need what -std=c11 hides: compile this file with -std=gnu11, or define _DEFAULT_SOURCE before its first #include"
+#error "-std=c11 hides what ddp.h needs: use -std=gnu11, or define _DEFAULT_SOURCE before the first #include"
 #endif
 #if defined(DDP__REFUSED)
 #define DDP_IMPLEMENTATION_INCLUDED
@@ -989,7 +1001,7 @@ typedef struct ddp__job_rank {
     uint32_t state;
     int32_t pid, signal_number, exit_status;
     int32_t result;              /* of its ddp_rank_fn */
-    uint64_t start_time;         /* distinguishes the process from a later one with the same pid; see ddp__process_start_time */
+    uint64_t start_time;         /* of the process; a later one with the same pid has another. */
     char text[DDP__TEXT_MAX];    /* its error line, when result is not 0 */
     uint64_t wait[DDP__WAIT_WORDS];
     uint32_t unresponsive;   /* DDP__UNRESPONSIVE: a group timed out because of it; all its groups fail */
@@ -1001,7 +1013,7 @@ typedef struct ddp__job {
     uint32_t world_size;
     uint64_t bump;               /* next unused heap offset; offsets are never used again, their pages are given back */
     uint64_t limit;              /* size of the file */
-    char folder[16];             /* "" = a memfd; otherwise the folder of the unlinked file, whose pages are reserved before use */
+    char folder[16];             /* "" = a memfd; otherwise of the unlinked file, whose pages are reserved */
     uint32_t launched;           /* 1: a parent watches the ranks and records how they end */
     uint32_t cores;
     uint32_t amd;                /* caches as on AMD, see ddp__hand_back. Chunks depend on it: all ranks go by one answer, also one that an emulator runs */
@@ -2070,7 +2082,9 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     uint64_t size = UINT64_C(1) << 42;
     ddp__cpus cpus;
     int fd = ddp__heap_file(place), error = fd < 0 ? errno : 0;
-    if (fd < 0) return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s", strerror(error));
+    if (fd < 0)
+        return ddp_fail(DDP_ERR_SYSTEM, "shared memory: no anonymous file could be made: %s",
+                        strerror(error));
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && size > limit.rlim_cur) size = limit.rlim_cur;
     while (size >= 2 * DDP__HUGE && ftruncate(fd, (off_t)size) != 0) size /= 2;
     if (size < 2 * DDP__HUGE) {
@@ -2080,7 +2094,8 @@ static ddp_result ddp__heap_create_at(ddp__heap **out, int place, int world_size
     if (place != DDP__HEAP_MEMFD) error = ddp__reserve(fd, 0, ddp__round_up(sizeof(ddp__job), DDP__PAGE));
     if (error) {
         close(fd);
-        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s", ddp__heap_folders[place], strerror(error));
+        return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the job's header: %s",
+                        ddp__heap_folders[place], strerror(error));
     }
     ddp__heap *heap = ddp__heap_wrap(fd, threads);
     if (!heap) return ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: the job's header could not be mapped: %s", strerror(errno));
@@ -2108,12 +2123,13 @@ static ddp_result ddp__heap_create(ddp__heap **out, int world_size, int threads,
     for (int place = 0; place < DDP__HEAP_PLACES; place++) {
         ddp_result here = ddp__heap_create_at(out, place, world_size, threads, launched);
         if (here == DDP_OK) return DDP_OK;
-        if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room says more than a file that could not be made */
+        if (result == DDP_ERR_SYSTEM) result = here; /* a lack of room is the better reason */
         if (here == result) snprintf(reasons, sizeof reasons, "%s", ddp_last_error());
-        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) break; /* that is a limit of this process, the same everywhere */
+        if (place == DDP__HEAP_MEMFD && here == DDP_ERR_NO_MEMORY) break; /* a limit of this process */
     }
     if (!strstr(reasons, "no room in")) return ddp_fail(result, "%s", reasons);
-    return ddp_fail(result, "%.300s; enlarge /dev/shm or /tmp (docker: --shm-size=1g), or allow memfd_create", reasons);
+    return ddp_fail(result, "%.300s; enlarge /dev/shm or /tmp (docker: --shm-size=1g), or allow memfd_create",
+                    reasons);
 }
 
 //== life and death of ranks ============================================================================ >>impl-life
@@ -3367,15 +3383,17 @@ static uint64_t ddp__control_create(ddp__heap *heap, int world_size) {
     size_t size = ddp__control_layout(&layout, 0, world_size);
     uint64_t offset = ddp__heap_take(heap, size);
     if (!offset) {
-        ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes", world_size,
-                 (unsigned long long)heap->job->limit);
+        ddp_fail(
+            DDP_ERR_NO_MEMORY,
+            "shared memory: no room for a group of %d ranks; the file size limit (ulimit -f) is %llu bytes",
+            world_size, (unsigned long long)heap->job->limit);
         return 0;
     }
     int error = heap->job->folder[0] ? ddp__reserve(heap->fd, offset, size) : 0;
     if (!error) return offset;
     ddp__heap_give_back(heap, offset, size);
-    ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s", heap->job->folder, size, world_size,
-             strerror(error));
+    ddp_fail(DDP_ERR_NO_MEMORY, "shared memory: no room in %s for the %zu bytes of a group of %d ranks: %s",
+             heap->job->folder, size, world_size, strerror(error));
     return 0;
 }
 
@@ -3418,7 +3436,9 @@ static ddp_result ddp__local_split(ddp_group *parent, void *state, ddp_group *ch
     if (result != DDP_OK || !child) return result;
     if (!offsets[members[0]]) {
         const char *folder = l->heap->job->folder;
-        return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY, "ddp_group_split: no shared memory for the new group%s%s", folder[0] ? " in " : "", folder);
+        return DDP__RANK_FAIL(parent, DDP_ERR_NO_MEMORY,
+                              "ddp_group_split: no shared memory for the new group%s%s",
+                              folder[0] ? " in " : "", folder);
     }
     *child_state = ddp__local_attach(child, l->heap, offsets[members[0]], l, members);
     return *child_state ? DDP_OK : DDP_ERR_NO_MEMORY;
@@ -4132,8 +4152,10 @@ static ddp_result ddp__identity_resolve(ddp__identity *id) {
 static ddp_result ddp__check_world_size(const char *who, const ddp__identity *launched, int wanted) {
     int found = launched->world_size;
     if (wanted == 0 || wanted == found || !launched->found) return DDP_OK;
-    return ddp_fail(DDP_ERR_INVALID, "%s: desc.world_size=%d contradicts %s=%d in the environment; set desc.world_size to 0 to join that world, or unset the "
-                    "variables of the launcher", who, wanted, launched->size_variable, found);
+    return ddp_fail(DDP_ERR_INVALID,
+                    "%s: desc.world_size=%d contradicts %s=%d in the environment; set desc.world_size to 0 "
+                    "to join that world, or unset the variables of the launcher",
+                    who, wanted, launched->size_variable, found);
 }
 
 /* From a resolved desc and the environment, which is read here and in ddp__venue_from_env. scheme: of
@@ -4454,9 +4476,12 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     char host[80] = "?", port[8] = "?", where[200], text[440];
     if (!ddp__notice_is_due(v)) return;
     if (getsockname(v->peer[v->count - 1].fd, (struct sockaddr *)&at, &length) == 0)
-        getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+        getnameinfo((struct sockaddr *)&at, length, host, sizeof host, port, sizeof port,
+                    NI_NUMERICHOST | NI_NUMERICSERV);
     if (v->local) snprintf(where, sizeof where, "socket @%s of this machine", v->address.sun_path + 1);
-    else snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "", v->path ? v->path : "");
+    else
+        snprintf(where, sizeof where, "%s port %s%s%.80s", host, port, v->path ? ", as written in " : "",
+                 v->path ? v->path : "");
     snprintf(text, sizeof text, "still waiting for rank %.180s; this rank listens at %s", missing, where);
     ddp_group_log(v->group, text);
 }
@@ -4519,12 +4544,18 @@ static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
     if (strncmp(v->token, "torch:", 6) == 0 || strncmp(v->token, "desc:", 5) == 0)
         remedy = "set another MASTER_PORT, or desc.init_method to \"file:///path\", on all ranks";
     if (holder.pid && holder.uid == geteuid())
-        return ddp_fail(DDP_ERR_MISMATCH, "another process (pid %d) is rank 0 of this job already (%.200s); give each job its own MASTER_PORT",
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "another process (pid %d) is rank 0 of this job already (%.200s); give each job its "
+                        "own MASTER_PORT",
                         (int)holder.pid, v->token);
     if (holder.pid)
-        return ddp_fail(DDP_ERR_SYSTEM, "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s", name,
-                        (int)holder.pid, (long)holder.uid, remedy);
-    return ddp_fail(DDP_ERR_SYSTEM, "socket @%s, where the ranks of this job meet, is held by a process that does not listen there (`ss -xap` shows it); %s",
+        return ddp_fail(
+            DDP_ERR_SYSTEM,
+            "socket @%s, where the ranks of this job meet, is held by pid %d of another user (uid %ld); %s",
+            name, (int)holder.pid, (long)holder.uid, remedy);
+    return ddp_fail(DDP_ERR_SYSTEM,
+                    "socket @%s, where the ranks of this job meet, is held by a process that does not listen "
+                    "there (`ss -xap` shows it); %s",
                     name, remedy);
 }
 
@@ -4532,7 +4563,8 @@ static ddp_result ddp__name_taken(const ddp__venue *v, ddp__ucred holder) {
 static ddp__ucred ddp__name_holder(const ddp__venue *v) {
     ddp__ucred holder = DDP_ZERO;
     int fd = ddp__socket(AF_UNIX);
-    if (fd >= 0 && connect(fd, (const struct sockaddr *)&v->address, v->local) == 0) holder = ddp__peer_of(fd);
+    if (fd >= 0 && connect(fd, (const struct sockaddr *)&v->address, v->local) == 0)
+        holder = ddp__peer_of(fd);
     if (fd >= 0) close(fd);
     return holder;
 }
@@ -4590,11 +4622,17 @@ static int ddp__rendezvous_trusted(const char *path, const struct stat *file) {
     char why[100] = "";
     if (S_ISLNK(file->st_mode)) snprintf(why, sizeof why, "is a symbolic link");
     else if (!S_ISREG(file->st_mode)) snprintf(why, sizeof why, "is not a regular file");
-    else if (file->st_uid != geteuid()) snprintf(why, sizeof why, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid, (long)geteuid());
+    else if (file->st_uid != geteuid())
+        snprintf(why, sizeof why, "belongs to uid %ld, this rank runs as uid %ld", (long)file->st_uid,
+                 (long)geteuid());
     else if (file->st_mode & (S_IWGRP | S_IWOTH))
-        snprintf(why, sizeof why, "can be written by other users (mode %03o)", (unsigned)(file->st_mode & 0777));
+        snprintf(why, sizeof why, "can be written by other users (mode %03o)",
+                 (unsigned)(file->st_mode & 0777));
     if (!why[0]) return 1;
-    ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write", path, why);
+    ddp_fail(
+        DDP_ERR_SYSTEM,
+        "init_method file://%.200s %s; remove it, or name a path in a folder where only this user can write",
+        path, why);
     return 0;
 }
 
@@ -4610,7 +4648,8 @@ static ddp_result ddp__rendezvous_open(const char *path, int *fd) {
         return DDP_ERR_SYSTEM;
     }
     if (*fd >= 0) return DDP_OK;
-    if (error == ENOENT || error == ESTALE) return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", path);
+    if (error == ENOENT || error == ESTALE)
+        return ddp_fail(DDP_ERR_INVALID, "%.200s: there is no such file yet", path);
     return ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be read: %s", path, strerror(error));
 }
 
@@ -4641,8 +4680,9 @@ static ddp_result ddp__visit(ddp__venue *v) {
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
         if (ddp__notice_is_due(v)) {
             char text[440];
-            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.280s", v->local ? " at socket @" : "",
-                     v->local ? v->address.sun_path + 1 : "", ddp_last_error());
+            snprintf(text, sizeof text, "still waiting for rank 0%s%s: %.280s",
+                     v->local ? " at socket @" : "", v->local ? v->address.sun_path + 1 : "",
+                     ddp_last_error());
             ddp_group_log(v->group, text);
         }
         if (ddp_now() > v->deadline)
@@ -4827,7 +4867,8 @@ static int ddp__rendezvous_create(const char *path) {
         fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
         if (fd < 0 && errno != EEXIST) break;
     }
-    if (fd < 0) ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", path, strerror(errno));
+    if (fd < 0)
+        ddp_fail(DDP_ERR_SYSTEM, "init_method file://%.200s cannot be created: %s", path, strerror(errno));
     return fd;
 }
 
@@ -6332,7 +6373,7 @@ typedef struct ddp__launch {
     void *user;
     int interrupted;             /* by SIGINT or SIGTERM */
     ddp__cpus cpus;              /* the caller's */
-    int pool_threads[DDP__POOLS]; /* what each pool had before the launch lowered it; 0 = it was left as it is */
+    int pool_threads[DDP__POOLS]; /* of each pool before the launch lowered it; 0 = not lowered */
     int limits_omp;              /* 1 = rank threads lower their own number of OpenMP threads */
 } ddp__launch;
 
@@ -6393,7 +6434,8 @@ static void ddp__limit_pools(ddp__launch *launch) {
 
 /* OpenMP last: the pool of an OpenBLAS that uses it sets both. */
 static void ddp__restore_pools(const ddp__launch *launch) {
-    for (int i = DDP__POOLS - 1; i >= 0; i--) if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
+    for (int i = DDP__POOLS - 1; i >= 0; i--)
+        if (launch->pool_threads[i]) ddp__thread_pools[i].set(launch->pool_threads[i]);
 }
 
 /* OpenMP has a number for each thread of the program; a new one begins with the number of the whole
@@ -6417,7 +6459,8 @@ static int ddp__set_thread_variables(const ddp__launch *launch) {
 static ddp_result ddp__rank_run(ddp__launch *launch, int rank) DDP__NOEXCEPT {
     const ddp_launch_desc *desc = &launch->desc;
     const int w = desc->world_size, device = desc->devices ? desc->devices[rank] + 1 : 0;
-    const ddp__identity outside = ddp__here, here = {rank, w, rank, w, device, launch->heap, 0, NULL, "", NULL};
+    const ddp__identity outside = ddp__here,
+                        here = {rank, w, rank, w, device, launch->heap, 0, NULL, "", NULL};
     ddp_group *world = NULL, *plugged = NULL; /* world: what peers and the launcher know this rank by */
     ddp__error_text[0] = 0;
     ddp__take_cores(launch, rank);
@@ -6650,7 +6693,7 @@ struct ddp_reducer {
     int *walk;
     int *ready_order;          /* parameters as they were announced in this step; while buckets are planned, the order to fill them in */
     int ready_count, next_bucket;
-    int averaged;              /* 1 = gradients are those of a finished step: from ddp_reducer_wait to the next ready */
+    int averaged;              /* 1 = from ddp_reducer_wait to the next ready: gradients of a finished step */
     void *arena, *flat;        /* group memory: gradients that were NULL; the bucket being reduced, if it is packed */
     size_t arena_bytes, flat_bytes;
     void *host;                /* small agreements between ranks, and scratch */
@@ -7286,10 +7329,14 @@ DDPDEF ddp_result ddp_reducer_clip_grad_norm(ddp_reducer *reducer, float max_nor
     ddp_exact_sum sum;
     DDP__NEED(reducer, "reducer is NULL");
     DDP__REDUCER_NEED(reducer, max_norm > 0, "max_norm=%g; pass a positive number", (double)max_norm);
-    DDP__REDUCER_NEED(reducer, !reducer->no_sync, "no_sync is on, so that gradients are those of this rank only; switch it off and "
-                      "call it after %s", "ddp_reducer_wait");
-    DDP__REDUCER_NEED(reducer, reducer->averaged, "the gradients of step %llu are not reduced over ranks; call it after %s",
-                      (unsigned long long)reducer->stats.steps, reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
+    DDP__REDUCER_NEED(reducer, !reducer->no_sync,
+                      "no_sync is on, so that gradients are those of this rank only; switch it off and "
+                      "call it after %s",
+                      "ddp_reducer_wait");
+    DDP__REDUCER_NEED(reducer, reducer->averaged,
+                      "the gradients of step %llu are not reduced over ranks; call it after %s",
+                      (unsigned long long)reducer->stats.steps,
+                      reducer->desc.per_token ? "ddp_reducer_wait_mean" : "ddp_reducer_wait");
     DDP__TRY(ddp__compute(reducer->group));
     reducer->device->fill_zero(reducer->squares, sizeof sum);
     for (int i = 0; i < reducer->desc.param_count; i++) {

@@ -1024,7 +1024,8 @@ DDPDEF ddp_result ddp_scaler_unscale(ddp_scaler *scaler, ddp_group *group, const
     void *scratch = NULL;
     DDP__FSDP_NEED(scaler && group, "scaler or group is NULL");
     DDP__FSDP_NEED(gradient_count >= 0 && (gradients || !gradient_count), "gradient_count=%d, and gradients is NULL or the count negative", gradient_count);
-    DDP__FSDP_NEED(scaler->scale > 0, "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
+    DDP__FSDP_NEED(scaler->scale > 0,
+                   "the scale is 0: ddp_scaler_init has not been called, or no step of many was finite");
     DDP__FSDP_NEED(!scaler->unscaled, "gradients have been unscaled since the last ddp_scaler_update; once per update");
     for (int i = 0; i < gradient_count; i++) {
         ddp_dtype dtype = gradients[i].dtype;

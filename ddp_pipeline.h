@@ -2381,10 +2381,10 @@ struct ddp_pipeline {
     size_t share_count;
     double *losses, *starts, *spans, *computes, *seconds; /* inside shares */
     ddp_action_time *times;       /* of all actions; those of this rank are written */
-    double *other_shares;         /* these two: in their places while evaluating, so that the measures of the last step stay */
+    double *other_shares;         /* this and the next: used while evaluating; those of the step stay */
     ddp_action_time *other_times;
     int has_gradients, has_losses; /* 1 = of a step, of a step or evaluation, that ended well */
-    int failure_told;             /* 1 = a call of this pipeline has returned the code of the group's failure */
+    int failure_told;             /* 1 = a call has returned the code of the group's failure */
     double start;
     ddp_pipeline_stats stats;
     char text[512];
@@ -3471,7 +3471,8 @@ static void ddp__pipe_swap_measures(ddp_pipeline *p) {
 /* DDP_OK while the group works. As with collectives, the first call after its failure returns the code of
    that, later ones DDP_ERR_POISONED. */
 static ddp_result ddp__pipe_status(ddp_pipeline *p, const char *who) {
-    ddp_result result = ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
+    ddp_result result =
+        ddp__pipe_fail_here(p, ddp_group_status(p->group), who, "the group failed earlier", NULL, "");
     if (result == DDP_OK) return DDP_OK;
     if (p->failure_told) return ddp_fail(DDP_ERR_POISONED, "%s", ddp_last_error());
     p->failure_told = 1;
@@ -3809,7 +3810,8 @@ static double ddp__pipe_tree(const double *values, int count) {
 DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *mean, double *each) {
     if (!pipeline || !mean) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: pipeline or mean is NULL");
     if (!pipeline->has_losses)
-        return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
+        return ddp_fail(DDP_ERR_INVALID,
+                        "ddp_pipeline_get_loss: there are no losses; call it after a ddp_pipeline_step or "
                         "ddp_pipeline_evaluate that returned DDP_OK");
     *mean = ddp__pipe_tree(pipeline->losses, pipeline->microbatch_count) / pipeline->microbatch_count;
     if (each) memcpy(each, pipeline->losses, (size_t)pipeline->microbatch_count * sizeof *each);
@@ -3820,7 +3822,9 @@ DDPDEF ddp_result ddp_pipeline_get_loss(const ddp_pipeline *pipeline, double *me
 static ddp_result ddp__pipe_need_step(ddp_pipeline *p, const char *who) {
     if (p->has_gradients) return DDP_OK;
     DDP__PIPE_TRY(ddp__pipe_status(p, who));
-    return ddp_fail(DDP_ERR_INVALID, "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK", who);
+    return ddp_fail(DDP_ERR_INVALID,
+                    "%s: there has been no step; call it after a ddp_pipeline_step that returned DDP_OK",
+                    who);
 }
 
 /* Means over micro-batches; half of a B counts as I, half as W. */

@@ -204,7 +204,8 @@ static ddp_result rank_main(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     job j = {0, 10, 256, 0, 1.5e-3, {DDP_ZERO, DDP_ZERO}, {DDP_ZERO, DDP_ZERO}, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}, {0}};
-    const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = one per core, up to 4, or those of a launcher"},
+    const option options[] = {{"--ranks", "N", &j.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS,
+                               "ranks to start; 0 = one per core, up to 4, or those of a launcher"},
                               {"--epochs", "N", &j.epochs, NULL, NULL, 1, 10000, "times through the data"},
                               {"--batch", "N", &j.batch, NULL, NULL, MICRO, 65536, "images of a step, over all ranks"},
                               {"--lr", "X", NULL, &j.lr, NULL, 1e-9, 10, "learning rate at the start"},

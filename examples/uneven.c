@@ -102,7 +102,8 @@ static ddp_result train(ddp_group *world, void *user) {
 
 int main(int argc, char **argv) {
     settings set = {0, 100, 0, 0};
-    const option options[] = {{"--ranks", "N", &set.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS, "ranks to start; 0 = 3, or those of a launcher"},
+    const option options[] = {{"--ranks", "N", &set.ranks, NULL, NULL, 0, DDP_MAX_LOCAL_RANKS,
+                               "ranks to start; 0 = 3, or those of a launcher"},
                               {"--batches", "N", &set.batches, NULL, NULL, 1, 1e6, "batches of rank 0"},
                               {"--stop", NULL, &set.stop, NULL, NULL, 0, 1, "stop with the first rank that has no batch"},
                               {"--threads-as-ranks", NULL, &set.threads, NULL, NULL, 0, 1, "ranks are threads of one process"}};

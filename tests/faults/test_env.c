@@ -176,9 +176,10 @@ static void test_launch_joins(void) {
 
 /* Variables of an earlier job: without the comparison, the program would wait for rank 1 of that job. */
 static void test_old_variables(void) {
-    static const struct { const char *what; int launches, world_size; const char *word; } table[] = {
-        {"ddp_launch", 1, 4, "ddp_launch: desc.world_size=4 contradicts"}, {"ddp_launch of one rank", 1, 1, "ddp_launch: desc.world_size=1 contradicts"},
-        {"ddp_group_create", 0, 4, "ddp_group_create: desc.world_size=4 contradicts"}};
+    static const struct { const char *what; int launches, world_size; const char *word;
+    } table[] = {{"ddp_launch", 1, 4, "ddp_launch: desc.world_size=4 contradicts"},
+                 {"ddp_launch of one rank", 1, 1, "ddp_launch: desc.world_size=1 contradicts"},
+                 {"ddp_group_create", 0, 4, "ddp_group_create: desc.world_size=4 contradicts"}};
     for (size_t f = 0; f < sizeof families / sizeof *families; f++)
         for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
             const seen *s = &stage_shared->rank[0];
@@ -193,19 +194,22 @@ static void test_old_variables(void) {
                 seen *mine = &stage_shared->rank[0];
                 int zero = 0;
                 clear_environment();
-                for (int v = 0; v < 8 && families[f].variables[v]; v++) set_variable(families[f].variables[v], 0, 2, next_tag);
+                for (int v = 0; v < 8 && families[f].variables[v]; v++)
+                    set_variable(families[f].variables[v], 0, 2, next_tag);
                 desc.world_size = desc.group.world_size = table[i].world_size;
                 desc.group.timeout_ms = RUN_INTO_MS;
-                mine->first = table[i].launches ? ddp_launch(&desc, inner_main, &zero) : ddp_group_create(&world, &desc.group);
+                mine->first = table[i].launches ? ddp_launch(&desc, inner_main, &zero)
+                                                : ddp_group_create(&world, &desc.group);
                 snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
                 mine->done = 1;
                 _exit(0);
             }
             waitpid(pid, NULL, 0);
-            snprintf(name, sizeof name, "%.*s", (int)strcspn(families[f].variables[1], "="), families[f].variables[1]);
+            snprintf(name, sizeof name, "%.*s", (int)strcspn(families[f].variables[1], "="),
+                     families[f].variables[1]);
             snprintf(want, sizeof want, "%s %s=2 in the environment", table[i].word, name);
-            EXPECT(s->done && s->first == DDP_ERR_INVALID && says(s->text, want), "%s: %s '%s', not '%s'", families[f].name, ddp_result_name(s->first), s->text,
-                   want);
+            EXPECT(s->done && s->first == DDP_ERR_INVALID && says(s->text, want), "%s: %s '%s', not '%s'",
+                   families[f].name, ddp_result_name(s->first), s->text, want);
         }
 }
 
@@ -385,7 +389,8 @@ static void test_name_is_taken(void) {
         int tag = next_tag++, zero = 0;
         char name[108], want[64];
         pid_t holder;
-        faults_begin(listens ? "another user listens at the job's socket" : "another user holds the name of the job's socket");
+        faults_begin(listens ? "another user listens at the job's socket"
+                             : "another user holds the name of the job's socket");
         job_socket(tag, name, sizeof name);
         holder = hold_name(name, listens);
         EXPECT(heard(&stage_shared->counter, 1), "uid 65534 could not take @%s", name);
@@ -394,9 +399,12 @@ static void test_name_is_taken(void) {
         snprintf(want, sizeof want, "pid %d of another user (uid 65534)", (int)holder);
         for (int r = 0; r < 1 + listens; r++) {
             const seen *s = &stage_shared->rank[r];
-            EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", r, s->done ? ddp_result_name(s->first) : "died", s->text);
-            EXPECT(says(s->text, name) && says(s->text, "MASTER_PORT") && says(s->text, "file:///path"), "rank %d: '%s'", r, s->text);
-            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not say '%s'", r, s->text, want);
+            EXPECT(s->done && s->first == DDP_ERR_SYSTEM, "rank %d: %s '%s'", r,
+                   s->done ? ddp_result_name(s->first) : "died", s->text);
+            EXPECT(says(s->text, name) && says(s->text, "MASTER_PORT") && says(s->text, "file:///path"),
+                   "rank %d: '%s'", r, s->text);
+            EXPECT(says(s->text, listens ? want : "does not listen there"), "rank %d: '%s' does not say '%s'",
+                   r, s->text, want);
         }
         kill(holder, SIGKILL);
         waitpid(holder, NULL, 0);
