@@ -4193,6 +4193,7 @@ typedef struct ddp__venue {
     struct sockaddr_un address; /* of this machine, when */
     socklen_t local;     /* its length, is not 0. Otherwise: */
     char hosts[DDP__ANNOUNCED]; /* names or addresses with blanks between, asked in turn */
+    int numeric;         /* 1 = they are addresses from an announcement: nothing is looked up */
     int port, ports;     /* rank 0 takes the first free one of `ports` from port on; the others ask each */
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
     struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
@@ -4205,12 +4206,13 @@ typedef struct ddp__venue {
 } ddp__venue;
 
 /* All that travels is a frame and what follows it: DATA, or a text. */
-enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA };
+enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA, DDP__FRAME_LAST = DDP__FRAME_DATA };
+enum { DDP__ALLOW_HELLO = 1 << DDP__FRAME_HELLO, DDP__ALLOW_NEWS = 1 << DDP__FRAME_NEWS, DDP__ALLOW_DATA = 1 << DDP__FRAME_DATA };
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
-    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: not 0 = more than fits, and nothing follows */
+    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: 1 = more than fits, and nothing follows */
     uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
 } ddp__frame;
 typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* HELLO, NEWS */
@@ -4330,19 +4332,64 @@ static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *roo
     return *bytes ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-/* Reads on: 1 = a frame is whole, and the next call begins another; 0 = later; -1 = the connection has ended, and errno is why: EPROTO = that was no frame of
-   ours. group: whose data may come; or NULL. */
-static int ddp__peer_read(ddp_group *group, ddp__peer *p) {
-    size_t head = sizeof p->in, most = group ? DDP__TCP_PAYLOAD * (size_t)group->world_size : 0;
+/* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as \x1b: no peer
+   controls a terminal or adds a line. Escaped text stays as it is. */
+static void ddp__escape_text(char text[DDP__TEXT_MAX]) {
+    char out[DDP__TEXT_MAX] = "";
+    size_t n = 0;
+    text[DDP__TEXT_MAX - 1] = 0;
+    for (const char *in = text; *in && n + 5 < sizeof out; in++) {
+        if (*in >= ' ' && *in <= '~') out[n++] = *in;
+        else n += (size_t)snprintf(out + n, sizeof out - n, "\\x%02x", (unsigned char)*in);
+    }
+    memset(out + n, 0, sizeof out - n);
+    memcpy(text, out, sizeof out);
+}
+
+/* 1 if a number is a ddp_result of this version. */
+static int ddp__is_result(int number) {
+    switch (number) {
+#define DDP_X(name, value, text) case value: return 1;
+    DDP_RESULTS(DDP_X)
+#undef DDP_X
+    }
+    return 0;
+}
+
+/* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's state.
+   group: its data may come; NULL = this is the rendezvous. */
+static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
+    const ddp__frame *frame = &p->in;
+    size_t max = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1) : 0; /* rank 0 gathers */
+    int is_outcome = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
+    if (frame->kind > DDP__FRAME_LAST || !(allowed >> frame->kind & 1)) return 0;
+    if (frame->kind == DDP__FRAME_NEWS && !is_outcome && !ddp__is_result(frame->result)) return 0;
+    if (frame->kind != DDP__FRAME_DATA && frame->kind != DDP__FRAME_NEWS && frame->result != 0) return 0;
+    if (frame->kind != DDP__FRAME_DATA) return frame->size == sizeof p->text;
+    if (p->arrived || frame->result < 0 || frame->result > 1) return 0; /* one frame per peer and call */
+    return frame->size <= (frame->result ? 0 : max);
+}
+
+/* Reads from a connection. 1: a frame is complete, and the next call begins another. 0: more is to come.
+   -1: the connection has ended; errno is EPROTO for an invalid frame. group and allowed: as in ddp__frame_is_valid. */
+static int ddp__peer_read(ddp_group *group, ddp__peer *p, unsigned allowed) {
+    size_t head = sizeof p->in;
     for (;;) {
         int data = p->in.kind == DDP__FRAME_DATA;
-        if (p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC) { errno = EPROTO; return -1; }
-        if (p->got == head && (data ? !group || p->arrived || p->in.size > most : p->in.size != sizeof p->text)) { errno = EPROTO; return -1; }
-        if (p->got == head && data && ddp__room(group, &p->bytes, &p->room, p->in.size) != DDP_OK) { errno = ENOMEM; return -1; }
+        int invalid = p->got == sizeof p->in.magic && p->in.magic != DDP__MAGIC;
+        if (p->got == head && !ddp__frame_is_valid(group, p, allowed)) invalid = 1;
+        if (invalid) {
+            errno = EPROTO;
+            return -1;
+        }
+        if (p->got == head && data && ddp__room(group, &p->bytes, &p->room, p->in.size) != DDP_OK) {
+            errno = ENOMEM;
+            return -1;
+        }
         size_t end = p->got < sizeof p->in.magic ? sizeof p->in.magic : p->got < head ? head : head + p->in.size;
         if (p->got == end) {
             p->got = 0;
-            p->text[DDP__TEXT_MAX - 1] = 0;
+            if (!data) ddp__escape_text(p->text);
             return 1;
         }
         void *to = p->got < head ? (unsigned char *)&p->in + p->got : (data ? p->bytes : (unsigned char *)p->text) + (p->got - head);
@@ -4428,12 +4475,12 @@ static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hell
 }
 
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int whole = ddp__peer_read(NULL, p), n = 0;
+    int whole = ddp__peer_read(NULL, p, DDP__ALLOW_HELLO), n = 0;
     unsigned long long token = 0;
     if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
     if (whole == 0) return;
     if (whole < 0 && errno != EPROTO) ddp__turn_away(v, p, "it left without saying who it is", 0);
-    else if (whole < 0 || p->in.kind != DDP__FRAME_HELLO || sscanf(p->text, "%16llx %n", &token, &n) != 1) ddp__turn_away(v, p, "it is no rank of ddp", 0);
+    else if (whole < 0 || sscanf(p->text, "%16llx %n", &token, &n) != 1) ddp__turn_away(v, p, "it is no rank of ddp", 0);
     else if (token != ddp__hash_text(v->token)) ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
     else v->result = ddp__judge_hello(v, p, p->text + n);
 }
@@ -4509,8 +4556,8 @@ static int ddp__still_waits(ddp__venue *v) {
 /* Rank 0's next news, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
 static int ddp__await_news(ddp__peer *p, double until) {
     int whole;
-    while ((whole = ddp__peer_read(NULL, p)) == 0) if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
-    return whole < 0 ? errno : p->in.kind == DDP__FRAME_NEWS ? 0 : EPROTO; /* our own hello: an echo, or the socket has met itself */
+    while ((whole = ddp__peer_read(NULL, p, DDP__ALLOW_NEWS)) == 0) if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
+    return whole < 0 ? errno : 0; /* EPROTO for our own hello: an echo, or the socket has met itself */
 }
 
 /* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0; ask again, or elsewhere. */
@@ -4591,7 +4638,7 @@ static ddp_result ddp__ask_hosts(ddp__venue *v) {
     ddp_result result = DDP_ERR_INVALID;
     char hosts[sizeof v->hosts], number[16], *rest = NULL;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV;
+    hints.ai_flags = AI_NUMERICSERV | (v->numeric ? AI_NUMERICHOST : 0);
     memcpy(hosts, v->hosts, sizeof hosts);
     for (const char *host = strtok_r(hosts, " ", &rest); host; host = strtok_r(NULL, " ", &rest))
         for (int port = v->port; port < v->port + v->ports && result == DDP_ERR_INVALID; port++) {
@@ -4612,6 +4659,8 @@ static int ddp__venue_hear(ddp__venue *v, size_t token_size, const char *text) {
     char number[17];
     int n = 0;
     if (!strchr(text, '\n') || sscanf(text, "%16s %d %n", number, &v->port, &n) != 2) return 0;
+    if (v->port < 0 || v->port > 65535) return 0;
+    v->numeric = 1;
     snprintf(v->token + token_size, sizeof v->token - token_size, ":%s", number);
     snprintf(v->hosts, sizeof v->hosts, "%.*s", (int)strcspn(text + n, "\n"), text + n);
     return 1;
@@ -5026,19 +5075,34 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
     else ddp__self_abort(group, t, cause, p->text);
 }
 
+/* Sets the error line for a connection that ended. */
+static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
+    if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->who);
+    if (error != EPROTO)
+        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
+    return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) sent an invalid frame (kind %u, result %d, %llu bytes); build all "
+                    "ranks with the same header", rank, p->who, p->in.kind, (int)p->in.result,
+                    (unsigned long long)p->in.size);
+}
+
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
 static int ddp__tcp_pump(ddp_group *group, ddp__tcp *t) {
     int missing = 0, whole = 0;
     for (int r = 0; r < t->venue.count; r++) {
         ddp__peer *p = &t->venue.peer[r];
-        while (p->fd >= 0 && (whole = ddp__peer_read(group, p)) > 0) {
-            if (p->in.kind != DDP__FRAME_DATA) { ddp__tcp_hear(group, t, p); continue; }
-            p->arrived = 1;
-            p->data = p->in;
+        /* An honest peer sends at most its data, a failure and its leave before this rank looks again. */
+        for (int frames = 0; frames < 3 && p->fd >= 0; frames++) {
+            whole = ddp__peer_read(group, p, DDP__ALLOW_NEWS | DDP__ALLOW_DATA);
+            if (whole <= 0) break;
+            if (p->in.kind == DDP__FRAME_NEWS) {
+                ddp__tcp_hear(group, t, p);
+            } else {
+                p->arrived = 1;
+                p->data = p->in;
+            }
         }
         if (p->fd >= 0 && whole < 0) {
-            ddp__tcp_fail(group, t, errno == ECONNRESET ? ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", r, p->who)
-                : ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", r, p->who, strerror(errno)));
+            ddp__tcp_fail(group, t, ddp__tcp_broken(r, p, errno));
             ddp__peer_close(p);
         }
         missing += !p->arrived;
@@ -5071,23 +5135,56 @@ static size_t ddp__tcp_sends(const ddp_group *group, const ddp__move *m, int ran
     return m->common ? gives : gives * (size_t)group->world_size;
 }
 
+/* The head of a rank's frame for a call: every rank can compute it for every other. */
+static ddp__frame ddp__tcp_frame_of(const ddp_group *group, const ddp__move *m, int rank) {
+    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    size_t size = ddp__tcp_sends(group, m, rank);
+    frame.result = m->call->recv_counts || size > DDP__TCP_PAYLOAD;
+    frame.size = frame.result ? 0 : size;
+    return frame;
+}
+
+/* The head of rank 0's answer: the sum, or what all ranks sent. Too much on one rank is an empty answer for all. */
+static ddp__frame ddp__tcp_answer_of(const ddp_group *group, const ddp__move *m) {
+    ddp__frame answer = ddp__tcp_frame_of(group, m, 0);
+    for (int r = 1; r < group->world_size; r++) {
+        ddp__frame frame = ddp__tcp_frame_of(group, m, r);
+        answer.result |= frame.result;
+        if (!(m->shape & DDP__ADDS)) answer.size += frame.size;
+    }
+    if (answer.result) answer.size = 0;
+    return answer;
+}
+
+/* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used before. */
+static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__peer *p, const ddp__frame *expected) {
+    const ddp__frame *frame = &p->data;
+    char call[160];
+    if (memcmp(frame->call, expected->call, sizeof frame->call) != 0 && group->rank == 0)
+        return ddp__mismatch(0, expected->call, rank, frame->call);
+    if (memcmp(frame->call, expected->call, sizeof frame->call) != 0)
+        return ddp__mismatch(rank, frame->call, group->rank, expected->call);
+    if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
+    ddp__describe(call, sizeof call, expected->call);
+    return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
+                    "with the same header", rank, p->who, (unsigned long long)frame->size, call,
+                    (unsigned long long)expected->size);
+}
+
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
 static ddp_result ddp__tcp_join(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     ddp__peer *peer = t->venue.peer;
-    ddp__frame frame = peer->data;
-    size_t total = 0, at = sizeof frame;
+    ddp__frame frame = ddp__tcp_answer_of(group, m);
+    size_t at = sizeof frame;
     int w = group->world_size, adds = m->shape & DDP__ADDS, parts = adds ? 1 : w;
     for (int r = 0; r < w; r++) {
-        const ddp__frame *theirs = &peer[r].data;
-        if (memcmp(frame.call, theirs->call, sizeof frame.call) != 0) return ddp__mismatch(0, frame.call, r, theirs->call);
-        if (theirs->result) frame.result = theirs->result;
-        if (r < parts) total += theirs->size;
+        ddp__frame expected = ddp__tcp_frame_of(group, m, r);
+        DDP__TRY(ddp__tcp_check(group, r, &peer[r], &expected));
         t->source[r] = peer[r].bytes;
         peer[r].arrived = 0;
     }
     if (adds && !frame.result) /* into the place of rank 0's data */
         ddp_reduce_tree(peer->bytes, t->source, w, frame.size / m->element, m->call->dtype, m->call->op, m->call->divisor);
-    frame.size = frame.result ? 0 : total;
     DDP__TRY(ddp__room(group, &t->out, &t->room, at + frame.size));
     memcpy(t->out, &frame, sizeof frame);
     for (int r = 0; r < parts && frame.size; at += peer[r++].data.size) if (peer[r].data.size) memcpy(t->out + at, peer[r].bytes, peer[r].data.size);
@@ -5106,12 +5203,10 @@ static void ddp__tcp_take(const ddp_group *group, const ddp__move *m, const unsi
 /* Carries out a call. DDP_ERR_UNSUPPORTED leaves the group as it was. */
 static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__move *m) {
     double deadline = ddp_now() + group->desc.timeout_ms * 1e-3;
-    ddp__frame frame = {DDP__MAGIC, DDP__FRAME_DATA, 0, 0, {ddp__signature(m->call), m->call->count}};
+    ddp__frame frame = ddp__tcp_frame_of(group, m, group->rank);
     ddp__peer *p = t->venue.peer;
     int hub = group->rank == 0;
-    size_t head = hub ? 0 : sizeof frame, size = ddp__tcp_sends(group, m, group->rank);
-    frame.result = m->call->recv_counts || size > DDP__TCP_PAYLOAD;
-    frame.size = frame.result ? 0 : size;
+    size_t head = hub ? 0 : sizeof frame;
     DDP__TRY(ddp__room(group, hub ? &p->bytes : &t->out, hub ? &p->room : &t->room, head + frame.size));
     memcpy(hub ? (unsigned char *)&p->data : t->out, &frame, sizeof frame);
     if (frame.size) memcpy(hub ? p->bytes : t->out + head, m->send, frame.size);
@@ -5119,7 +5214,8 @@ static ddp_result ddp__tcp_exchange(ddp_group *group, ddp__tcp *t, const ddp__mo
     if (!hub && p->fd >= 0) ddp__send_all(p->fd, t->out, head + frame.size, deadline); /* if it fails, what comes or does not come says why */
     DDP__TRY(ddp__tcp_await(group, t, deadline));
     if (hub) DDP__TRY(ddp__tcp_join(group, t, m));
-    memcpy(&frame, hub ? t->out : (unsigned char *)&p->data, sizeof frame);
+    frame = ddp__tcp_answer_of(group, m);
+    if (!hub) DDP__TRY(ddp__tcp_check(group, 0, p, &frame));
     for (int r = 1; r < t->venue.count; r++)
         if (!ddp__send_all(p[r].fd, t->out, sizeof frame + frame.size, deadline)) shutdown(p[r].fd, SHUT_RDWR); /* it is missed soon */
     if (frame.result) return ddp_fail(DDP_ERR_UNSUPPORTED, "the tcp backend carries up to 64 KiB per rank, and no calls with counts; for more build with "
@@ -5211,7 +5307,10 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
     ddp_result result = ddp__meet(v, group, listener, NULL);
     t->venue = *v;
     for (int r = 0; r < t->venue.count; r++) ddp__tcp_tune(t->venue.peer[r].fd, group->desc.timeout_ms);
-    if (group->rank && result == DDP_OK) snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->text);
+    if (group->rank && result == DDP_OK) {
+        snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->text);
+        t->venue.peer->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
+    }
     if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
     if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
     group->local_rank = group->local_world_size = 0;
@@ -5237,8 +5336,12 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     if (leads) ddp__announce_text(listener, mine);
     size = strlen(mine) + 1;
     ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
+    if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
+        result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH, "ddp_group_split: a rank announces %llu bytes, allowed are %zu",
+                                (unsigned long long)size, sizeof mine);
     if (result == DDP_OK && !(all = (char *)ddp_group_malloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
     if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
+    for (int r = 0; r < parent->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
     if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
     ddp_group_mfree(parent, all);

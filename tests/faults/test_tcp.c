@@ -1,7 +1,7 @@
 /*  test_tcp.c - ranks on several machines find each other by address, file or SLURM variables, or say why not; strangers cannot disturb them, and a
     rank that is lost, late or makes another call is named on all.
 
-    test_tcp meeting|strangers|calls
+    test_tcp meeting|strangers|frames|calls
 
     Every process counts as a machine of its own. */
 #include "../../ddp.h"
@@ -396,6 +396,179 @@ static void test_silence(void) {
     EXPECT(says(logs[0], "did not say who it is"), "the log says '%s'", logs[0]);
 }
 
+//== frames =================================================================================
+
+/* A peer that the test plays: it joins like a rank and then sends a frame that no rank would send. */
+
+enum { BLOCK = 16384 }; /* bytes of the all_reduce that the real rank makes */
+
+static ddp_call frame_call(ddp_call_kind kind, ddp_dtype dtype, size_t count) {
+    ddp_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.count = count;
+    call.root = -1;
+    return call;
+}
+
+/* Sends a head and `following` bytes, of which text is the start. */
+static void send_frame(int fd, uint32_t kind, int result, uint64_t size, const ddp_call *call, size_t following, const void *text) {
+    static unsigned char bytes[64 + 4 * BLOCK];
+    size_t head = inner.frame(bytes, kind, result, size, call);
+    memset(bytes + head, 0, following);
+    if (text) memcpy(bytes + head, text, strlen((const char *)text) + 1);
+    (void)!send(fd, bytes, head + following, MSG_NOSIGNAL);
+}
+
+/* Reads that many bytes; returns how many came before the other side hung up, or before 20 s. */
+static size_t read_bytes(int fd, void *out, size_t size) {
+    size_t got = 0;
+    while (got < size) {
+        struct pollfd wait = {fd, POLLIN, 0};
+        ssize_t n = poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? recv(fd, (char *)out + got, size - got, 0) : -1;
+        if (n <= 0) break;
+        got += (size_t)n;
+    }
+    return got;
+}
+
+/* The next connection to a listener; -1 when none comes. */
+static int welcome(int listener) {
+    struct pollfd wait = {listener, POLLIN, 0};
+    return poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? accept(listener, NULL, NULL) : -1;
+}
+
+static size_t head_size(void) {
+    unsigned char bytes[256];
+    return inner.frame(bytes, INNER_NEWS, 0, 0, NULL);
+}
+
+static ddp_result reduce_block(ddp_group *world, void *user) {
+    static unsigned char block[BLOCK];
+    (void)user;
+    memset(block, 7, sizeof block);
+    return ddp_all_reduce(world, block, block, BLOCK, DDP_U8, DDP_OP_MAX, NULL);
+}
+
+/* What the played peer sends: in place of the frame that is right, another one. */
+typedef struct bad_frame {
+    const char *what;
+    uint32_t kind;
+    int32_t result;
+    uint64_t size;            /* as the head has it */
+    size_t following;         /* bytes that are sent */
+    const char *text;         /* of news */
+    ddp_result want;
+    const char *word, *not_word;
+} bad_frame;
+
+static const bad_frame bad_frames[] = {
+    {"data of 4 bytes", INNER_DATA, 0, 4, 4, NULL, DDP_ERR_MISMATCH, "4 bytes", ""},
+    {"data of no bytes", INNER_DATA, 0, 0, 0, NULL, DDP_ERR_MISMATCH, " 0 bytes", ""},
+    {"data that is one byte too long", INNER_DATA, 0, BLOCK + 1, BLOCK + 1, NULL, DDP_ERR_MISMATCH, "16385 bytes", ""},
+    {"data that claims 2^63 bytes", INNER_DATA, 0, UINT64_C(1) << 63, 64, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"data with result 1, which has no bytes", INNER_DATA, 1, 0, 0, NULL, DDP_ERR_MISMATCH, "frame", ""},
+    {"data with result -4", INNER_DATA, -4, BLOCK, BLOCK, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"a second hello", INNER_HELLO, 0, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"an unknown kind", 77, 0, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"news with a positive result", INNER_NEWS, 5, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"news with an unknown result", INNER_NEWS, -99, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"news of 4 bytes", INNER_NEWS, -8, 4, 4, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"news with control characters", INNER_NEWS, -8, INNER_TEXT, INNER_TEXT, "cause\x1b[2J\nof \xff", DDP_ERR_UNSUPPORTED,
+     "cause\\x1b[2J\\x0aof \\xff", "\x1b"}};
+
+static void expect_frame(int slot, const bad_frame *bad) {
+    expect(slot, bad->want, bad->word, "");
+    EXPECT(!*bad->not_word || !strstr(stage_shared->rank[slot].text, bad->not_word), "the line has a control character");
+}
+
+/* The test is rank 1 of 2. */
+static void test_bad_frames_to_rank0(void) {
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    reduce.op = DDP_OP_MAX;
+    for (size_t i = 0; i < sizeof bad_frames / sizeof *bad_frames; i++) {
+        const bad_frame *bad = &bad_frames[i];
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, reduce_block};
+        static char letter[4096], answer[4 * BLOCK];
+        char token[64];
+        size_t head = head_size(), got;
+        int fd;
+        faults_begin(bad->what);
+        j.port = some_ports(1);
+        snprintf(token, sizeof token, "torch:%d::", j.port);
+        start(&j, 0, 0);
+        fd = visit(j.port);
+        (void)!write(fd, letter, inner.hello(letter, token, 1, 2, inner.version));
+        got = read_bytes(fd, answer, 2 * (head + INNER_TEXT)); /* admitted, and then: all are there */
+        EXPECT(got == 2 * (head + INNER_TEXT), "rank 0 did not admit rank 1: %zu bytes", got);
+        send_frame(fd, INNER_DATA, 0, 16, &cards, 16, NULL);
+        got = read_bytes(fd, answer, head + 32);
+        EXPECT(got == head + 32, "rank 0 gathered %zu bytes", got);
+        send_frame(fd, bad->kind, bad->result, bad->size, bad->kind == INNER_DATA ? &reduce : NULL, bad->following, bad->text);
+        got = read_bytes(fd, answer, head + BLOCK);
+        EXPECT(got < head + BLOCK, "rank 0 answered with %zu bytes", got);
+        reap(0, 1);
+        expect_frame(0, bad);
+        close(fd);
+    }
+}
+
+/* The test is rank 0 of 2. */
+static void test_bad_frames_from_rank0(void) {
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    reduce.op = DDP_OP_MAX;
+    for (size_t i = 0; i < 2 * sizeof bad_frames / sizeof *bad_frames; i++) {
+        const bad_frame *bad = &bad_frames[i / 2];
+        int early = i % 2; /* the answer of the first call already is bad, which ddp_group_create makes */
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, reduce_block};
+        static char bytes[4 * BLOCK];
+        size_t head = head_size();
+        int listener, fd;
+        if (early && strstr(bad->what, "claims")) continue; /* the lengths are those of the other call */
+        faults_begin(bad->what);
+        j.port = some_ports(1);
+        listener = occupy(j.port);
+        start(&j, 1, 1);
+        fd = welcome(listener);
+        EXPECT(read_bytes(fd, bytes, head + INNER_TEXT) == head + INNER_TEXT, "there is no hello");
+        send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
+        send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
+        EXPECT(read_bytes(fd, bytes, head + 16) == head + 16, "there is no card");
+        if (!early) {
+            send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+            EXPECT(read_bytes(fd, bytes, head + BLOCK) == head + BLOCK, "there is no data");
+        }
+        send_frame(fd, bad->kind, bad->result, bad->size, bad->kind != INNER_DATA ? NULL : early ? &cards : &reduce, bad->following, bad->text);
+        reap(1, 1);
+        expect_frame(1, bad);
+        close(fd);
+        close(listener);
+    }
+}
+
+/* Rank 0's data for a call that this rank has not made is invalid, and not kept for the next call. */
+static void test_unasked_answer(void) {
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2);
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, reduce_block};
+    static char bytes[4 * BLOCK];
+    int listener, fd;
+    faults_begin("rank 0 answers twice");
+    j.port = some_ports(1);
+    listener = occupy(j.port);
+    start(&j, 1, 1);
+    fd = welcome(listener);
+    EXPECT(read_bytes(fd, bytes, head_size() + INNER_TEXT) == head_size() + INNER_TEXT, "there is no hello");
+    send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
+    send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
+    send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+    send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+    reap(1, 1);
+    expect(1, DDP_ERR_MISMATCH, "", "");
+    close(fd);
+    close(listener);
+}
+
 //== after the meeting ======================================================================
 
 static ddp_result forever(ddp_group *world, void *user) {
@@ -553,6 +726,10 @@ int main(int argc, char **argv) {
         test_other_jobs();
         test_strangers();
         test_silence();
+    } else if (!strcmp(part, "frames")) {
+        test_bad_frames_to_rank0();
+        test_bad_frames_from_rank0();
+        test_unasked_answer();
     } else {
         test_killed();
         test_calls();

@@ -60,9 +60,20 @@ static size_t hello(void *out, const char *token, int rank, int world_size, uint
     venue.deadline = ddp_now() + 20.0;
     group.rank = rank;
     group.world_size = world_size;
+    group.desc.order = DDP_ORDER_TREE;
     ddp__hello_text(letter.text, &venue, version);
     memcpy(out, &letter, sizeof letter);
     return sizeof letter;
+}
+
+static size_t frame(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call) {
+    ddp__frame head = {DDP__MAGIC, kind, result, size, {0, 0}};
+    if (call) {
+        head.call[0] = ddp__signature(call);
+        head.call[1] = call->count;
+    }
+    memcpy(out, &head, sizeof head);
+    return sizeof head;
 }
 
 static ddp_result job_socket(char *name, size_t size) {
@@ -111,4 +122,4 @@ static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)grou
 __thread int machine_salt;
 test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, 5, DDP__WAYS, DDP__WAY_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen,
-    ddp__first_host, hello, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};
+    ddp__first_host, DDP__VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

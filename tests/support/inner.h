@@ -9,6 +9,8 @@
 extern "C" {
 #endif
 
+enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_TEXT = 512 /* bytes of text after the heads of the first two */ };
+
 typedef struct test_inner {
     /* how ddp.h is built; at first as for everybody */
     size_t large_bytes, runs_bytes;      /* DDP__LARGE_BYTES, DDP__RUNS_BYTES */
@@ -33,7 +35,10 @@ typedef struct test_inner {
     void (*exact_add_squares)(ddp_exact_sum *sum, const void *data, size_t rows, size_t row_count, ddp_dtype dtype);
     int (*tcp_listen)(const char *host, int port);
     void (*first_host)(char *out, size_t size_bytes, const char *list);
+    uint32_t version;                    /* of ddp.h, as hellos have it */
     size_t (*hello)(void *out, const char *token, int rank, int world_size, uint32_t version); /* the letter of a rank; its size */
+    /* The head of a frame (kinds: INNER_NEWS, INNER_DATA); returns its size. size: bytes that follow. call: of data, or NULL. */
+    size_t (*frame)(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call);
     ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
     const char *(*backend_name)(const ddp_group *group);
     void (*forget_cause)(ddp_group *group); /* of its failure */
