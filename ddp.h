@@ -33,8 +33,8 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-rendezvous  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh  >>impl-launch
-    >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
+    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh
+    >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
 
 CONCEPTS
     Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
@@ -47,6 +47,10 @@ CONCEPTS
                W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
     Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it copy nothing.
                Any other memory works too, through chunks that stay in cache.
+
+    Security   shared memory is protected by the user id: only processes of the same user can join. A rendezvous over TCP is protected
+               by ddp_group_desc.secret (DDP_SECRET, DDP_SECRET_FILE). Data between machines is neither encrypted nor signed: use a
+               network that no stranger can read or change.
 
 ERRORS
     Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
@@ -184,6 +188,11 @@ typedef struct ddp_group_desc {
     void *user;
     /* NULL = silent; notices: a fallback taken, ranks that have been missing for 5 s */
     void (*log_fn)(const char *text, void *user);
+    const char *secret;      /* For a rendezvous over TCP: ranks prove to each other that they have the same text. Use 16
+                                random bytes or more, such as from `openssl rand -hex 32`. NULL = DDP_SECRET, or else the
+                                content of the file DDP_SECRET_FILE (mode 0600), or else none: then everybody who reaches
+                                the port can join. Read during ddp_group_create. Shared memory admits the same user only,
+                                and does not need it. */
 } ddp_group_desc;
 
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
@@ -4068,6 +4077,121 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     return ddp__outcome_tell(&first);
 }
 
+//== HMAC-SHA-256 ====================================================================================== >>impl-hmac
+
+/* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). The TCP rendezvous uses them to prove desc.secret. */
+
+typedef struct ddp__sha256 {
+    uint32_t state[8];
+    uint64_t size_bytes;      /* of the message so far */
+    unsigned char block[64];  /* its last size_bytes % 64 bytes */
+} ddp__sha256;
+
+static void ddp__sha256_begin(ddp__sha256 *hash) {
+    static const uint32_t start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                      0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    memset(hash, 0, sizeof *hash);
+    memcpy(hash->state, start, sizeof start);
+}
+
+static uint32_t ddp__rotate_right(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
+
+static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) {
+    static const uint32_t constants[64] = {
+        0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u, 0xab1c5ed5u,
+        0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu, 0x9bdc06a7u, 0xc19bf174u,
+        0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu, 0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau,
+        0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u, 0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u,
+        0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu, 0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u,
+        0xa2bfe8a1u, 0xa81a664bu, 0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u,
+        0x19a4c116u, 0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+        0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u, 0xc67178f2u};
+    uint32_t w[64], s[8];
+    for (int t = 0; t < 16; t++)
+        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16 | (uint32_t)block[4 * t + 2] << 8 |
+               (uint32_t)block[4 * t + 3];
+    for (int t = 16; t < 64; t++) {
+        uint32_t small0 = ddp__rotate_right(w[t - 15], 7) ^ ddp__rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
+        uint32_t small1 = ddp__rotate_right(w[t - 2], 17) ^ ddp__rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
+        w[t] = small1 + w[t - 7] + small0 + w[t - 16];
+    }
+    memcpy(s, state, sizeof s);
+    for (int t = 0; t < 64; t++) {
+        uint32_t big1 = ddp__rotate_right(s[4], 6) ^ ddp__rotate_right(s[4], 11) ^ ddp__rotate_right(s[4], 25);
+        uint32_t big0 = ddp__rotate_right(s[0], 2) ^ ddp__rotate_right(s[0], 13) ^ ddp__rotate_right(s[0], 22);
+        uint32_t choose = (s[4] & s[5]) ^ (~s[4] & s[6]);
+        uint32_t majority = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
+        uint32_t first = s[7] + big1 + choose + constants[t] + w[t];
+        for (int i = 7; i > 0; i--) s[i] = s[i - 1];
+        s[4] += first;
+        s[0] = first + big0 + majority;
+    }
+    for (int i = 0; i < 8; i++) state[i] += s[i];
+}
+
+static void ddp__sha256_add(ddp__sha256 *hash, const void *data, size_t size_bytes) {
+    const unsigned char *in = (const unsigned char *)data;
+    for (size_t i = 0; i < size_bytes; i++) {
+        hash->block[hash->size_bytes++ % 64] = in[i];
+        if (hash->size_bytes % 64 == 0) ddp__sha256_block(hash->state, hash->block);
+    }
+}
+
+static void ddp__sha256_end(ddp__sha256 *hash, unsigned char out[32]) {
+    static const unsigned char one = 0x80, zero = 0;
+    uint64_t bits = hash->size_bytes * 8;
+    ddp__sha256_add(hash, &one, 1);
+    while (hash->size_bytes % 64 != 56) ddp__sha256_add(hash, &zero, 1);
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        unsigned char byte = (unsigned char)(bits >> shift & 255);
+        ddp__sha256_add(hash, &byte, 1);
+    }
+    for (int i = 0; i < 32; i++) out[i] = (unsigned char)(hash->state[i / 4] >> (24 - 8 * (i % 4)) & 255);
+}
+
+/* HMAC of a message that is given in two parts. */
+static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *first, size_t first_bytes, const void *second,
+                             size_t second_bytes, unsigned char out[32]) {
+    unsigned char pad[64] = {0};
+    ddp__sha256 hash;
+    if (key_bytes > sizeof pad) {
+        ddp__sha256_begin(&hash);
+        ddp__sha256_add(&hash, key, key_bytes);
+        ddp__sha256_end(&hash, pad);
+    } else if (key_bytes) {
+        memcpy(pad, key, key_bytes);
+    }
+    for (int i = 0; i < 64; i++) pad[i] ^= 0x36;
+    ddp__sha256_begin(&hash);
+    ddp__sha256_add(&hash, pad, sizeof pad);
+    ddp__sha256_add(&hash, first, first_bytes);
+    ddp__sha256_add(&hash, second, second_bytes);
+    ddp__sha256_end(&hash, out);
+    for (int i = 0; i < 64; i++) pad[i] ^= 0x36 ^ 0x5c;
+    ddp__sha256_begin(&hash);
+    ddp__sha256_add(&hash, pad, sizeof pad);
+    ddp__sha256_add(&hash, out, 32);
+    ddp__sha256_end(&hash, out);
+}
+
+/* Takes the same time wherever the two differ. */
+static int ddp__equal_in_constant_time(const void *left, const void *right, size_t size_bytes) {
+    const unsigned char *a = (const unsigned char *)left, *b = (const unsigned char *)right;
+    volatile unsigned char different = 0;
+    for (size_t i = 0; i < size_bytes; i++) different = (unsigned char)(different | (a[i] ^ b[i]));
+    return different == 0;
+}
+
+/* Fills memory with random bytes of the system; 0 where it has none. */
+static int ddp__random_bytes(void *out, size_t size_bytes) {
+    for (size_t done = 0; done < size_bytes;) {
+        long n = syscall(SYS_getrandom, (unsigned char *)out + done, size_bytes - done, 0ul);
+        if (n < 0 && errno != EINTR) return 0;
+        if (n > 0) done += (size_t)n;
+    }
+    return 1;
+}
+
 //== who am I, and who else is there =============================================================== >>impl-rendezvous
 
 /* What init_method begins with. A host or a path follows the last two. */
@@ -4198,7 +4322,11 @@ typedef struct ddp__venue {
     const char *path;    /* file://: where rank 0 leaves the rest; NULL = none */
     struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
     struct pollfd *poll;
-    int count, next;     /* of peers; stranger */
+    int count;           /* of peers */
+    int secured;         /* 1 = peers must prove that they know the key */
+    unsigned char key[32]; /* from desc.secret */
+    char refused[200];   /* rank 0: the last peer that was refused, and why */
+    int notices;         /* rank 0: how many connections were closed with a notice */
     double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
     double notice_at;    /* when log_fn is told that this rank still waits */
     double grace;        /* how much longer the others wait for its word, which says more than silence: its process may stand still for a while */
@@ -4206,16 +4334,34 @@ typedef struct ddp__venue {
 } ddp__venue;
 
 /* All that travels is a frame and what follows it: DATA, or a text. */
-enum { DDP__FRAME_HELLO = 1, DDP__FRAME_NEWS, DDP__FRAME_DATA, DDP__FRAME_LAST = DDP__FRAME_DATA };
-enum { DDP__ALLOW_HELLO = 1 << DDP__FRAME_HELLO, DDP__ALLOW_NEWS = 1 << DDP__FRAME_NEWS, DDP__ALLOW_DATA = 1 << DDP__FRAME_DATA };
+enum {
+    DDP__FRAME_HELLO = 1,
+    DDP__FRAME_NEWS,
+    DDP__FRAME_DATA,
+    DDP__FRAME_CHALLENGE,
+    DDP__FRAME_PROOF,
+    DDP__FRAME_LAST = DDP__FRAME_PROOF
+};
+enum {
+    DDP__ALLOW_HELLO = 1 << DDP__FRAME_HELLO,
+    DDP__ALLOW_NEWS = 1 << DDP__FRAME_NEWS,
+    DDP__ALLOW_DATA = 1 << DDP__FRAME_DATA,
+    DDP__ALLOW_CHALLENGE = 1 << DDP__FRAME_CHALLENGE,
+    DDP__ALLOW_PROOF = 1 << DDP__FRAME_PROOF
+};
+
+/* In each hello. Increase the protocol number when frames or their order change. */
+enum { DDP__PROTOCOL = 2, DDP__HELLO_VERSION = DDP__PROTOCOL * 1000000 + DDP__VERSION };
+
 enum { DDP__ADMITTED = 1, DDP__OTHER_JOB = 2 }; /* results of rank 0's news: the outcome is still to come; ask elsewhere */
 typedef struct ddp__frame {
     uint64_t magic;
     uint32_t kind;
-    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it. DATA: 1 = more than fits, and nothing follows */
-    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count */
+    int32_t result;              /* NEWS: why the group failed; 0 = the sender leaves it.
+                                    DATA: 1 = more than fits, and nothing follows */
+    uint64_t size, call[2];      /* bytes that follow. DATA: signature and count. HELLO, CHALLENGE: a nonce */
 } ddp__frame;
-typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* HELLO, NEWS */
+typedef struct ddp__letter { ddp__frame frame; char text[DDP__TEXT_MAX]; } ddp__letter; /* all except DATA */
 
 #define DDP__TCP_PAYLOAD 65536 /* what a rank may send in one call */
 
@@ -4226,7 +4372,11 @@ typedef struct ddp__peer {
     ddp__frame data, in;         /* in: what is coming, of which we have */
     size_t got, room;            /* room: of bytes */
     unsigned char *bytes;
-    char text[DDP__TEXT_MAX];    /* of a HELLO or NEWS */
+    char text[DDP__TEXT_MAX];    /* of any frame except DATA */
+    char hello[DDP__TEXT_MAX];   /* rank 0: what an unauthenticated peer claims to be */
+    int challenged;              /* rank 0: it must prove the secret: */
+    char proof[65], answer[65];  /* rank 0: the text that it must send, and rank 0's own proof */
+    unsigned char network[16];   /* its IPv4 address, or the first half of its IPv6 address */
     int heap_fd;                 /* that has come along, or -1 */
     double since;
     char who[96];
@@ -4280,6 +4430,12 @@ static void ddp__peer_init(ddp__peer *p, int fd) {
     p->heap_fd = -1;
     p->since = ddp_now();
     if (known && address.ss_family == AF_UNIX) { snprintf(p->who, sizeof p->who, "pid %d", (int)ddp__peer_of(fd).pid); return; }
+    if (known && address.ss_family == AF_INET)
+        memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
+    if (known && address.ss_family == AF_INET6)
+        memcpy(p->network, &((struct sockaddr_in6 *)(void *)&address)->sin6_addr, 16);
+    if (known && address.ss_family == AF_INET6 && !IN6_IS_ADDR_V4MAPPED(&((struct sockaddr_in6 *)(void *)&address)->sin6_addr))
+        memset(p->network + 8, 0, 8);
     if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     snprintf(p->who, sizeof p->who, "%s port %s", host, port);
 }
@@ -4317,6 +4473,14 @@ static void ddp__send_news(int fd, int result, const char *text, int heap_fd) {
     ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_NEWS, (int32_t)result, sizeof letter.text, {0, 0}}, ""};
     snprintf(letter.text, sizeof letter.text, "%s", text);
     ddp__pass(fd, 0, &letter, sizeof letter, &heap_fd);
+}
+
+/* A hello, challenge or proof. nonce: NULL = none. */
+static ddp__letter ddp__letter_of(uint32_t kind, const uint64_t nonce[2], const char *text) {
+    ddp__letter letter = {{DDP__MAGIC, kind, 0, sizeof letter.text, {0, 0}}, ""};
+    if (nonce) memcpy(letter.frame.call, nonce, sizeof letter.frame.call);
+    snprintf(letter.text, sizeof letter.text, "%s", text);
+    return letter;
 }
 
 static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, int heap_fd) {
@@ -4418,22 +4582,68 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 
-/* "token version world_size order rank patience_ms who"; who is "pid 77 on hostb", on one machine without the host. Patience: how long this rank still waits. */
+/* "token version world_size order rank patience_ms secured who"; who is "pid 77 on hostb", on one machine without the
+   host. Patience: how long this rank still waits. secured: 1 = it has a secret. */
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
     unsigned long long token = (unsigned long long)ddp__hash_text(v->token);
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d pid %d%s%.50s", token, version, v->group->world_size, (int)v->group->desc.order,
-             v->group->rank, patience > 0 ? (int)(patience * 1e3) : 0, (int)getpid(), *host ? " on " : "", host);
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", token, version, v->group->world_size,
+             (int)v->group->desc.order, v->group->rank, patience > 0 ? (int)(patience * 1e3) : 0, v->secured, (int)getpid(),
+             *host ? " on " : "", host);
+    ddp__escape_text(out);
 }
 
-/* Hangs up on who is no rank of this job, and says so; a rank of another job is told as well. */
-static void ddp__turn_away(const ddp__venue *v, ddp__peer *p, const char *why, int tell) {
-    char text[200];
-    snprintf(text, sizeof text, "hung up on %s: %s", p->who, why);
+/* --- the proof of a secret ---
+
+   A peer is authenticated in two round trips. K is the key, H the text of the hello, Nr and N0 are random nonces of
+   128 bits, one of each side and connection:
+
+       rank r  --- HELLO      H, Nr ------------------------>  rank 0
+       rank r  <-- CHALLENGE  N0 ----------------------------  rank 0
+       rank r  --- PROOF      HMAC(K, "rank"   Nr N0 H) ---->  rank 0      compares; a wrong proof ends the connection
+       rank r  <-- NEWS       HMAC(K, "rank 0" Nr N0 H) -----  rank 0      compares; a wrong proof is no rank 0
+
+   Replay: a recorded proof is of no use, since N0 (or Nr) is new on every connection.
+   Reflection: the proofs of the two roles differ, so neither side accepts its own proof back. A rank never answers a
+   hello and rank 0 never sends one.
+   Another context: H has the job token, version, world size, order and rank number; a proof is valid for nothing else.
+   Order: the connecting rank proves first. Anybody can connect to rank 0, but only a process that holds its port or is
+   on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the secret, so a stranger
+   gets nothing to test guesses of a weak secret on.
+
+   The proof covers the handshake. It does not protect what follows from somebody who can change packets on the way. */
+
+/* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
+static void ddp__proof_text(char out[65], const unsigned char key[32], char role, const uint64_t rank_nonce[2],
+                            const uint64_t rank0_nonce[2], const char hello[DDP__TEXT_MAX]) {
+    unsigned char head[64] = "ddp.h rendezvous 1", mac[32];
+    head[31] = (unsigned char)role;
+    memcpy(head + 32, rank_nonce, 16);
+    memcpy(head + 48, rank0_nonce, 16);
+    ddp__hmac_sha256(key, 32, head, sizeof head, hello, DDP__TEXT_MAX, mac);
+    for (int i = 0; i < 32; i++) snprintf(out + 2 * i, 3, "%02x", mac[i]);
+}
+
+static int ddp__proof_is_right(const char text[DDP__TEXT_MAX], const char expected[65]) {
+    return ddp__equal_in_constant_time(text, expected, 65); /* with the zero at the end */
+}
+
+/* The frames of a machine with the other byte order begin like this. */
+static int ddp__is_other_byte_order(const ddp__peer *p) { return p->in.magic == __builtin_bswap64(DDP__MAGIC); }
+
+enum { DDP__NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
+
+/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = the peer gets this result and why. */
+static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
+    char text[440]; /* ddp_group_log puts the rank and the group's name before it */
+    snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
     if (tell) ddp__send_news(p->fd, tell, why, -1);
-    ddp_group_log(v->group, text);
+    if (tell < 0) snprintf(v->refused, sizeof v->refused, "%.199s", why);
+    if (v->notices == DDP__NOTICES) snprintf(text, sizeof text, "more connections were closed than are reported here");
+    if (v->notices <= DDP__NOTICES) ddp_group_log(v->group, text);
+    v->notices++;
     ddp__peer_close(p);
 }
 
@@ -4447,51 +4657,139 @@ static int ddp__is_there(ddp__peer *p) {
 
 static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %d", &pid) == 1 ? pid : 0; }
 
-/* Judges the hello of a rank of this job, from its version on, and gives it its place. A failure ends the job for all. */
-static ddp_result ddp__judge_hello(ddp__venue *v, ddp__peer *p, const char *hello) {
-    unsigned version = 0;
-    int size = 0, order = 0, rank = 0, patience_ms = 0, who = 0, w = v->group->world_size;
-    sscanf(hello, "%u %d %d %d %d %n", &version, &size, &order, &rank, &patience_ms, &who);
-    int in_range = rank > 0 && rank < w, pid = ddp__pid_in(hello + who);
-    double patience = ddp_now() + patience_ms * 1e-3;
-    ddp__peer *place = &v->peer[in_range ? rank : 0];
-    if (version != DDP__VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u, rank 0 uses %d.%d.%d; build all ranks with the same header", p->who,
-                        version / 10000, version / 100 % 100, version % 100, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH);
-    snprintf(p->who, sizeof p->who, "%.71s", hello + who);
-    if (size != w) return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) says the world has %d ranks, rank 0 says %d", rank, p->who, size, w);
-    if (order != (int)v->group->desc.order)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) has another desc.order than rank 0; give every rank the same", rank, p->who);
-    if (!in_range || ddp__is_there(place)) return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %s", rank, place->who, p->who);
-    if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers of one machine in a common one "
-                        "(such as --pid=host)", rank, pid);
-    *place = *p;
-    place->arrived = 1;
-    p->fd = p->heap_fd = -1;
-    if (patience < v->deadline) v->deadline = patience;
-    ddp__send_news(place->fd, DDP__ADMITTED, "", -1);
+/* A hello from its version on. */
+typedef struct ddp__hello { unsigned version; int world_size, order, rank, patience_ms, secured; const char *who; } ddp__hello;
+
+/* 0 = the hello does not have all fields. text: without the token. */
+static int ddp__hello_parse(ddp__hello *h, const char *text) {
+    int who = 0;
+    memset(h, 0, sizeof *h);
+    if (sscanf(text, "%u", &h->version) != 1) return 0;
+    if (h->version != DDP__HELLO_VERSION) return 1; /* its other fields may be others */
+    sscanf(text, "%u %d %d %d %d %d %n", &h->version, &h->world_size, &h->order, &h->rank, &h->patience_ms, &h->secured, &who);
+    h->who = text + who;
+    return who > 0 && strncmp(h->who, "pid ", 4) == 0;
+}
+
+/* Compares what a hello claims before its peer is authenticated. */
+static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
+    unsigned release = h->version % 1000000;
+    if (h->version != DDP__HELLO_VERSION)
+        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u (protocol %u), rank 0 uses %d.%d.%d (protocol %d); "
+                        "build all ranks with the same header", p->who, release / 10000, release / 100 % 100, release % 100,
+                        h->version / 1000000, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH, DDP__PROTOCOL);
+    if (v->secured && !h->secured)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank 0 has a secret and rank %d (%.71s) has none; give every rank the same "
+                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret", h->rank, h->who);
+    if (!v->secured && h->secured)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
+                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret", h->rank, h->who);
     return DDP_OK;
 }
 
-static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
-    int whole = ddp__peer_read(NULL, p, DDP__ALLOW_HELLO), n = 0;
-    unsigned long long token = 0;
-    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
-    if (whole == 0) return;
-    if (whole < 0 && errno != EPROTO) ddp__turn_away(v, p, "it left without saying who it is", 0);
-    else if (whole < 0 || sscanf(p->text, "%16llx %n", &token, &n) != 1) ddp__turn_away(v, p, "it is no rank of ddp", 0);
-    else if (token != ddp__hash_text(v->token)) ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
-    else v->result = ddp__judge_hello(v, p, p->text + n);
+/* Admits the peer as the rank that its hello claims. */
+static ddp_result ddp__hello_admit(ddp__venue *v, ddp__peer *p, const ddp__hello *h) {
+    int w = v->group->world_size, in_range = h->rank > 0 && h->rank < w, pid = ddp__pid_in(h->who);
+    double patience = ddp_now() + h->patience_ms * 1e-3;
+    ddp__peer *place = &v->peer[in_range ? h->rank : 0];
+    if (h->world_size != w)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d", h->rank, h->who,
+                        h->world_size, w);
+    if (h->order != (int)v->group->desc.order)
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another desc.order than rank 0; give every rank the same", h->rank,
+                        h->who);
+    if (!in_range || ddp__is_there(place))
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, place->who, h->who);
+    if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
+        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
+                        "of one machine in a common one (such as --pid=host)", h->rank, pid);
+    *place = *p;
+    place->arrived = 1;
+    snprintf(place->who, sizeof place->who, "%.71s", h->who);
+    p->fd = p->heap_fd = -1;
+    if (patience < v->deadline) v->deadline = patience;
+    ddp__send_news(place->fd, DDP__ADMITTED, place->answer, -1);
+    return DDP_OK;
 }
 
-/* Takes in whoever knocks and reads the hellos that have come. Strangers take their seats in turn, and one who still sits there goes: so a flood keeps
-   no rank out, and nobody goes unread. */
+/* Asks a peer for its proof. It needs the secret for nothing before that. */
+static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
+    uint64_t nonce[2];
+    ddp__letter letter;
+    int no_fd = -1;
+    if (!ddp__random_bytes(nonce, sizeof nonce)) return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+    ddp__proof_text(p->proof, v->key, 'r', p->in.call, nonce, p->hello);
+    ddp__proof_text(p->answer, v->key, '0', p->in.call, nonce, p->hello);
+    letter = ddp__letter_of(DDP__FRAME_CHALLENGE, nonce, "");
+    p->challenged = 1;
+    ddp__pass(p->fd, 0, &letter, sizeof letter, &no_fd); /* if it fails, the connection ends */
+    return DDP_OK;
+}
+
+/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is admitted, waited for
+   or closed. A peer of this job that contradicts rank 0 ends the job only if it is authenticated, by the secret or as a
+   process of this user. Otherwise it is refused, and the ranks go on waiting for the right one. */
+static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
+    int whole = ddp__peer_read(NULL, p, p->challenged ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO), n = 0;
+    unsigned long long token = 0;
+    ddp_result result = DDP_OK;
+    ddp__hello hello;
+    if (whole == 0 && ddp_now() - p->since > DDP__STRANGER_SECONDS) ddp__turn_away(v, p, "it did not say who it is", 0);
+    if (whole == 0) return;
+    if (whole < 0) {
+        const char *why = errno != EPROTO ? "it left without saying who it is" : "it is no rank of ddp";
+        if (errno == EPROTO && p->got == sizeof p->in.magic && ddp__is_other_byte_order(p))
+            why = "it has another byte order; all machines must have the same";
+        ddp__turn_away(v, p, why, 0);
+        return;
+    }
+    if (!p->challenged) memcpy(p->hello, p->text, sizeof p->hello);
+    if (sscanf(p->hello, "%16llx %n", &token, &n) != 1 || !ddp__hello_parse(&hello, p->hello + n)) {
+        ddp__turn_away(v, p, "it is no rank of ddp", 0);
+        return;
+    }
+    if (token != ddp__hash_text(v->token)) {
+        ddp__turn_away(v, p, "it is a rank of another job, by its job token", DDP__OTHER_JOB);
+        return;
+    }
+    if (p->challenged && !ddp__proof_is_right(p->text, p->proof))
+        result = ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", hello.rank, hello.who);
+    if (result == DDP_OK && !p->challenged) result = ddp__hello_check(v, p, &hello);
+    if (result == DDP_OK && v->secured && !p->challenged) {
+        result = ddp__challenge(v, p);
+        if (result == DDP_OK) return;
+    }
+    int proven = v->local || (p->challenged && result == DDP_OK);
+    if (result == DDP_OK) result = ddp__hello_admit(v, p, &hello);
+    if (result == DDP_OK) return;
+    if (proven) v->result = result;
+    else ddp__turn_away(v, p, ddp_last_error(), (int)result);
+}
+
+/* Where the next connection goes: a free place, or else that of the peer that has been silent longest among those of the
+   network with most places. A flood from one network displaces itself. */
+static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
+    ddp__peer *chosen = NULL;
+    int chosen_neighbours = 0;
+    for (int i = 0; i < count; i++) if (first[i].fd < 0) return &first[i];
+    for (int i = 0; i < count; i++) {
+        int neighbours = 0;
+        for (int k = 0; k < count; k++) neighbours += memcmp(first[i].network, first[k].network, sizeof first->network) == 0;
+        if (chosen && neighbours < chosen_neighbours) continue;
+        if (chosen && neighbours == chosen_neighbours && first[i].since >= chosen->since) continue;
+        chosen = &first[i];
+        chosen_neighbours = neighbours;
+    }
+    return chosen;
+}
+
+/* Accepts connections and reads the hellos that have come. After each connection that displaces another one, all are read:
+   a flood keeps no rank out, and no hello goes unread. */
 static void ddp__admit(ddp__venue *v) {
     int w = v->group->world_size, fd, full = 0;
     ddp__peer *stranger = v->peer + w, *end = v->peer + v->count - 1, *silent = NULL;
     for (int accepted = 0; accepted < DDP__STRANGERS; accepted++) {
-        ddp__peer *p = stranger + v->next % DDP__STRANGERS;
+        ddp__peer *p = ddp__place_for_connection(stranger, DDP__STRANGERS);
         if (p->fd >= 0 && accepted) break;
         if ((fd = accept(end->fd, NULL, NULL)) < 0) { full = (errno == EMFILE || errno == ENFILE) && ddp__fd_ready(end->fd, POLLIN, 0); break; }
         if (v->local && ddp__peer_of(fd).uid != geteuid()) { close(fd); continue; }
@@ -4499,7 +4797,6 @@ static void ddp__admit(ddp__venue *v) {
         fcntl(fd, F_SETFD, FD_CLOEXEC);
         fcntl(fd, F_SETFL, O_NONBLOCK);
         ddp__peer_init(p, fd);
-        v->next++;
     }
     for (; stranger < end && v->result == DDP_OK; stranger++) {
         if (stranger->fd >= 0) ddp__read_hello(v, stranger);
@@ -4548,37 +4845,70 @@ static int ddp__still_waits(ddp__venue *v) {
         ddp__notice_missing(v, list);
         return 1;
     }
-    if (to_come) v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s", v->group->desc.timeout_ms, list);
+    if (to_come)
+        v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s", v->group->desc.timeout_ms, list,
+                             *v->refused ? "; refused: " : "", v->refused);
     else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
     return 0;
 }
 
-/* Rank 0's next news, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any job. */
-static int ddp__await_news(ddp__peer *p, double until) {
+/* Rank 0's next frame, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any
+   job: an echo of our hello, or a socket that has met itself. */
+static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
     int whole;
-    while ((whole = ddp__peer_read(NULL, p, DDP__ALLOW_NEWS)) == 0) if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
-    return whole < 0 ? errno : 0; /* EPROTO for our own hello: an echo, or the socket has met itself */
+    while ((whole = ddp__peer_read(NULL, p, allowed)) == 0)
+        if (!ddp__fd_ready(p->fd, POLLIN, until)) return ETIMEDOUT;
+    return whole < 0 ? errno : 0;
 }
 
-/* Says hello on a new connection and waits for the outcome. DDP_ERR_INVALID: this is not our rank 0; ask again, or elsewhere. */
+/* Why a peer is no rank 0, in words. */
+static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
+    if (error == ETIMEDOUT) return "the process that listens there does not answer";
+    if (error == EPROTO && p->got == sizeof p->in.magic && ddp__is_other_byte_order(p))
+        return "the process that listens there has another byte order";
+    return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
+}
+
+/* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome. DDP_ERR_INVALID: this
+   is not our rank 0; ask again, or elsewhere. */
 static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
-    char text[200];
-    double answer_by = ddp_now() + DDP__STRANGER_SECONDS, until = v->deadline + v->grace; /* rank 0 knows our deadline */
-    ddp__letter letter = {{DDP__MAGIC, DDP__FRAME_HELLO, 0, sizeof letter.text, {0, 0}}, ""};
-    ddp__hello_text(letter.text, v, DDP__VERSION);
+    double until = v->deadline + v->grace, answer_by = ddp_now() + DDP__STRANGER_SECONDS; /* rank 0 knows our deadline */
+    char hello[DDP__TEXT_MAX] = "", proof[65], answer[65] = "";
+    uint64_t nonce[2] = {0, 0};
+    unsigned allowed = DDP__ALLOW_NEWS;
+    ddp__letter letter;
+    int error;
+    if (until < answer_by) answer_by = until;
+    if (v->secured && !ddp__random_bytes(nonce, sizeof nonce)) return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+    ddp__hello_text(hello, v, DDP__HELLO_VERSION);
+    letter = ddp__letter_of(DDP__FRAME_HELLO, nonce, hello);
     (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
-    int error = ddp__await_news(p, answer_by < until ? answer_by : until);
-    if (error || p->in.result == DDP__OTHER_JOB)
-        return ddp_fail(DDP_ERR_INVALID, "%s", !error ? "rank 0 of another job listens there" : error == ETIMEDOUT ? "who listens there says nothing" :
-                        error == EPROTO ? "who listens there is no rank of ddp" : strerror(error));
-    int admitted = p->in.result == DDP__ADMITTED;
-    if (admitted) error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until);
-    if (error == ETIMEDOUT && admitted && ddp_now() < until) {
-        snprintf(text, sizeof text, "still waiting for other ranks to reach rank 0 (%s)", p->who);
-        if (ddp__notice_is_due(v)) ddp_group_log(v->group, text);
-        error = ddp__await_news(p, until);
+    if (v->secured) allowed |= DDP__ALLOW_CHALLENGE;
+    error = ddp__await_news(p, answer_by, allowed);
+    if (!error && p->in.kind == DDP__FRAME_CHALLENGE) {
+        ddp__proof_text(proof, v->key, 'r', nonce, p->in.call, hello);
+        ddp__proof_text(answer, v->key, '0', nonce, p->in.call, hello);
+        letter = ddp__letter_of(DDP__FRAME_PROOF, NULL, proof);
+        (void)!sendto(p->fd, &letter, sizeof letter, MSG_NOSIGNAL, NULL, 0);
+        error = ddp__await_news(p, answer_by, DDP__ALLOW_NEWS);
+    }
+    if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, error));
+    if (p->in.result == DDP__OTHER_JOB) return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
+    if (p->in.result == 0) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, EPROTO));
+    if (p->in.result < 0) return ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
+    if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer))) {
+        p->in.result = 0;
+        return ddp_fail(DDP_ERR_INVALID, "the process that listens there did not prove that it has the secret");
+    }
+    error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
+    if (error == ETIMEDOUT && ddp_now() < until) {
+        snprintf(hello, sizeof hello, "still waiting for other ranks to reach rank 0 (%s)", p->who);
+        if (ddp__notice_is_due(v)) ddp_group_log(v->group, hello);
+        error = ddp__await_news(p, until, DDP__ALLOW_NEWS);
     }
     if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
+    if (error == EPROTO || (!error && p->in.result > 0))
+        return ddp_fail(DDP_ERR_MISMATCH, "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
@@ -4741,7 +5071,80 @@ static ddp_result ddp__visit(ddp__venue *v) {
 
 //== the tcp backend: meeting and control beyond one machine ========================================= >>impl-tcp
 
-static int ddp__is_loopback(const char *host) { return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0 || strcmp(host, "localhost") == 0; }
+static int ddp__is_loopback_address(const struct sockaddr *at) {
+    const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
+    if (at->sa_family == AF_INET) return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 == 127;
+    if (at->sa_family != AF_INET6) return 0;
+    return IN6_IS_ADDR_LOOPBACK(ipv6) || (IN6_IS_ADDR_V4MAPPED(ipv6) && ipv6->s6_addr[12] == 127);
+}
+
+/* 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian maps a host's own name
+   to 127.0.1.1, and other machines know it by another address. */
+static int ddp__is_loopback(const char *host) {
+    struct addrinfo hints = DDP_ZERO, *list;
+    int is_loopback;
+    if (strcmp(host, "localhost") == 0) return 1;
+    hints.ai_flags = AI_NUMERICHOST;
+    if (!*host || getaddrinfo(host, NULL, &hints, &list) != 0) return 0;
+    is_loopback = ddp__is_loopback_address(list->ai_addr);
+    freeaddrinfo(list);
+    return is_loopback;
+}
+
+/* 1 if an address belongs to an interface of this machine. */
+static int ddp__is_own_address(const struct sockaddr *at) {
+    struct ifaddrs *list = NULL;
+    int found = 0;
+    if (getifaddrs(&list) != 0) return 0;
+    for (const struct ifaddrs *a = list; a && !found; a = a->ifa_next) {
+        if (!a->ifa_addr || a->ifa_addr->sa_family != at->sa_family) continue;
+        if (at->sa_family == AF_INET)
+            found = ((const struct sockaddr_in *)(const void *)a->ifa_addr)->sin_addr.s_addr ==
+                    ((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr;
+        else if (at->sa_family == AF_INET6)
+            found = memcmp(&((const struct sockaddr_in6 *)(const void *)a->ifa_addr)->sin6_addr,
+                           &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr, 16) == 0;
+    }
+    freeifaddrs(list);
+    return found;
+}
+
+/* The content of DDP_SECRET_FILE without the newline at its end. Only this user may be able to read the file. */
+static ddp_result ddp__secret_read(const char *path, char *out, size_t room, size_t *size) {
+    int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
+    const char *why = NULL;
+    struct stat s;
+    ssize_t n = 0;
+    DDP__JOIN_NEED(fd >= 0 || error != ELOOP, "DDP_SECRET_FILE=%.200s is a symbolic link; give the path of the file itself", path);
+    DDP__JOIN_NEED(fd >= 0, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path, strerror(error));
+    if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
+    else if (s.st_uid != geteuid()) why = "belongs to another user; copy it to a file of this user";
+    else if (s.st_mode & 077) why = "is accessible to other users; run chmod 600 on it";
+    else if ((n = read(fd, out, room)) < 0) why = "cannot be read";
+    else if ((size_t)n == room) why = "is too large for a secret; use 16 to 4000 bytes";
+    close(fd);
+    DDP__JOIN_NEED(!why, "DDP_SECRET_FILE=%.200s %s", path, why);
+    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
+    DDP__JOIN_NEED(n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`", path);
+    *size = (size_t)n;
+    return DDP_OK;
+}
+
+/* Makes the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else none. */
+static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const char *variable, const char *path) {
+    static const char purpose[] = "ddp.h key 1";
+    char content[4001];
+    size_t size = 0;
+    DDP__JOIN_NEED(!secret || *secret, "desc.secret is empty; use NULL for DDP_SECRET or no secret");
+    if (!secret && *variable) secret = variable;
+    if (secret) size = strlen(secret);
+    else if (*path) DDP__TRY(ddp__secret_read(path, content, sizeof content, &size));
+    if (!size) return DDP_OK;
+    ddp__hmac_sha256(secret ? secret : content, size, purpose, sizeof purpose, NULL, 0, v->key);
+    v->secured = 1;
+    explicit_bzero(content, sizeof content);
+    return DDP_OK;
+}
 
 /* The first host of a SLURM node list: "node[003-010,12],x" begins with node003. */
 static void ddp__first_host(char *out, size_t size, const char *list) {
@@ -4801,21 +5204,50 @@ static int ddp__listen_at(const struct sockaddr *at, socklen_t length) {
     return -1;
 }
 
-/* A socket that listens at all addresses, or at that of this machine alone if host is such; -1 with errno. */
-static int ddp__tcp_listen(const char *host, int port) {
-    static const int families[2] = {AF_INET6, AF_INET}; /* the first serves both, where there is IPv6 */
+/* The addresses at which rank 0 listens. */
+typedef struct ddp__listen_addresses {
+    struct sockaddr_storage at[8];
+    socklen_t length[8];
+    int count;                   /* 0 = all interfaces */
+} ddp__listen_addresses;
+
+/* Those of host that are this machine's. Loopback ones only where host is a loopback address itself. */
+static ddp__listen_addresses ddp__listen_addresses_of(const char *host) {
+    ddp__listen_addresses out = DDP_ZERO;
+    struct addrinfo hints = DDP_ZERO, *list;
+    int loopback = ddp__is_loopback(host);
+    hints.ai_socktype = SOCK_STREAM;
+    if (!*host || getaddrinfo(host, NULL, &hints, &list) != 0) return out;
+    for (const struct addrinfo *a = list; a && out.count < 8; a = a->ai_next) {
+        if (a->ai_addrlen > sizeof out.at[0]) continue;
+        if (!loopback && (ddp__is_loopback_address(a->ai_addr) || !ddp__is_own_address(a->ai_addr))) continue;
+        memcpy(&out.at[out.count], a->ai_addr, a->ai_addrlen);
+        out.length[out.count++] = a->ai_addrlen;
+    }
+    freeaddrinfo(list);
+    return out;
+}
+
+/* A socket that listens at the first usable address; -1 with errno. */
+static int ddp__tcp_listen(const ddp__listen_addresses *addresses, int port) {
     int fd = -1, error = EADDRNOTAVAIL;
-    char number[16];
-    snprintf(number, sizeof number, "%d", port);
-    for (int i = 0; i < 2 && fd < 0; i++) {
-        struct addrinfo hints = DDP_ZERO, *list;
-        hints.ai_family = families[i];
-        hints.ai_socktype = SOCK_STREAM;
-        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-        if (getaddrinfo(ddp__is_loopback(host) ? host : NULL, number, &hints, &list) != 0) continue;
-        fd = ddp__listen_at(list->ai_addr, list->ai_addrlen);
+    ddp__listen_addresses all = DDP_ZERO;
+    if (!addresses->count) {
+        struct sockaddr_in6 ipv6 = DDP_ZERO; /* it serves IPv4 too, where there is IPv6 */
+        struct sockaddr_in ipv4 = DDP_ZERO;
+        ipv6.sin6_family = AF_INET6;
+        ipv4.sin_family = AF_INET;
+        memcpy(&all.at[0], &ipv6, all.length[0] = sizeof ipv6);
+        memcpy(&all.at[1], &ipv4, all.length[1] = sizeof ipv4);
+        all.count = 2;
+        addresses = &all;
+    }
+    for (int i = 0; i < addresses->count && fd < 0; i++) {
+        struct sockaddr_storage at = addresses->at[i];
+        uint16_t number = htons((uint16_t)port);
+        memcpy((unsigned char *)&at + offsetof(struct sockaddr_in, sin_port), &number, sizeof number); /* as in IPv6 */
+        fd = ddp__listen_at((const struct sockaddr *)&at, addresses->length[i]);
         if (fd < 0 && error != EADDRINUSE) error = errno;
-        freeaddrinfo(list);
     }
     errno = error;
     return fd;
@@ -4852,13 +5284,21 @@ static void ddp__port_holder(int port, char *out, size_t size) {
 /* Rank 0's listener, unless it has one. A port that is in use may be free in a moment: a visitor tried it, or an earlier job leaves. */
 static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
     double give_up = ddp_now() + 1.0;
-    char holder[160];
+    char text[400], holder[160];
+    ddp__listen_addresses addresses;
     if (*listener < 0 && v->local) *listener = ddp__listen_at((const struct sockaddr *)&v->address, v->local);
     if (*listener >= 0) return DDP_OK;
     if (v->local && errno == EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
+    addresses = ddp__listen_addresses_of(v->hosts);
+    snprintf(text, sizeof text, "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
+             "all interfaces", v->hosts);
+    if (*v->hosts && !addresses.count) ddp_group_log(v->group, text);
     do {
-        for (int i = 0; i < v->ports; i++) if ((*listener = ddp__tcp_listen(v->hosts, v->port + i)) >= 0) return DDP_OK;
+        for (int i = 0; i < v->ports; i++) {
+            *listener = ddp__tcp_listen(&addresses, v->port + i);
+            if (*listener >= 0) return DDP_OK;
+        }
     } while (errno == EADDRINUSE && ddp_now() < give_up && usleep(50000) == 0);
     if (errno != EADDRINUSE) return ddp_fail(DDP_ERR_SYSTEM, "port %d cannot be listened at: %s", v->port, strerror(errno));
     ddp__port_holder(v->port, holder, sizeof holder);
@@ -4880,8 +5320,10 @@ static uint64_t ddp__machine(void) {
     return ddp__hash_bytes(ddp__hash_bytes(DDP__HASH, boot, sizeof boot), number, sizeof number);
 }
 
-/* No other process or time gives the same number. */
+/* A number that no other process can guess. Without getrandom it is only one that no other process or time gives. */
 static uint64_t ddp__nonce(void) {
+    uint64_t number;
+    if (ddp__random_bytes(&number, sizeof number)) return number;
     uint64_t seed[3] = {ddp__machine(), (uint64_t)getpid(), (uint64_t)(ddp_now() * 1e9)};
     return ddp__hash_bytes(DDP__HASH, seed, sizeof seed);
 }
@@ -4936,7 +5378,7 @@ static ddp_result ddp__venue_write(ddp__venue *v, int listener) {
 static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
     int w = v->group->world_size;
     ddp__peer *me = v->peer, *door = me + v->count - 1;
-    ddp__hello_text(me->text, v, DDP__VERSION);
+    ddp__hello_text(me->text, v, DDP__HELLO_VERSION);
     snprintf(me->who, sizeof me->who, "%.71s", strstr(me->text, "pid"));
     door->fd = listener;
     v->result = ddp__venue_open(v, &door->fd);
@@ -5332,7 +5774,8 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     uint64_t size;
     ddp__venue venue = DDP_ZERO;
     for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
-    int listener = leads && !local ? ddp__tcp_listen("", 0) : -1;
+    ddp__listen_addresses everywhere = DDP_ZERO;
+    int listener = leads && !local ? ddp__tcp_listen(&everywhere, 0) : -1;
     if (leads) ddp__announce_text(listener, mine);
     size = strlen(mine) + 1;
     ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
@@ -5348,6 +5791,8 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     *child_state = NULL;
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
     venue.ports = 1;
+    venue.secured = t->venue.secured;
+    memcpy(venue.key, t->venue.key, sizeof venue.key);
     if (member_count == 1) {
         child->backend = &ddp__backend_self;
         return ddp__self_open(child, child_state);
@@ -5409,6 +5854,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
     group->desc.name = group->name;
+    group->desc.secret = NULL; /* the backend has a key that is made of it */
     group->rank = rank;
     group->world_size = world_size;
     group->local_rank = rank;
@@ -5505,6 +5951,7 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     snprintf(v.token, sizeof v.token, "%s", id->token);
     v.ports = 1;
     DDP__TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
+    DDP__TRY(ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
     return ddp__world_new(out, desc, NULL, id, &v);
 }
 

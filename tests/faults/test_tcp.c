@@ -1,7 +1,7 @@
 /*  test_tcp.c - ranks on several machines find each other by address, file or SLURM variables, or say why not; strangers cannot disturb them, and a
     rank that is lost, late or makes another call is named on all.
 
-    test_tcp meeting|strangers|frames|calls
+    test_tcp meeting|strangers|secret|frames|calls
 
     Every process counts as a machine of its own. */
 #include "../../ddp.h"
@@ -10,10 +10,12 @@
 #include "../support/faults.h"
 #include "../support/ports.h"
 
+#include <ifaddrs.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 enum { LOG = 8192 };
 static char (*logs)[LOG]; /* what log_fn was told, by slot */
@@ -25,7 +27,8 @@ typedef struct job {
     int world_size, port, timeout_ms;
     body fn;
 } job;
-static ddp_order order; /* of the rank that is started */
+static ddp_order order;         /* of the rank that is started */
+static const char *desc_secret; /* likewise */
 
 static void keep_log(const char *text, void *user) {
     char *log = (char *)user;
@@ -65,6 +68,7 @@ static pid_t start(const job *j, int slot, int rank) {
         }
         desc.timeout_ms = j->timeout_ms * DDP_TEST_SLOWDOWN;
         desc.order = order;
+        desc.secret = desc_secret;
         desc.log_fn = keep_log;
         desc.user = logs[slot];
         s->start_at = ranks_now();
@@ -127,23 +131,30 @@ static int occupy(int port) {
     return fd;
 }
 
-/* A connection to a port of this machine, once somebody listens there. */
-static int visit(int port) {
-    double until = ranks_now() + 20 * DDP_TEST_SLOWDOWN;
+/* A connection to a port of this machine, tried for some seconds; -1 = nobody listens there. */
+static int connect_to(uint32_t host, int port, double seconds) {
+    double until = ranks_now() + seconds;
     struct sockaddr_in address;
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    while (ranks_now() < until) {
+    address.sin_addr.s_addr = htonl(host);
+    do {
         int fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
         close(fd);
         ranks_sleep_us(2000);
-    }
-    EXPECT(0, "nobody listens at port %d", port);
+    } while (ranks_now() < until);
     return -1;
 }
+
+static int visit(int port) {
+    int fd = connect_to(INADDR_LOOPBACK, port, 20 * DDP_TEST_SLOWDOWN);
+    EXPECT(fd >= 0, "nobody listens at port %d", port);
+    return fd;
+}
+
+static void say_hello_is_read(void) { say(&stage_shared->counter); }
 
 #define TORCH "RANK=%r", "WORLD_SIZE=%w", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_PORT=%p"
 
@@ -171,6 +182,50 @@ static void test_meeting(void) {
         start_all(&j);
         reap(0, j.world_size);
         expect_ok(j.world_size);
+    }
+}
+
+/* An IPv4 address of this machine that is not loopback; 0 = it has none. */
+static uint32_t own_address(void) {
+    struct ifaddrs *list;
+    uint32_t found = 0;
+    if (getifaddrs(&list) != 0) return 0;
+    for (struct ifaddrs *a = list; a; a = a->ifa_next) {
+        struct sockaddr_in at;
+        if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET) continue;
+        memcpy(&at, a->ifa_addr, sizeof at);
+        if (ntohl(at.sin_addr.s_addr) >> 24 != 127) found = ntohl(at.sin_addr.s_addr);
+    }
+    freeifaddrs(list);
+    return found;
+}
+
+/* Rank 0 listens where MASTER_ADDR says, if that is an address of its own that others can use, or loopback literally. */
+static void test_listen(void) {
+    enum { LOOPBACK = 0x7f000001, LOOPBACK_2 = 0x7f000002 };
+    uint32_t own = own_address();
+    char own_text[48];
+    snprintf(own_text, sizeof own_text, "MASTER_ADDR=%u.%u.%u.%u", own >> 24, own >> 16 & 255, own >> 8 & 255, own & 255);
+    struct { const char *variable; uint32_t open, closed; int reported; } table[] = {
+        {"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0}, {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
+        {own_text, own, LOOPBACK, 0}, {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* of nobody */,
+        {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1}};
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        job j = {{TORCH, table[i].variable}, NULL, 2, 0, 20000, work};
+        int fd, other = -1;
+        if (!table[i].open) continue;
+        faults_begin(table[i].variable);
+        j.port = some_ports(1);
+        start(&j, 0, 0);
+        fd = connect_to(table[i].open, j.port, 15 * DDP_TEST_SLOWDOWN);
+        EXPECT(fd >= 0, "rank 0 does not listen there");
+        if (table[i].closed) other = connect_to(table[i].closed, j.port, 0);
+        EXPECT(other < 0, "rank 0 listens at another address too");
+        EXPECT(says(logs[0], "all interfaces") == table[i].reported, "the log says '%s'", logs[0]);
+        close(fd);
+        if (other >= 0) close(other);
+        kill(stage_shared->rank[0].pid, SIGKILL);
+        reap(0, 1);
     }
 }
 
@@ -277,27 +332,88 @@ static void test_port_in_use(void) {
     close(fd);
 }
 
+#define SECRET "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f0"
+
+/* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends; without one anybody could say so. */
 static void test_contradictions(void) {
-    static const struct { const char *what; int rank[3], size[3]; const char *word; ddp_order last; } table[] = {
-        {"two processes with one rank", {0, 1, 1}, {3, 3, 3}, "claim rank 1", DDP_ORDER_TREE},
-        {"another order", {0, 1, 2}, {3, 3, 3}, "rank 2 (pid", DDP_ORDER_ANY},
-        {"another world size", {0, 1, 2}, {3, 3, 4}, "says the world has 4 ranks", DDP_ORDER_DEFAULT}};
+    static const struct { const char *what; int rank, size; const char *word; ddp_order order; } table[] = {
+        {"two processes with one rank", 1, 3, "claim rank 1", DDP_ORDER_TREE},
+        {"another order", 2, 3, "rank 2 (pid", DDP_ORDER_ANY},
+        {"another world size", 2, 4, "says the world has 4 ranks", DDP_ORDER_DEFAULT}};
+    for (size_t i = 0; i < 2 * sizeof table / sizeof *table; i++) {
+        int secured = i % 2, k = (int)i / 2;
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1", secured ? SECRET : NULL}, NULL, 3, 0, 20000, work};
+        faults_begin(table[k].what);
+        j.port = some_ports(1);
+        start(&j, 0, 0);
+        inner.hello_is_read = say_hello_is_read;
+        start(&j, 1, 1);
+        inner.hello_is_read = NULL;
+        EXPECT(heard(&stage_shared->counter, 1), "rank 1 does not come");
+        j.world_size = table[k].size;
+        order = table[k].order;
+        start(&j, 3, table[k].rank);
+        reap(3, 1);
+        order = DDP_ORDER_DEFAULT;
+        j.world_size = 3;
+        expect(3, DDP_ERR_MISMATCH, table[k].word, "");
+        if (secured) {
+            reap(0, 2);
+            expect(0, DDP_ERR_MISMATCH, table[k].word, "");
+            continue;
+        }
+        start(&j, 2, 2);
+        reap(0, 3);
+        expect_ok(3);
+        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[k].word), "the log says '%s'", logs[0]);
+    }
+}
+
+/* Hellos that no rank of this build would send are refused; the rendezvous goes on. */
+static void test_bad_hellos(void) {
+    static const struct { const char *what; uint32_t version; int rank, cut, swap; const char *word; } table[] = {
+        {"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
+        {"a rank with a negative number", 0, -1, 0, 0, "claim rank -1"},
+        {"a rank behind the last one", 0, 3, 0, 0, "claim rank 3"},
+        {"a rank that claims to be rank 0", 0, 0, 0, 0, "claim rank 0"},
+        {"a hello without its last fields", 0, 1, 24, 0, "no rank of ddp"},
+        {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 10000, work};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
+        char letter[4096], token[64];
+        size_t size;
+        int fd;
         faults_begin(table[i].what);
         j.port = some_ports(1);
-        for (int k = 0; k < 3; k++) {
-            j.world_size = table[i].size[k];
-            order = k == 2 ? table[i].last : DDP_ORDER_DEFAULT; /* which is the tree */
-            start(&j, k, table[i].rank[k]);
+        start(&j, 0, 0);
+        snprintf(token, sizeof token, "torch:%d::", j.port);
+        size = inner.hello(letter, token, table[i].rank, 2, table[i].version ? table[i].version : inner.version);
+        if (table[i].cut) memset(letter + size - INNER_TEXT + table[i].cut, 0, (size_t)(INNER_TEXT - table[i].cut));
+        for (int b = 0; b < 4 && table[i].swap; b++) {
+            char byte = letter[b];
+            letter[b] = letter[7 - b];
+            letter[7 - b] = byte;
         }
-        reap(0, 1); /* before the others: who comes later finds rank 0 gone */
-        expect(0, DDP_ERR_MISMATCH, table[i].word, "");
-        for (int k = 1; k < 3; k++) kill(stage_shared->rank[k].pid, SIGKILL);
-        reap(1, 2);
-        for (int k = 1; k < 3; k++)
-            if (stage_shared->rank[k].done) expect(k, DDP_ERR_MISMATCH, table[i].word, "");
+        fd = visit(j.port);
+        (void)!write(fd, letter, size);
+        while (recv(fd, letter, sizeof letter, 0) > 0) {}
+        close(fd);
+        start(&j, 1, 1);
+        reap(0, 2);
+        expect_ok(2);
+        EXPECT(says(logs[0], table[i].word), "the log says '%s'", logs[0]);
     }
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, RUN_INTO_MS, work};
+    faults_begin("a rank that was refused is missing at the timeout");
+    j.port = some_ports(1);
+    start(&j, 0, 0);
+    start(&j, 1, 1);
+    j.world_size = 4;
+    start(&j, 2, 2);
+    reap(0, 3);
+    expect(0, DDP_ERR_TIMEOUT, "missing rank 2", "says the world has 4 ranks");
+    expect(1, DDP_ERR_TIMEOUT, "missing rank 2", "");
+    expect(2, DDP_ERR_MISMATCH, "says the world has 4 ranks", "");
 }
 
 static void test_missing(void) {
@@ -321,9 +437,6 @@ static void test_missing(void) {
 
 static void test_other_jobs(void) {
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1", "TORCHELASTIC_RESTART_COUNT=1"}, NULL, 3, 0, 20000, work}, stale = j;
-    char letter[4096], token[64];
-    size_t size;
-    int fd;
     faults_begin("a rank of an earlier job comes by");
     stale.variables[6] = "TORCHELASTIC_RESTART_COUNT=0";
     j.port = stale.port = some_ports(1);
@@ -336,17 +449,6 @@ static void test_other_jobs(void) {
     reap(0, 3);
     expect_ok(3);
     EXPECT(says(logs[0], "hung up on") && says(logs[0], "127.0.0.1 port") && says(logs[0], "another job"), "the log says '%s'", logs[0]);
-
-    faults_begin("a rank with another version");
-    j.port = some_ports(1);
-    start(&j, 0, 0);
-    snprintf(token, sizeof token, "torch:%d::1", j.port);
-    size = inner.hello(letter, token, 1, 3, 990102);
-    fd = visit(j.port);
-    (void)!write(fd, letter, size);
-    reap(0, 1);
-    expect(0, DDP_ERR_MISMATCH, "99.1.2", "build all ranks with the same header");
-    close(fd);
 }
 
 //== strangers ==============================================================================
@@ -396,7 +498,7 @@ static void test_silence(void) {
     EXPECT(says(logs[0], "did not say who it is"), "the log says '%s'", logs[0]);
 }
 
-//== frames =================================================================================
+//== a peer that the test plays =============================================================
 
 /* A peer that the test plays: it joins like a rank and then sends a frame that no rank would send. */
 
@@ -443,6 +545,190 @@ static size_t head_size(void) {
     unsigned char bytes[256];
     return inner.frame(bytes, INNER_NEWS, 0, 0, NULL);
 }
+
+//== secret =================================================================================
+
+static ddp_result work_and_split(ddp_group *world, void *user) {
+    int64_t one = 1, sum = 0;
+    ddp_group *half = NULL;
+    RANKS_OK(world, work(world, user));
+    RANKS_OK(world, ddp_group_split(world, ddp_rank(world) == 0, 0, &half)); /* its ranks meet over TCP again */
+    RANKS_OK(world, ddp_all_reduce(half, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
+    RANKS_CHECK(world, sum == ddp_world_size(half), "sum %lld", (long long)sum);
+    ddp_group_destroy(half);
+    return ddp_barrier(world);
+}
+
+static char secret_path[64];
+
+static void write_secret(const char *text, mode_t mode) {
+    FILE *file;
+    unlink(secret_path);
+    file = fopen(secret_path, "w");
+    if (file) fputs(text, file);
+    if (file) fclose(file);
+    chmod(secret_path, mode);
+}
+
+static void test_secret(void) {
+    static const char *const what[] = {"DDP_SECRET", "desc.secret", "DDP_SECRET_FILE", "desc.secret before DDP_SECRET"};
+    char variable[96];
+    snprintf(variable, sizeof variable, "DDP_SECRET_FILE=%s", secret_path);
+    for (int i = 0; i < 4; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, work_and_split};
+        faults_begin(what[i]);
+        j.port = some_ports(1);
+        write_secret("0f1e2d3c4b5a69788796a5b4c3d2e1f0\n", 0600); /* as SECRET has it: a newline is no part of it */
+        for (int r = 0; r < 3; r++) {
+            desc_secret = i == 1 || i == 3 ? SECRET + strlen("DDP_SECRET=") : NULL;
+            j.variables[6] = i == 0 || (i == 2 && r == 1) ? SECRET : i == 2 ? variable : i == 3 ? "DDP_SECRET=x" : NULL;
+            start(&j, r, r);
+        }
+        desc_secret = NULL;
+        reap(0, 3);
+        expect_ok(3);
+    }
+    unlink(secret_path);
+}
+
+/* A process without the right secret is refused; the ranks that have it meet. */
+static void test_wrong_secret(void) {
+    static const struct { const char *what, *rank0, *other, *word; } table[] = {
+        {"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1", "has another secret than rank 0"},
+        {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
+        {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"}};
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
+        faults_begin(table[i].what);
+        j.port = some_ports(1);
+        j.variables[6] = table[i].rank0;
+        start(&j, 0, 0);
+        j.variables[6] = table[i].other;
+        start(&j, 3, 1);
+        reap(3, 1);
+        expect(3, DDP_ERR_MISMATCH, table[i].word, "");
+        j.variables[6] = table[i].rank0;
+        start(&j, 1, 1);
+        reap(0, 2);
+        expect_ok(2);
+        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[i].word), "the log says '%s'", logs[0]);
+    }
+}
+
+/* A process at rank 0's port that does not know the secret: a rank sends it nothing but its hello and one proof. */
+static void test_false_rank0(void) {
+    static const char *const what[] = {"it admits without a challenge", "its proof is the rank's own", "its proof is wrong"};
+    static const char zeros[65] = "0000000000000000000000000000000000000000000000000000000000000000";
+    for (int i = 0; i < 3; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET}, NULL, 2, 0, 3000, work};
+        char bytes[2048];
+        size_t letter = head_size() + INNER_TEXT;
+        int listener, fd;
+        faults_begin(what[i]);
+        j.port = some_ports(1);
+        listener = occupy(j.port);
+        start(&j, 1, 1);
+        fd = welcome(listener);
+        EXPECT(read_bytes(fd, bytes, letter) == letter && !says(bytes + head_size(), "0f1e2d3c"), "a wrong hello");
+        if (i > 0) send_frame(fd, INNER_CHALLENGE, 0, INNER_TEXT, NULL, INNER_TEXT, "");
+        if (i > 0) EXPECT(read_bytes(fd, bytes, letter) == letter, "there is no proof");
+        send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, i == 1 ? bytes + head_size() : zeros);
+        EXPECT(read_bytes(fd, bytes, 1) == 0, "the rank goes on");
+        close(fd);
+        close(listener);
+        reap(1, 1);
+        EXPECT(stage_shared->rank[1].first == DDP_ERR_TIMEOUT, "%s", ddp_result_name(stage_shared->rank[1].first));
+    }
+}
+
+/* Passes all bytes on between a rank and rank 0, and keeps what the rank sends. Returns how many bytes that is. */
+static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
+    size_t size = 0;
+    char bytes[4096];
+    for (;;) {
+        struct pollfd wait[2] = {{from_rank, POLLIN, 0}, {to_rank0, POLLIN, 0}};
+        if (poll(wait, 2, 20000 * DDP_TEST_SLOWDOWN) <= 0) return size;
+        for (int i = 0; i < 2; i++) {
+            ssize_t n = wait[i].revents ? recv(wait[i].fd, bytes, sizeof bytes, 0) : -2;
+            if (n == 0 || n == -1) return size;
+            if (n < 0) continue;
+            (void)!send(wait[1 - i].fd, bytes, (size_t)n, MSG_NOSIGNAL);
+            for (ssize_t k = 0; i == 0 && k < n && size < room; k++) kept[size++] = bytes[k];
+        }
+    }
+}
+
+/* What an honest rank sent once does not admit whoever sends it again to a job with the same token and secret. */
+static void test_replay(void) {
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET, "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work}, through;
+    static char kept[65536], answer[4096];
+    size_t letter = head_size() + INNER_TEXT, size;
+    int listener, fd, relayed;
+    faults_begin("a recorded handshake is sent again");
+    j.variables[4] = "MASTER_PORT=29500"; /* the job token */
+    j.port = some_ports(1);
+    through = j;
+    through.port = some_ports(1);
+    listener = occupy(through.port);
+    start(&j, 0, 0);
+    start(&through, 1, 1);
+    relayed = welcome(listener);
+    fd = visit(j.port);
+    size = record(relayed, fd, kept, sizeof kept);
+    EXPECT(size > 2 * letter, "%zu bytes were recorded", size);
+    close(relayed);
+    close(fd);
+    close(listener);
+    reap(0, 2);
+    expect_ok(2);
+    start(&j, 0, 0);
+    fd = visit(j.port);
+    (void)!write(fd, kept, letter);
+    EXPECT(read_bytes(fd, answer, letter) == letter, "there is no challenge");
+    (void)!write(fd, kept + letter, letter);
+    EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "another secret"), "it is not refused");
+    close(fd);
+    start(&j, 1, 1);
+    reap(0, 2);
+    expect_ok(2);
+    EXPECT(says(logs[0], "has another secret than rank 0"), "the log says '%s'", logs[0]);
+}
+
+static void test_secret_files(void) {
+    static const struct { const char *what, *word; } table[] = {
+        {"none", "No such file"}, {"a symbolic link", "is a symbolic link"}, {"a FIFO", "is not a regular file"},
+        {"a folder", "is not a regular file"}, {"others may read it", "chmod 600"}, {"it is empty", "is empty"},
+        {"it is large", "too large"}, {"it is another user's", "belongs to another user"}};
+    static char large[5000];
+    memset(large, 'x', sizeof large - 1);
+    for (int i = 0; i < 8; i++) {
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 1, 3000, work};
+        char variable[96];
+        faults_begin(table[i].what);
+        snprintf(variable, sizeof variable, "DDP_SECRET_FILE=%s", secret_path);
+        j.variables[6] = variable;
+        write_secret(i == 5 ? "\n" : i == 6 ? large : "x", i == 4 ? 0640 : 0600);
+        if (i < 4) unlink(secret_path);
+        if (i == 1) EXPECT(symlink("/etc/hostname", secret_path) == 0, "symlink: %s", strerror(errno));
+        if (i == 2) EXPECT(mkfifo(secret_path, 0600) == 0, "mkfifo: %s", strerror(errno));
+        if (i == 3) EXPECT(mkdir(secret_path, 0700) == 0, "mkdir: %s", strerror(errno));
+        if (i == 7 && chown(secret_path, 12345, (gid_t)-1) != 0) continue; /* only root can give it away */
+        start(&j, 1, 1);
+        reap(1, 1);
+        expect(1, DDP_ERR_INVALID, table[i].word, secret_path);
+        if (i == 3) rmdir(secret_path);
+    }
+    unlink(secret_path);
+    faults_begin("an empty desc.secret");
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 1, 3000, work};
+    desc_secret = "";
+    start(&j, 1, 1);
+    desc_secret = NULL;
+    reap(1, 1);
+    expect(1, DDP_ERR_INVALID, "desc.secret is empty", "");
+}
+
+//== frames =================================================================================
 
 static ddp_result reduce_block(ddp_group *world, void *user) {
     static unsigned char block[BLOCK];
@@ -714,6 +1000,7 @@ int main(int argc, char **argv) {
     before = leftovers_now();
     if (!strcmp(part, "meeting")) {
         test_meeting();
+        test_listen();
         test_node_lists();
         test_agent();
         test_file();
@@ -722,10 +1009,18 @@ int main(int argc, char **argv) {
     } else if (!strcmp(part, "strangers")) {
         test_port_in_use();
         test_contradictions();
+        test_bad_hellos();
         test_missing();
         test_other_jobs();
         test_strangers();
         test_silence();
+    } else if (!strcmp(part, "secret")) {
+        snprintf(secret_path, sizeof secret_path, "/tmp/ddp_test_secret_%d", (int)getpid());
+        test_secret();
+        test_wrong_secret();
+        test_false_rank0();
+        test_replay();
+        test_secret_files();
     } else if (!strcmp(part, "frames")) {
         test_bad_frames_to_rank0();
         test_bad_frames_from_rank0();

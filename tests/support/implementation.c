@@ -86,6 +86,11 @@ static ddp_result job_socket(char *name, size_t size) {
     return DDP_OK;
 }
 
+static int tcp_listen(const char *host, int port) {
+    ddp__listen_addresses addresses = ddp__listen_addresses_of(host);
+    return ddp__tcp_listen(&addresses, port);
+}
+
 static const char *backend_name(const ddp_group *group) { return group->backend->name; }
 
 static void forget_cause(ddp_group *group) { group->cause_seen = group->cause_delivered = 0; }
@@ -121,5 +126,5 @@ static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)grou
 
 __thread int machine_salt;
 test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, 5, DDP__WAYS, DDP__WAY_READ,
-    ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, ddp__tcp_listen,
-    ddp__first_host, DDP__VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};
+    ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
+    ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

@@ -9,7 +9,8 @@
 extern "C" {
 #endif
 
-enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_TEXT = 512 /* bytes of text after the heads of the first two */ };
+enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_CHALLENGE, INNER_PROOF }; /* kinds of frames */
+enum { INNER_TEXT = 512 };                                                      /* bytes of text after all heads except that of data */
 
 typedef struct test_inner {
     /* how ddp.h is built; at first as for everybody */
