@@ -4306,6 +4306,10 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     return DDP_OK;
 }
 
+/* What ranks tell each other over TCP before they look for shared memory. */
+enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
+typedef uint64_t ddp__card[DDP__CARD_WORDS];
+
 enum { DDP__ANNOUNCED = 1024 }; /* a text with 60 addresses or so, see ddp__announce_text */
 
 /* Ranks that were not forked from one ddp_launch meet at a socket: an abstract one on one machine, TCP beyond. Rank 0 reads each visitor's hello. It admits
@@ -4330,6 +4334,8 @@ typedef struct ddp__venue {
     double deadline;     /* of rank 0 the earliest of all: whoever gives up first, all learn from rank 0 who is missing */
     double notice_at;    /* when log_fn is told that this rank still waits */
     double grace;        /* how much longer the others wait for its word, which says more than silence: its process may stand still for a while */
+    const ddp__card *card; /* of ranks that have met over TCP before; NULL = they have not */
+    const int *member;   /* which card is a rank's; NULL = that of its number */
     ddp_result result;   /* of rank 0: why, when it is not DDP_OK, is this thread's error line */
 } ddp__venue;
 
@@ -4830,6 +4836,23 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     ddp_group_log(v->group, text);
 }
 
+/* DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended: it will not come to the local rendezvous.
+   Costs about 10 us per rank. */
+static ddp_result ddp__check_processes(const ddp__venue *v) {
+    const int *member = v->member;
+    int me = v->group->rank;
+    for (int r = 0; v->card && r < v->group->world_size; r++) {
+        const uint64_t *card = v->card[member ? member[r] : r], *mine = v->card[member ? member[me] : me];
+        int pid = (int)card[DDP__CARD_PID], ended = kill(pid, 0) != 0 && errno == ESRCH;
+        if (!ended && card[DDP__CARD_START_TIME] && mine[DDP__CARD_START_TIME]) /* otherwise /proc is of no use here */
+            ended = ddp__process_start_time(pid) != card[DDP__CARD_START_TIME];
+        if (ended)
+            return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
+                            r, pid);
+    }
+    return DDP_OK;
+}
+
 /* 1 while there is somebody to wait for. It is a failure when all who are missing have been here and left, or when the time is up. */
 static int ddp__still_waits(ddp__venue *v) {
     int to_come = 0, departed = 0;
@@ -4841,6 +4864,8 @@ static int ddp__still_waits(ddp__venue *v) {
         else to_come = 1;
     }
     if (v->result != DDP_OK || (!to_come && !departed)) return 0;
+    v->result = ddp__check_processes(v);
+    if (v->result != DDP_OK) return 0;
     if (to_come && ddp_now() <= v->deadline) {
         ddp__notice_missing(v, list);
         return 1;
@@ -5048,6 +5073,7 @@ static ddp_result ddp__venue_read(ddp__venue *v, size_t token_size) {
 /* Finds rank 0, which may not be up yet, and is let in once all ranks are there. */
 static ddp_result ddp__visit(ddp__venue *v) {
     size_t token_size = strlen(v->token);
+    double checked = ddp_now();
     for (useconds_t pause = 1000;; usleep(pause), pause = v->local || pause > 100000 ? pause : 2 * pause) {
         ddp_result result = DDP_ERR_INVALID;
         v->peer->in.result = 0;
@@ -5055,6 +5081,10 @@ static ddp_result ddp__visit(ddp__venue *v) {
         else if (!v->path) result = ddp__ask_hosts(v);
         else if ((result = ddp__venue_read(v, token_size)) == DDP_OK) result = ddp__ask_hosts(v);
         if (result != DDP_ERR_INVALID) return result;
+        if (ddp_now() - checked > 0.02) {
+            checked = ddp_now();
+            if (ddp__check_processes(v) != DDP_OK) return DDP_ERR_PEER_LOST;
+        }
         if (v->peer->in.result == DDP__OTHER_JOB && v->ports == 1 && !v->path)
             return ddp_fail(DDP_ERR_MISMATCH, "%s; give each job its own port", ddp_last_error());
         if (ddp__notice_is_due(v)) {
@@ -5442,8 +5472,8 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
-/* The group's ranks meet on this machine: it becomes one of the local backend. */
-static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
+/* The group's ranks meet on this machine: it becomes one of the local backend. card, member: as in ddp__venue. */
+static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card, const int *member) {
     ddp__venue v = DDP_ZERO;
     ddp__heap *heap = NULL;
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
@@ -5451,6 +5481,8 @@ static ddp_result ddp__local_meet(ddp_group *group, const char *token) {
                         DDP_MAX_LOCAL_RANKS);
     snprintf(v.token, sizeof v.token, "%s", token);
     v.local = ddp__job_address(&v.address, v.token);
+    v.card = card;
+    v.member = member;
     DDP__TRY(ddp__meet(&v, group, -1, &heap));
     int sent = v.peer->heap_fd >= 0;
     if (sent) heap = ddp__heap_wrap(v.peer->heap_fd, 0);
@@ -5473,7 +5505,7 @@ typedef struct ddp__tcp {
     ddp__venue venue;            /* the peers of rank 0: all ranks, with itself; of others: rank 0 */
     pthread_mutex_t lock;        /* of all that is not the running call's alone */
     int running, told, heard;    /* running: a call uses the connections. told: the others know of the failure. heard: from rank 0 */
-    uint64_t (*card)[2];         /* of each rank: its machine, and a nonce */
+    ddp__card *card;             /* of each rank */
     const void **source;         /* where each rank's data lies, to be added */
     unsigned char *out;          /* a frame to send */
     size_t room;
@@ -5738,11 +5770,13 @@ static void ddp__tcp_tune(int fd, int timeout_ms) {
 /* Makes the state of a group whose ranks meet at the venue. Ranks that turn out to be on one machine need the network no longer. */
 static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
     size_t w = (size_t)group->world_size;
-    uint64_t mine[2] = {ddp__machine(), ddp__nonce()};
+    int pid = (int)getpid();
+    ddp__card mine = {ddp__machine(), ddp__nonce(), (uint64_t)pid, ddp__process_start_time(pid)};
+    ddp__card cards[DDP_MAX_LOCAL_RANKS];
     ddp__tcp *t = (ddp__tcp *)ddp__group_calloc(group, sizeof *t + w * (sizeof *t->card + sizeof *t->source));
     char token[32];
     if (!t) { if (listener >= 0) close(listener); return DDP_ERR_NO_MEMORY; }
-    t->card = (uint64_t (*)[2])(void *)(t + 1);
+    t->card = (ddp__card *)(void *)(t + 1);
     t->source = (const void **)(void *)(t->card + w);
     pthread_mutex_init(&t->lock, NULL);
     group->state = t;
@@ -5753,17 +5787,19 @@ static ddp_result ddp__tcp_open(ddp_group *group, ddp__venue *v, int listener) {
         snprintf(t->venue.peer->who, sizeof t->venue.peer->who, "%.95s", t->venue.peer->text);
         t->venue.peer->arrived = 1; /* rank 0 only answers: data outside a call is invalid */
     }
-    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, 2, DDP_U64, NULL);
+    if (result == DDP_OK) result = ddp_all_gather(group, mine, t->card, DDP__CARD_WORDS, DDP_U64, NULL);
     if (result != DDP_OK) { ddp__tcp_close(group, t); return result; }
     group->local_rank = group->local_world_size = 0;
     for (int r = 0; r < group->world_size; r++) {
-        group->local_rank += r < group->rank && t->card[r][0] == mine[0];
-        group->local_world_size += t->card[r][0] == mine[0];
+        int here = t->card[r][DDP__CARD_MACHINE] == mine[DDP__CARD_MACHINE];
+        group->local_rank += r < group->rank && here;
+        group->local_world_size += here;
     }
     if (group->local_world_size < group->world_size || group->world_size > DDP_MAX_LOCAL_RANKS) return DDP_OK;
-    snprintf(token, sizeof token, "tcp:%016llx", (unsigned long long)t->card[0][1]);
+    snprintf(token, sizeof token, "tcp:%016llx", (unsigned long long)t->card[0][DDP__CARD_NONCE]);
+    memcpy(cards, t->card, w * sizeof *cards);
     ddp__tcp_close(group, t);
-    return ddp__local_meet(group, token);
+    return ddp__local_meet(group, token, (const ddp__card *)cards, NULL);
 }
 
 /* Members on one machine meet there and use the local backend; others meet at the new group's rank 0, whose addresses travel over the parent. */
@@ -5773,7 +5809,7 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     char mine[DDP__ANNOUNCED] = "", *all = NULL;
     uint64_t size;
     ddp__venue venue = DDP_ZERO;
-    for (int i = 1; i < member_count; i++) local &= t->card[members[i]][0] == t->card[members[0]][0];
+    for (int i = 1; i < member_count; i++) local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
     ddp__listen_addresses everywhere = DDP_ZERO;
     int listener = leads && !local ? ddp__tcp_listen(&everywhere, 0) : -1;
     if (leads) ddp__announce_text(listener, mine);
@@ -5797,7 +5833,8 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
         child->backend = &ddp__backend_self;
         return ddp__self_open(child, child_state);
     }
-    result = local ? ddp__local_meet(child, venue.token) : ddp__tcp_open(child, &venue, listener);
+    if (local) result = ddp__local_meet(child, venue.token, (const ddp__card *)t->card, members);
+    else result = ddp__tcp_open(child, &venue, listener);
     if (result == DDP_OK) *child_state = child->state;
     return result;
 }
@@ -5888,7 +5925,7 @@ static ddp_result ddp__world_new(ddp_group **out, const ddp_group_desc *desc, co
     else if (backend->open) result = backend->open(group, &group->state);
     else if (id->world) result = ddp__local_again(group, id->world);
     else if (id->heap) result = ddp__local_join(group, id->heap);
-    else result = ddp__local_meet(group, id->token);
+    else result = ddp__local_meet(group, id->token, NULL, NULL);
     if (result == DDP_OK && backend && backend->open) ddp_group_set_local(group, id->local_rank, id->local_world_size);
     if (result == DDP_OK) *out = group;
     else ddp__group_delete(group);

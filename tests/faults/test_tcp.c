@@ -771,7 +771,7 @@ static void expect_frame(int slot, const bad_frame *bad) {
 
 /* The test is rank 1 of 2. */
 static void test_bad_frames_to_rank0(void) {
-    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
     reduce.op = DDP_OP_MAX;
     for (size_t i = 0; i < sizeof bad_frames / sizeof *bad_frames; i++) {
         const bad_frame *bad = &bad_frames[i];
@@ -788,9 +788,9 @@ static void test_bad_frames_to_rank0(void) {
         (void)!write(fd, letter, inner.hello(letter, token, 1, 2, inner.version));
         got = read_bytes(fd, answer, 2 * (head + INNER_TEXT)); /* admitted, and then: all are there */
         EXPECT(got == 2 * (head + INNER_TEXT), "rank 0 did not admit rank 1: %zu bytes", got);
-        send_frame(fd, INNER_DATA, 0, 16, &cards, 16, NULL);
-        got = read_bytes(fd, answer, head + 32);
-        EXPECT(got == head + 32, "rank 0 gathered %zu bytes", got);
+        send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+        got = read_bytes(fd, answer, head + 64);
+        EXPECT(got == head + 64, "rank 0 gathered %zu bytes", got);
         send_frame(fd, bad->kind, bad->result, bad->size, bad->kind == INNER_DATA ? &reduce : NULL, bad->following, bad->text);
         got = read_bytes(fd, answer, head + BLOCK);
         EXPECT(got < head + BLOCK, "rank 0 answered with %zu bytes", got);
@@ -802,7 +802,7 @@ static void test_bad_frames_to_rank0(void) {
 
 /* The test is rank 0 of 2. */
 static void test_bad_frames_from_rank0(void) {
-    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
     reduce.op = DDP_OP_MAX;
     for (size_t i = 0; i < 2 * sizeof bad_frames / sizeof *bad_frames; i++) {
         const bad_frame *bad = &bad_frames[i / 2];
@@ -820,9 +820,9 @@ static void test_bad_frames_from_rank0(void) {
         EXPECT(read_bytes(fd, bytes, head + INNER_TEXT) == head + INNER_TEXT, "there is no hello");
         send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
         send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
-        EXPECT(read_bytes(fd, bytes, head + 16) == head + 16, "there is no card");
+        EXPECT(read_bytes(fd, bytes, head + 32) == head + 32, "there is no card");
         if (!early) {
-            send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+            send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);
             EXPECT(read_bytes(fd, bytes, head + BLOCK) == head + BLOCK, "there is no data");
         }
         send_frame(fd, bad->kind, bad->result, bad->size, bad->kind != INNER_DATA ? NULL : early ? &cards : &reduce, bad->following, bad->text);
@@ -835,7 +835,7 @@ static void test_bad_frames_from_rank0(void) {
 
 /* Rank 0's data for a call that this rank has not made is invalid, and not kept for the next call. */
 static void test_unasked_answer(void) {
-    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 2);
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4);
     job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, reduce_block};
     static char bytes[4 * BLOCK];
     int listener, fd;
@@ -847,8 +847,8 @@ static void test_unasked_answer(void) {
     EXPECT(read_bytes(fd, bytes, head_size() + INNER_TEXT) == head_size() + INNER_TEXT, "there is no hello");
     send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, "");
     send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
-    send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
-    send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
+    send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);
+    send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);
     reap(1, 1);
     expect(1, DDP_ERR_MISMATCH, "", "");
     close(fd);

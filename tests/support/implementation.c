@@ -26,14 +26,22 @@ static int refused(long number, ...) {
 
 /* Of a rank's hello, which is the only thing that ddp.h sends by this name. */
 static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
-    ssize_t sent = send(fd, data, size, flags);
+    ssize_t sent;
     int unread = 1;
+    if (inner.before_hello) inner.before_hello();
+    sent = send(fd, data, size, flags);
     if (!inner.hello_is_read) return sent;
     while (ioctl(fd, SIOCOUTQ, &unread) == 0 && unread > 0) usleep(500);
     inner.hello_is_read();
     return sent;
 }
 #define send(fd, data, size, flags) hello_send(fd, data, size, flags)
+
+static int watched_listen(int fd, int backlog) {
+    if (inner.before_listen) inner.before_listen();
+    return listen(fd, backlog);
+}
+#define listen(fd, backlog) watched_listen(fd, backlog)
 
 #define __builtin_cpu_is(name) (inner.is_amd ? inner.is_amd() : __builtin_cpu_is(name))
 #define __builtin_cpu_supports(name) (!inner.narrow && __builtin_cpu_supports(name))
@@ -49,6 +57,7 @@ static ssize_t hello_send(int fd, const void *data, size_t size, int flags) {
 #define DDP_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #undef send
+#undef listen
 #undef syscall
 
 static size_t hello(void *out, const char *token, int rank, int world_size, uint32_t version) {
@@ -125,6 +134,6 @@ static int *can_read(ddp_group *group, int peer) { return &((ddp__local *)group-
 static int32_t *pid_of(ddp_group *group, int rank) { return &((ddp__local *)group->state)->heap->job->rank[rank].pid; }
 
 __thread int machine_salt;
-test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, 5, DDP__WAYS, DDP__WAY_READ,
+test_inner inner = {(size_t)4 << 20, (size_t)64 << 10, 65536, 300000, INT64_C(214748364), 0, NULL, 0, NULL, NULL, NULL, 5, DDP__WAYS, DDP__WAY_READ,
     ddp__reduce_tree, ddp__cast, ddp__divide, ddp__update_f32, ddp__update_f64, ddp__copy_across, ddp__copy_stream, ddp__stream_end, ddp__exact_add_squares, tcp_listen,
     ddp__first_host, DDP__HELLO_VERSION, hello, frame, job_socket, backend_name, forget_cause, exhaust, write_cause, force_way, round_of, can_read_peers, can_read, pid_of};

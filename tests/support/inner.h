@@ -21,6 +21,7 @@ typedef struct test_inner {
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
     int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
     void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
+    void (*before_hello)(void), (*before_listen)(void); /* called before this rank sends a hello, and before it listens */
     int p2p_slice_ms;                    /* DDP__P2P_SLICE_MS */
     int ways, way_read;                  /* how many ways large private data has, and which of them reads the peers' buffers in one copy */
 

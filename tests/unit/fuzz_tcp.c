@@ -92,7 +92,7 @@ static unsigned char send_memory[65537], recv_memory[65537];
 
 static ddp_call call_number(int n) {
     static const struct { ddp_call_kind kind; ddp_dtype dtype; size_t count; int root; } table[CALLS] = {
-        {DDP_CALL_ALL_GATHER, DDP_U64, 2, -1} /* of ddp_group_create: cards */, {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
+        {DDP_CALL_ALL_GATHER, DDP_U64, DDP__CARD_WORDS, -1} /* of ddp_group_create: cards */, {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
         {DDP_CALL_BROADCAST, DDP_I32, 100, 1}, {DDP_CALL_BARRIER, DDP_U8, 0, -1}, {DDP_CALL_REDUCE_SCATTER, DDP_I32, 50, -1},
         {DDP_CALL_ALL_TO_ALL, DDP_U8, 7, -1}, {DDP_CALL_GATHER, DDP_U8, 300, 0}, {DDP_CALL_SCATTER, DDP_U8, 9, 2},
         {DDP_CALL_REDUCE, DDP_I64, 3, 1}, {DDP_CALL_ALL_REDUCE, DDP_U8, 65537, -1} /* too large */};
@@ -215,13 +215,13 @@ static void send_data(played *p, int number) {
     if (call.kind == DDP_CALL_BARRIER) m.block = 0;
     shape.rank = p->rank;
     frame = p->rank ? ddp__tcp_frame_of(&shape, &m, p->rank) : ddp__tcp_answer_of(&shape, &m);
-    memset(answer, number, frame.size + sizeof(uint64_t[2 * WORLD]));
+    memset(answer, number, frame.size + sizeof(ddp__card[WORLD]));
     if (number == 0 && p->rank) { /* a card: machine and nonce */
-        uint64_t card[2] = {1000 + (uint64_t)p->rank, 5};
+        ddp__card card = {1000 + (uint64_t)p->rank, 5, 1, 0};
         memcpy(answer, card, sizeof card);
     }
     if (number == 0 && !p->rank) {
-        uint64_t cards[2 * WORLD] = {1000, 5, 1001, 5, 1002, 5};
+        ddp__card cards[WORLD] = {{1000, 5, 1, 0}, {1001, 5, 1, 0}, {1002, 5, 1, 0}};
         memcpy(answer, cards, sizeof cards);
     }
     send_frame(p, DDP__FRAME_DATA, frame.result, frame.call, answer, frame.size);
