@@ -33,8 +33,9 @@ EXAMPLE
 CONTENTS      (search for the tags)
     >>config  >>types  >>descs  >>api  >>sampler  >>loader  >>spi  >>impl-structs  >>impl-error  >>impl-memory  >>impl-reduce
     >>impl-half  >>impl-divide  >>impl-tree  >>impl-exact  >>impl-device  >>impl-heap  >>impl-life  >>impl-wait  >>impl-local  >>impl-p2p
-    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-tcp  >>impl-group  >>impl-mpi  >>impl-mesh
-    >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator  >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
+    >>impl-local-group  >>impl-self  >>impl-queue  >>impl-hmac  >>impl-rendezvous  >>impl-tcp  >>impl-group
+    >>impl-mpi  >>impl-mesh  >>impl-launch  >>impl-buckets  >>impl-schema  >>impl-reducer  >>impl-accumulator
+    >>impl-join  >>impl-sampler  >>impl-loader  >>impl-public
 
 CONCEPTS
     Rank       one worker of a group: a process, a thread, an MPI rank. A group has world_size of them, numbered from 0.
@@ -47,10 +48,9 @@ CONCEPTS
                W=4: (r0+r1)+(r2+r3). The bits depend on nothing else: not on timing, sizes, buckets or backend.
     Group memory   memory from ddp_group_alloc can be read and written by every rank of this machine: collectives on it copy nothing.
                Any other memory works too, through chunks that stay in cache.
-
-    Security   shared memory is protected by the user id: only processes of the same user can join. A rendezvous over TCP is protected
-               by ddp_group_desc.secret (DDP_SECRET, DDP_SECRET_FILE). Data between machines is neither encrypted nor signed: use a
-               network that no stranger can read or change.
+    Security   shared memory is protected by the user id: only processes of the same user can join. A rendezvous
+               over TCP is protected by ddp_group_desc.secret. Data between machines is neither encrypted nor
+               signed: use a network that others can neither read nor change.
 
 ERRORS
     Every fallible call returns ddp_result; 0 is DDP_OK and errors are negative. ddp_last_error() is one line for this thread, such as
@@ -188,11 +188,11 @@ typedef struct ddp_group_desc {
     void *user;
     /* NULL = silent; notices: a fallback taken, ranks that have been missing for 5 s */
     void (*log_fn)(const char *text, void *user);
-    const char *secret;      /* For a rendezvous over TCP: ranks prove to each other that they have the same text. Use 16
-                                random bytes or more, such as from `openssl rand -hex 32`. NULL = DDP_SECRET, or else the
-                                content of the file DDP_SECRET_FILE (mode 0600), or else none: then everybody who reaches
-                                the port can join. Read during ddp_group_create. Shared memory admits the same user only,
-                                and does not need it. */
+    const char *secret; /* For a rendezvous over TCP: ranks prove to each other that they have the same text. Use
+                           16 random bytes or more, such as from `openssl rand -hex 32`. NULL = DDP_SECRET, or else
+                           the content of the file DDP_SECRET_FILE (mode 0600), or else none: then any process that
+                           reaches the port can join. Read during ddp_group_create only. Shared memory does not
+                           need it: it admits only processes of the same user. */
 } ddp_group_desc;
 
 typedef enum ddp_launch_mode { DDP_LAUNCH_PROCESSES = 0, DDP_LAUNCH_THREADS } ddp_launch_mode;
@@ -4077,13 +4077,13 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     return ddp__outcome_tell(&first);
 }
 
-//== HMAC-SHA-256 ====================================================================================== >>impl-hmac
+//== HMAC-SHA-256 ================================================================================== >>impl-hmac
 
 /* SHA-256 (FIPS 180-4) and HMAC (RFC 2104). The TCP rendezvous uses them to prove desc.secret. */
 
 typedef struct ddp__sha256 {
     uint32_t state[8];
-    uint64_t size_bytes;      /* of the message so far */
+    uint64_t size_bytes;      /* of the message up to here */
     unsigned char block[64];  /* its last size_bytes % 64 bytes */
 } ddp__sha256;
 
@@ -4098,18 +4098,20 @@ static uint32_t ddp__rotate_right(uint32_t word, int bits) { return word >> bits
 
 static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) {
     static const uint32_t constants[64] = {
-        0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u, 0xab1c5ed5u,
-        0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu, 0x9bdc06a7u, 0xc19bf174u,
-        0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu, 0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau,
-        0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u, 0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u,
-        0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu, 0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u,
-        0xa2bfe8a1u, 0xa81a664bu, 0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u,
-        0x19a4c116u, 0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
-        0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u, 0xc67178f2u};
+        0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u,
+        0xab1c5ed5u, 0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu,
+        0x9bdc06a7u, 0xc19bf174u, 0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu,
+        0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau, 0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u,
+        0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u, 0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu,
+        0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u, 0xa2bfe8a1u, 0xa81a664bu,
+        0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u, 0x19a4c116u,
+        0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+        0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u,
+        0xc67178f2u};
     uint32_t w[64], s[8];
     for (int t = 0; t < 16; t++)
-        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16 | (uint32_t)block[4 * t + 2] << 8 |
-               (uint32_t)block[4 * t + 3];
+        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16 |
+               (uint32_t)block[4 * t + 2] << 8 | (uint32_t)block[4 * t + 3];
     for (int t = 16; t < 64; t++) {
         uint32_t small0 = ddp__rotate_right(w[t - 15], 7) ^ ddp__rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
         uint32_t small1 = ddp__rotate_right(w[t - 2], 17) ^ ddp__rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
@@ -4117,8 +4119,10 @@ static void ddp__sha256_block(uint32_t state[8], const unsigned char block[64]) 
     }
     memcpy(s, state, sizeof s);
     for (int t = 0; t < 64; t++) {
-        uint32_t big1 = ddp__rotate_right(s[4], 6) ^ ddp__rotate_right(s[4], 11) ^ ddp__rotate_right(s[4], 25);
-        uint32_t big0 = ddp__rotate_right(s[0], 2) ^ ddp__rotate_right(s[0], 13) ^ ddp__rotate_right(s[0], 22);
+        uint32_t big1 =
+            ddp__rotate_right(s[4], 6) ^ ddp__rotate_right(s[4], 11) ^ ddp__rotate_right(s[4], 25);
+        uint32_t big0 =
+            ddp__rotate_right(s[0], 2) ^ ddp__rotate_right(s[0], 13) ^ ddp__rotate_right(s[0], 22);
         uint32_t choose = (s[4] & s[5]) ^ (~s[4] & s[6]);
         uint32_t majority = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
         uint32_t first = s[7] + big1 + choose + constants[t] + w[t];
@@ -4150,8 +4154,8 @@ static void ddp__sha256_end(ddp__sha256 *hash, unsigned char out[32]) {
 }
 
 /* HMAC of a message that is given in two parts. */
-static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *first, size_t first_bytes, const void *second,
-                             size_t second_bytes, unsigned char out[32]) {
+static void ddp__hmac_sha256(const void *key, size_t key_bytes, const void *first, size_t first_bytes,
+                             const void *second, size_t second_bytes, unsigned char out[32]) {
     unsigned char pad[64] = {0};
     ddp__sha256 hash;
     if (key_bytes > sizeof pad) {
@@ -4306,7 +4310,7 @@ static ddp_result ddp__identity_of(ddp__identity *id, const ddp_group_desc *desc
     return DDP_OK;
 }
 
-/* What ranks tell each other over TCP before they look for shared memory. */
+/* Ranks exchange these words over TCP before they look for shared memory. */
 enum { DDP__CARD_MACHINE, DDP__CARD_NONCE, DDP__CARD_PID, DDP__CARD_START_TIME, DDP__CARD_WORDS };
 typedef uint64_t ddp__card[DDP__CARD_WORDS];
 
@@ -4327,7 +4331,7 @@ typedef struct ddp__venue {
     struct ddp__peer *peer; /* of rank 0: the ranks, DDP__STRANGERS of whoever has not said who it is, and the listener. Of others: rank 0 */
     struct pollfd *poll;
     int count;           /* of peers */
-    int secured;         /* 1 = peers must prove that they know the key */
+    int secured;         /* 1 = peers must prove that they have the key */
     unsigned char key[32]; /* from desc.secret */
     char refused[200];   /* rank 0: the last peer that was refused, and why */
     int notices;         /* rank 0: how many connections were closed with a notice */
@@ -4440,7 +4444,8 @@ static void ddp__peer_init(ddp__peer *p, int fd) {
         memcpy(p->network, &((struct sockaddr_in *)(void *)&address)->sin_addr, 4);
     if (known && address.ss_family == AF_INET6)
         memcpy(p->network, &((struct sockaddr_in6 *)(void *)&address)->sin6_addr, 16);
-    if (known && address.ss_family == AF_INET6 && !IN6_IS_ADDR_V4MAPPED(&((struct sockaddr_in6 *)(void *)&address)->sin6_addr))
+    if (known && address.ss_family == AF_INET6 &&
+        !IN6_IS_ADDR_V4MAPPED(&((struct sockaddr_in6 *)(void *)&address)->sin6_addr))
         memset(p->network + 8, 0, 8);
     if (known) getnameinfo((struct sockaddr *)&address, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
     snprintf(p->who, sizeof p->who, "%s port %s", host, port);
@@ -4502,8 +4507,8 @@ static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *roo
     return *bytes ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
-/* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as \x1b: no peer
-   controls a terminal or adds a line. Escaped text stays as it is. */
+/* Text from a peer goes into error lines and logs. Bytes other than printable ASCII become \xNN, such as
+   \x1b: no peer controls a terminal or adds a line. Escaped text stays as it is. */
 static void ddp__escape_text(char text[DDP__TEXT_MAX]) {
     char out[DDP__TEXT_MAX] = "";
     size_t n = 0;
@@ -4526,11 +4531,12 @@ static int ddp__is_result(int number) {
     return 0;
 }
 
-/* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's state.
-   group: its data may come; NULL = this is the rendezvous. */
+/* Checks the head of a frame before any of it is used. allowed: DDP__ALLOW_... bits of the connection's
+   state. group: its data may come; NULL = this is the rendezvous. */
 static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsigned allowed) {
     const ddp__frame *frame = &p->in;
-    size_t max = group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1) : 0; /* rank 0 gathers */
+    size_t max =
+        group ? DDP__TCP_PAYLOAD * (size_t)(group->rank ? group->world_size : 1) : 0; /* rank 0 gathers */
     int is_outcome = !group && (frame->result == DDP__ADMITTED || frame->result == DDP__OTHER_JOB);
     if (frame->kind > DDP__FRAME_LAST || !(allowed >> frame->kind & 1)) return 0;
     if (frame->kind == DDP__FRAME_NEWS && !is_outcome && !ddp__is_result(frame->result)) return 0;
@@ -4540,8 +4546,9 @@ static int ddp__frame_is_valid(const ddp_group *group, const ddp__peer *p, unsig
     return frame->size <= (frame->result ? 0 : max);
 }
 
-/* Reads from a connection. 1: a frame is complete, and the next call begins another. 0: more is to come.
-   -1: the connection has ended; errno is EPROTO for an invalid frame. group and allowed: as in ddp__frame_is_valid. */
+/* Reads from a connection. 1: a frame is complete, and the next call begins another. 0: more is to come. -1:
+   the connection has ended; errno is EPROTO for an invalid frame. group and allowed: as in
+   ddp__frame_is_valid. */
 static int ddp__peer_read(ddp_group *group, ddp__peer *p, unsigned allowed) {
     size_t head = sizeof p->in;
     for (;;) {
@@ -4588,42 +4595,45 @@ static void ddp__venue_poll(ddp__venue *v) {
 #define DDP__STRANGERS 128        /* sockets that may be open before their hello has come, */
 #define DDP__STRANGER_SECONDS 5.0 /* and for how long */
 
-/* "token version world_size order rank patience_ms secured who"; who is "pid 77 on hostb", on one machine without the
-   host. Patience: how long this rank still waits. secured: 1 = it has a secret. */
+/* "token version world_size order rank patience_ms secured process", and process is "pid 77 on hostb";
+   on one machine it has no host. Patience: how long this rank still waits. secured: 1 = it has a secret. */
 static void ddp__hello_text(char out[DDP__TEXT_MAX], const ddp__venue *v, unsigned version) {
     double patience = v->deadline - ddp_now();
+    int patience_ms = patience > 0 ? (int)(patience * 1e3) : 0;
     unsigned long long token = (unsigned long long)ddp__hash_text(v->token);
     char host[64] = "";
     if (!v->local) gethostname(host, sizeof host - 1);
-    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", token, version, v->group->world_size,
-             (int)v->group->desc.order, v->group->rank, patience > 0 ? (int)(patience * 1e3) : 0, v->secured, (int)getpid(),
-             *host ? " on " : "", host);
+    snprintf(out, DDP__TEXT_MAX, "%016llx %u %d %d %d %d %d pid %d%s%.50s", token, version,
+             v->group->world_size, (int)v->group->desc.order, v->group->rank,
+             patience_ms, v->secured, (int)getpid(), *host ? " on " : "", host);
     ddp__escape_text(out);
 }
 
 /* --- the proof of a secret ---
 
-   A peer is authenticated in two round trips. K is the key, H the text of the hello, Nr and N0 are random nonces of
-   128 bits, one of each side and connection:
+   A peer is authenticated in two round trips. K is the key, H the text of the hello. Nr and N0 are random nonces
+   of 128 bits, one of each side and connection:
 
        rank r  --- HELLO      H, Nr ------------------------>  rank 0
        rank r  <-- CHALLENGE  N0 ----------------------------  rank 0
-       rank r  --- PROOF      HMAC(K, "rank"   Nr N0 H) ---->  rank 0      compares; a wrong proof ends the connection
-       rank r  <-- NEWS       HMAC(K, "rank 0" Nr N0 H) -----  rank 0      compares; a wrong proof is no rank 0
+       rank r  --- PROOF      HMAC(K, "rank"   Nr N0 H) ---->  rank 0   compares; hangs up if it is wrong
+       rank r  <-- NEWS       HMAC(K, "rank 0" Nr N0 H) -----  rank 0
 
-   Replay: a recorded proof is of no use, since N0 (or Nr) is new on every connection.
-   Reflection: the proofs of the two roles differ, so neither side accepts its own proof back. A rank never answers a
-   hello and rank 0 never sends one.
-   Another context: H has the job token, version, world size, order and rank number; a proof is valid for nothing else.
-   Order: the connecting rank proves first. Anybody can connect to rank 0, but only a process that holds its port or is
-   on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the secret, so a stranger
-   gets nothing to test guesses of a weak secret on.
-
-   The proof covers the handshake. It does not protect what follows from somebody who can change packets on the way. */
+   Rank r compares, too: a process with a wrong proof is not rank 0.
+   Replay: a recorded proof is useless, since N0 and Nr are new on every connection.
+   Reflection: the proofs of the two roles differ, so no side accepts its own proof. A rank never answers a hello
+   and rank 0 never sends one.
+   Another context: H has the job token, version, world size, order and rank number. A proof is valid for nothing
+   else.
+   Order: the connecting rank proves first. Any process can connect to rank 0, but only one that holds its port or
+   is on the network path can pose as rank 0. Rank 0 sends no HMAC to a peer that has not proven the secret: an
+   unauthenticated peer gets nothing on which it could test guesses of a weak secret.
+   The proof covers the handshake only. Frames after it can be changed on the network path. */
 
 /* The proof of one role as text. role: 'r' = rank r, '0' = rank 0. */
-static void ddp__proof_text(char out[65], const unsigned char key[32], char role, const uint64_t rank_nonce[2],
-                            const uint64_t rank0_nonce[2], const char hello[DDP__TEXT_MAX]) {
+static void ddp__proof_text(char out[65], const unsigned char key[32], char role,
+                            const uint64_t rank_nonce[2], const uint64_t rank0_nonce[2],
+                            const char hello[DDP__TEXT_MAX]) {
     unsigned char head[64] = "ddp.h rendezvous 1", mac[32];
     head[31] = (unsigned char)role;
     memcpy(head + 32, rank_nonce, 16);
@@ -4637,17 +4647,21 @@ static int ddp__proof_is_right(const char text[DDP__TEXT_MAX], const char expect
 }
 
 /* The frames of a machine with the other byte order begin like this. */
-static int ddp__is_other_byte_order(const ddp__peer *p) { return p->in.magic == __builtin_bswap64(DDP__MAGIC); }
+static int ddp__is_other_byte_order(const ddp__peer *p) {
+    return p->in.magic == __builtin_bswap64(DDP__MAGIC);
+}
 
 enum { DDP__NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
 
-/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = the peer gets this result and why. */
+/* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = the peer gets this result
+   and why. */
 static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tell) {
     char text[440]; /* ddp_group_log puts the rank and the group's name before it */
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
     if (tell) ddp__send_news(p->fd, tell, why, -1);
     if (tell < 0) snprintf(v->refused, sizeof v->refused, "%.199s", why);
-    if (v->notices == DDP__NOTICES) snprintf(text, sizeof text, "more connections were closed than are reported here");
+    if (v->notices == DDP__NOTICES)
+        snprintf(text, sizeof text, "more connections were closed than are reported here");
     if (v->notices <= DDP__NOTICES) ddp_group_log(v->group, text);
     v->notices++;
     ddp__peer_close(p);
@@ -4664,7 +4678,11 @@ static int ddp__is_there(ddp__peer *p) {
 static int ddp__pid_in(const char *who) { int pid = 0; return sscanf(who, "pid %d", &pid) == 1 ? pid : 0; }
 
 /* A hello from its version on. */
-typedef struct ddp__hello { unsigned version; int world_size, order, rank, patience_ms, secured; const char *who; } ddp__hello;
+typedef struct ddp__hello {
+    unsigned version;
+    int world_size, order, rank, patience_ms, secured;
+    const char *who;
+} ddp__hello;
 
 /* 0 = the hello does not have all fields. text: without the token. */
 static int ddp__hello_parse(ddp__hello *h, const char *text) {
@@ -4672,7 +4690,8 @@ static int ddp__hello_parse(ddp__hello *h, const char *text) {
     memset(h, 0, sizeof *h);
     if (sscanf(text, "%u", &h->version) != 1) return 0;
     if (h->version != DDP__HELLO_VERSION) return 1; /* its other fields may be others */
-    sscanf(text, "%u %d %d %d %d %d %n", &h->version, &h->world_size, &h->order, &h->rank, &h->patience_ms, &h->secured, &who);
+    sscanf(text, "%u %d %d %d %d %d %n", &h->version, &h->world_size, &h->order, &h->rank, &h->patience_ms,
+           &h->secured, &who);
     h->who = text + who;
     return who > 0 && strncmp(h->who, "pid ", 4) == 0;
 }
@@ -4681,15 +4700,21 @@ static int ddp__hello_parse(ddp__hello *h, const char *text) {
 static ddp_result ddp__hello_check(const ddp__venue *v, const ddp__peer *p, const ddp__hello *h) {
     unsigned release = h->version % 1000000;
     if (h->version != DDP__HELLO_VERSION)
-        return ddp_fail(DDP_ERR_MISMATCH, "the rank at %s uses ddp %u.%u.%u (protocol %u), rank 0 uses %d.%d.%d (protocol %d); "
-                        "build all ranks with the same header", p->who, release / 10000, release / 100 % 100, release % 100,
-                        h->version / 1000000, DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH, DDP__PROTOCOL);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "the rank at %s uses ddp %u.%u.%u (protocol %u), rank 0 uses %d.%d.%d (protocol %d); "
+                        "build all ranks with the same header",
+                        p->who, release / 10000, release / 100 % 100, release % 100, h->version / 1000000,
+                        DDP_VERSION_MAJOR, DDP_VERSION_MINOR, DDP_VERSION_PATCH, DDP__PROTOCOL);
     if (v->secured && !h->secured)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank 0 has a secret and rank %d (%.71s) has none; give every rank the same "
-                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret", h->rank, h->who);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "rank 0 has a secret and rank %d (%.71s) has none; give every rank the same "
+                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
+                        h->rank, h->who);
     if (!v->secured && h->secured)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
-                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret", h->rank, h->who);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "rank %d (%.71s) has a secret and rank 0 has none; give every rank the same "
+                        "DDP_SECRET, DDP_SECRET_FILE or desc.secret",
+                        h->rank, h->who);
     return DDP_OK;
 }
 
@@ -4699,16 +4724,20 @@ static ddp_result ddp__hello_admit(ddp__venue *v, ddp__peer *p, const ddp__hello
     double patience = ddp_now() + h->patience_ms * 1e-3;
     ddp__peer *place = &v->peer[in_range ? h->rank : 0];
     if (h->world_size != w)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d", h->rank, h->who,
-                        h->world_size, w);
+        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) says the world has %d ranks, rank 0 says %d",
+                        h->rank, h->who, h->world_size, w);
     if (h->order != (int)v->group->desc.order)
-        return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another desc.order than rank 0; give every rank the same", h->rank,
-                        h->who);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "rank %d (%.71s) has another desc.order than rank 0; give every rank the same",
+                        h->rank, h->who);
     if (!in_range || ddp__is_there(place))
-        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, place->who, h->who);
+        return ddp_fail(DDP_ERR_MISMATCH, "two processes claim rank %d: %s and %.71s", h->rank, place->who,
+                        h->who);
     if (v->local && pid != (int)ddp__peer_of(p->fd).pid)
-        return ddp_fail(DDP_ERR_UNSUPPORTED, "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
-                        "of one machine in a common one (such as --pid=host)", h->rank, pid);
+        return ddp_fail(DDP_ERR_UNSUPPORTED,
+                        "rank %d (pid %d) is in another pid namespace than rank 0; start the containers "
+                        "of one machine in a common one (such as --pid=host)",
+                        h->rank, pid);
     *place = *p;
     place->arrived = 1;
     snprintf(place->who, sizeof place->who, "%.71s", h->who);
@@ -4718,12 +4747,13 @@ static ddp_result ddp__hello_admit(ddp__venue *v, ddp__peer *p, const ddp__hello
     return DDP_OK;
 }
 
-/* Asks a peer for its proof. It needs the secret for nothing before that. */
+/* Sends a challenge. The next frame must be the proof that answers it. */
 static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
     uint64_t nonce[2];
     ddp__letter letter;
     int no_fd = -1;
-    if (!ddp__random_bytes(nonce, sizeof nonce)) return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+    if (!ddp__random_bytes(nonce, sizeof nonce))
+        return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__proof_text(p->proof, v->key, 'r', p->in.call, nonce, p->hello);
     ddp__proof_text(p->answer, v->key, '0', p->in.call, nonce, p->hello);
     letter = ddp__letter_of(DDP__FRAME_CHALLENGE, nonce, "");
@@ -4732,9 +4762,10 @@ static ddp_result ddp__challenge(const ddp__venue *v, ddp__peer *p) {
     return DDP_OK;
 }
 
-/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is admitted, waited for
-   or closed. A peer of this job that contradicts rank 0 ends the job only if it is authenticated, by the secret or as a
-   process of this user. Otherwise it is refused, and the ranks go on waiting for the right one. */
+/* Reads from an unauthenticated peer: its hello, then its proof if ranks have a secret. The peer is admitted,
+   waited for or closed. A peer of this job that contradicts rank 0 ends the job only if it is authenticated,
+   by the secret or as a process of this user. Otherwise it is refused, and the ranks go on waiting for the
+   right one. */
 static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     int whole = ddp__peer_read(NULL, p, p->challenged ? DDP__ALLOW_PROOF : DDP__ALLOW_HELLO), n = 0;
     unsigned long long token = 0;
@@ -4759,7 +4790,8 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
         return;
     }
     if (p->challenged && !ddp__proof_is_right(p->text, p->proof))
-        result = ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", hello.rank, hello.who);
+        result = ddp_fail(DDP_ERR_MISMATCH, "rank %d (%.71s) has another secret than rank 0", hello.rank,
+                          hello.who);
     if (result == DDP_OK && !p->challenged) result = ddp__hello_check(v, p, &hello);
     if (result == DDP_OK && v->secured && !p->challenged) {
         result = ddp__challenge(v, p);
@@ -4772,15 +4804,18 @@ static void ddp__read_hello(ddp__venue *v, ddp__peer *p) {
     else ddp__turn_away(v, p, ddp_last_error(), (int)result);
 }
 
-/* Where the next connection goes: a free place, or else that of the peer that has been silent longest among those of the
-   network with most places. A flood from one network displaces itself. */
+/* The place of the next connection: a free one, or else that of the peer that has been silent longest among
+   those of the network with most places. A flood from one network displaces itself. */
 static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
     ddp__peer *chosen = NULL;
     int chosen_neighbours = 0;
-    for (int i = 0; i < count; i++) if (first[i].fd < 0) return &first[i];
+    for (int i = 0; i < count; i++) {
+        if (first[i].fd < 0) return &first[i];
+    }
     for (int i = 0; i < count; i++) {
         int neighbours = 0;
-        for (int k = 0; k < count; k++) neighbours += memcmp(first[i].network, first[k].network, sizeof first->network) == 0;
+        for (int k = 0; k < count; k++)
+            neighbours += memcmp(first[i].network, first[k].network, sizeof first->network) == 0;
         if (chosen && neighbours < chosen_neighbours) continue;
         if (chosen && neighbours == chosen_neighbours && first[i].since >= chosen->since) continue;
         chosen = &first[i];
@@ -4789,8 +4824,8 @@ static ddp__peer *ddp__place_for_connection(ddp__peer *first, int count) {
     return chosen;
 }
 
-/* Accepts connections and reads the hellos that have come. After each connection that displaces another one, all are read:
-   a flood keeps no rank out, and no hello goes unread. */
+/* Accepts connections and reads the hellos that have come. After each connection that displaces another one,
+   all are read: a flood keeps no rank out, and no hello goes unread. */
 static void ddp__admit(ddp__venue *v) {
     int w = v->group->world_size, fd, full = 0;
     ddp__peer *stranger = v->peer + w, *end = v->peer + v->count - 1, *silent = NULL;
@@ -4836,18 +4871,21 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
     ddp_group_log(v->group, text);
 }
 
-/* DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended: it will not come to the local rendezvous.
-   Costs about 10 us per rank. */
+/* DDP_ERR_PEER_LOST if a process that has met this one over TCP has ended: it will not reach the local
+   rendezvous. Costs about 10 us per rank. */
 static ddp_result ddp__check_processes(const ddp__venue *v) {
     const int *member = v->member;
     int me = v->group->rank;
     for (int r = 0; v->card && r < v->group->world_size; r++) {
-        const uint64_t *card = v->card[member ? member[r] : r], *mine = v->card[member ? member[me] : me];
+        const uint64_t *card = v->card[member ? member[r] : r];
+        const uint64_t *mine = v->card[member ? member[me] : me];
         int pid = (int)card[DDP__CARD_PID], ended = kill(pid, 0) != 0 && errno == ESRCH;
-        if (!ended && card[DDP__CARD_START_TIME] && mine[DDP__CARD_START_TIME]) /* otherwise /proc is of no use here */
+        if (!ended && card[DDP__CARD_START_TIME] &&
+            mine[DDP__CARD_START_TIME]) /* otherwise /proc is of no use here */
             ended = ddp__process_start_time(pid) != card[DDP__CARD_START_TIME];
         if (ended)
-            return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
+            return ddp_fail(DDP_ERR_PEER_LOST,
+                            "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
                             r, pid);
     }
     return DDP_OK;
@@ -4871,14 +4909,14 @@ static int ddp__still_waits(ddp__venue *v) {
         return 1;
     }
     if (to_come)
-        v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s", v->group->desc.timeout_ms, list,
-                             *v->refused ? "; refused: " : "", v->refused);
+        v->result = ddp_fail(DDP_ERR_TIMEOUT, "timed out after %d ms: missing rank %s%s%s",
+                             v->group->desc.timeout_ms, list, *v->refused ? "; refused: " : "", v->refused);
     else v->result = ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s) went away before the world was complete", departed, v->peer[departed].who);
     return 0;
 }
 
-/* Rank 0's next frame, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank 0 of any
-   job: an echo of our hello, or a socket that has met itself. */
+/* Rank 0's next frame, by then. 0, or an errno; ECONNRESET when rank 0 has left, EPROTO when this is not rank
+   0 of any job: an echo of our hello, or a socket that has met itself. */
 static int ddp__await_news(ddp__peer *p, double until, unsigned allowed) {
     int whole;
     while ((whole = ddp__peer_read(NULL, p, allowed)) == 0)
@@ -4894,17 +4932,19 @@ static const char *ddp__no_rank0_text(const ddp__peer *p, int error) {
     return error == EPROTO ? "the process that listens there is no rank of ddp" : strerror(error);
 }
 
-/* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome. DDP_ERR_INVALID: this
-   is not our rank 0; ask again, or elsewhere. */
+/* Sends a hello on a new connection, proves the secret if there is one, and waits for the outcome.
+   DDP_ERR_INVALID: this is not our rank 0; try again, or elsewhere. */
 static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
-    double until = v->deadline + v->grace, answer_by = ddp_now() + DDP__STRANGER_SECONDS; /* rank 0 knows our deadline */
+    double until = v->deadline + v->grace,
+           answer_by = ddp_now() + DDP__STRANGER_SECONDS; /* rank 0 knows our deadline */
     char hello[DDP__TEXT_MAX] = "", proof[65], answer[65] = "";
     uint64_t nonce[2] = {0, 0};
     unsigned allowed = DDP__ALLOW_NEWS;
     ddp__letter letter;
     int error;
     if (until < answer_by) answer_by = until;
-    if (v->secured && !ddp__random_bytes(nonce, sizeof nonce)) return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
+    if (v->secured && !ddp__random_bytes(nonce, sizeof nonce))
+        return ddp_fail(DDP_ERR_SYSTEM, "getrandom: %s", strerror(errno));
     ddp__hello_text(hello, v, DDP__HELLO_VERSION);
     letter = ddp__letter_of(DDP__FRAME_HELLO, nonce, hello);
     (void)!send(p->fd, &letter, sizeof letter, MSG_NOSIGNAL); /* if it fails, what comes says why */
@@ -4918,12 +4958,14 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
         error = ddp__await_news(p, answer_by, DDP__ALLOW_NEWS);
     }
     if (error) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, error));
-    if (p->in.result == DDP__OTHER_JOB) return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
+    if (p->in.result == DDP__OTHER_JOB)
+        return ddp_fail(DDP_ERR_INVALID, "rank 0 of another job listens there");
     if (p->in.result == 0) return ddp_fail(DDP_ERR_INVALID, "%s", ddp__no_rank0_text(p, EPROTO));
     if (p->in.result < 0) return ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
     if (v->secured && (!*answer || !ddp__proof_is_right(p->text, answer))) {
         p->in.result = 0;
-        return ddp_fail(DDP_ERR_INVALID, "the process that listens there did not prove that it has the secret");
+        return ddp_fail(DDP_ERR_INVALID,
+                        "the process that listens there did not prove that it has the secret");
     }
     error = ddp__await_news(p, v->notice_at < until ? v->notice_at : until, DDP__ALLOW_NEWS);
     if (error == ETIMEDOUT && ddp_now() < until) {
@@ -4933,7 +4975,8 @@ static ddp_result ddp__say_hello(ddp__venue *v, ddp__peer *p) {
     }
     if (error == ETIMEDOUT) return ddp_fail(DDP_ERR_TIMEOUT, "rank 0 (%s) did not answer in time; some rank is missing", p->who);
     if (error == EPROTO || (!error && p->in.result > 0))
-        return ddp_fail(DDP_ERR_MISMATCH, "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
+        return ddp_fail(DDP_ERR_MISMATCH,
+                        "rank 0 (%s) sent an invalid frame; build all ranks with the same header", p->who);
     if (error) return ddp_fail(DDP_ERR_PEER_LOST, "rank 0 (%s) went away", p->who);
     return p->in.result == 0 ? DDP_OK : ddp_fail((ddp_result)p->in.result, "%.400s", p->text);
 }
@@ -5103,13 +5146,14 @@ static ddp_result ddp__visit(ddp__venue *v) {
 
 static int ddp__is_loopback_address(const struct sockaddr *at) {
     const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)at)->sin6_addr;
-    if (at->sa_family == AF_INET) return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 == 127;
+    if (at->sa_family == AF_INET)
+        return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 == 127;
     if (at->sa_family != AF_INET6) return 0;
     return IN6_IS_ADDR_LOOPBACK(ipv6) || (IN6_IS_ADDR_V4MAPPED(ipv6) && ipv6->s6_addr[12] == 127);
 }
 
-/* 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian maps a host's own name
-   to 127.0.1.1, and other machines know it by another address. */
+/* 1 for "localhost" and a loopback address. A name that resolves to loopback is not enough: Debian maps a
+   host's own name to 127.0.1.1, and other machines use another address for it. */
 static int ddp__is_loopback(const char *host) {
     struct addrinfo hints = DDP_ZERO, *list;
     int is_loopback;
@@ -5139,13 +5183,15 @@ static int ddp__is_own_address(const struct sockaddr *at) {
     return found;
 }
 
-/* The content of DDP_SECRET_FILE without the newline at its end. Only this user may be able to read the file. */
+/* The content of DDP_SECRET_FILE without the newline at its end. Only this user may be able to read the file.
+   */
 static ddp_result ddp__secret_read(const char *path, char *out, size_t room, size_t *size) {
     int fd = open(path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), error = errno;
     const char *why = NULL;
     struct stat s;
     ssize_t n = 0;
-    DDP__JOIN_NEED(fd >= 0 || error != ELOOP, "DDP_SECRET_FILE=%.200s is a symbolic link; give the path of the file itself", path);
+    DDP__JOIN_NEED(fd >= 0 || error != ELOOP,
+                   "DDP_SECRET_FILE=%.200s is a symbolic link; give the path of the file itself", path);
     DDP__JOIN_NEED(fd >= 0, "DDP_SECRET_FILE=%.200s cannot be opened: %s", path, strerror(error));
     if (fstat(fd, &s) != 0 || !S_ISREG(s.st_mode)) why = "is not a regular file";
     else if (s.st_uid != geteuid()) why = "belongs to another user; copy it to a file of this user";
@@ -5155,13 +5201,17 @@ static ddp_result ddp__secret_read(const char *path, char *out, size_t room, siz
     close(fd);
     DDP__JOIN_NEED(!why, "DDP_SECRET_FILE=%.200s %s", path, why);
     while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\r')) n--;
-    DDP__JOIN_NEED(n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`", path);
+    DDP__JOIN_NEED(
+        n > 0, "DDP_SECRET_FILE=%.200s is empty; write a secret into it, such as from `openssl rand -hex 32`",
+        path);
     *size = (size_t)n;
     return DDP_OK;
 }
 
-/* Makes the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else none. */
-static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const char *variable, const char *path) {
+/* Makes the key of a TCP rendezvous: from desc.secret, else from variable, else from the file at path, else
+   none. */
+static ddp_result ddp__venue_secure(ddp__venue *v, const char *secret, const char *variable,
+                                    const char *path) {
     static const char purpose[] = "ddp.h key 1";
     char content[4001];
     size_t size = 0;
@@ -5275,7 +5325,8 @@ static int ddp__tcp_listen(const ddp__listen_addresses *addresses, int port) {
     for (int i = 0; i < addresses->count && fd < 0; i++) {
         struct sockaddr_storage at = addresses->at[i];
         uint16_t number = htons((uint16_t)port);
-        memcpy((unsigned char *)&at + offsetof(struct sockaddr_in, sin_port), &number, sizeof number); /* as in IPv6 */
+        memcpy((unsigned char *)&at + offsetof(struct sockaddr_in, sin_port), &number,
+               sizeof number); /* as in IPv6 */
         fd = ddp__listen_at((const struct sockaddr *)&at, addresses->length[i]);
         if (fd < 0 && error != EADDRINUSE) error = errno;
     }
@@ -5321,8 +5372,10 @@ static ddp_result ddp__venue_open(const ddp__venue *v, int *listener) {
     if (v->local && errno == EADDRINUSE) return ddp__name_taken(v, ddp__name_holder(v));
     if (v->local) return ddp_fail(DDP_ERR_SYSTEM, "a socket to listen at: %s", strerror(errno));
     addresses = ddp__listen_addresses_of(v->hosts);
-    snprintf(text, sizeof text, "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
-             "all interfaces", v->hosts);
+    snprintf(text, sizeof text,
+             "\"%.200s\" resolves to no address of this machine that others can reach; rank 0 listens on "
+             "all interfaces",
+             v->hosts);
     if (*v->hosts && !addresses.count) ddp_group_log(v->group, text);
     do {
         for (int i = 0; i < v->ports; i++) {
@@ -5350,7 +5403,8 @@ static uint64_t ddp__machine(void) {
     return ddp__hash_bytes(ddp__hash_bytes(DDP__HASH, boot, sizeof boot), number, sizeof number);
 }
 
-/* A number that no other process can guess. Without getrandom it is only one that no other process or time gives. */
+/* A number that no other process can guess. Without getrandom it is only one that no other process or time
+   gives. */
 static uint64_t ddp__nonce(void) {
     uint64_t number;
     if (ddp__random_bytes(&number, sizeof number)) return number;
@@ -5472,8 +5526,10 @@ static ddp_result ddp__local_again(ddp_group *group, ddp_group *world) {
     return ddp__local_split(world, world->state, group, all, world->world_size, group ? &group->state : &none);
 }
 
-/* The group's ranks meet on this machine: it becomes one of the local backend. card, member: as in ddp__venue. */
-static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card, const int *member) {
+/* The group's ranks meet on this machine: it becomes one of the local backend. card, member: as in
+   ddp__venue. */
+static ddp_result ddp__local_meet(ddp_group *group, const char *token, const ddp__card *card,
+                                  const int *member) {
     ddp__venue v = DDP_ZERO;
     ddp__heap *heap = NULL;
     if (group->world_size > DDP_MAX_LOCAL_RANKS)
@@ -5553,10 +5609,12 @@ static void ddp__tcp_hear(ddp_group *group, ddp__tcp *t, ddp__peer *p) {
 static ddp_result ddp__tcp_broken(int rank, const ddp__peer *p, int error) {
     if (error == ECONNRESET) return ddp_fail(DDP_ERR_PEER_LOST, "rank %d: %s is gone", rank, p->who);
     if (error != EPROTO)
-        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->who, strerror(error));
-    return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) sent an invalid frame (kind %u, result %d, %llu bytes); build all "
-                    "ranks with the same header", rank, p->who, p->in.kind, (int)p->in.result,
-                    (unsigned long long)p->in.size);
+        return ddp_fail(DDP_ERR_PEER_LOST, "rank %d (%s): the connection broke: %s", rank, p->who,
+                        strerror(error));
+    return ddp_fail(DDP_ERR_MISMATCH,
+                    "rank %d (%s) sent an invalid frame (kind %u, result %d, %llu bytes); build all "
+                    "ranks with the same header",
+                    rank, p->who, p->in.kind, (int)p->in.result, (unsigned long long)p->in.size);
 }
 
 /* With the lock held: takes what has come. Returns how many peers' data has not. */
@@ -5618,7 +5676,8 @@ static ddp__frame ddp__tcp_frame_of(const ddp_group *group, const ddp__move *m, 
     return frame;
 }
 
-/* The head of rank 0's answer: the sum, or what all ranks sent. Too much on one rank is an empty answer for all. */
+/* The head of rank 0's answer: the sum, or what all ranks sent. Too much on one rank is an empty answer for
+   all. */
 static ddp__frame ddp__tcp_answer_of(const ddp_group *group, const ddp__move *m) {
     ddp__frame answer = ddp__tcp_frame_of(group, m, 0);
     for (int r = 1; r < group->world_size; r++) {
@@ -5630,8 +5689,10 @@ static ddp__frame ddp__tcp_answer_of(const ddp_group *group, const ddp__move *m)
     return answer;
 }
 
-/* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used before. */
-static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__peer *p, const ddp__frame *expected) {
+/* Compares the head of a peer's frame with the one that this rank's call implies. No byte of the data is used
+   before. */
+static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__peer *p,
+                                 const ddp__frame *expected) {
     const ddp__frame *frame = &p->data;
     char call[160];
     if (memcmp(frame->call, expected->call, sizeof frame->call) != 0 && group->rank == 0)
@@ -5640,9 +5701,10 @@ static ddp_result ddp__tcp_check(const ddp_group *group, int rank, const ddp__pe
         return ddp__mismatch(rank, frame->call, group->rank, expected->call);
     if (frame->size == expected->size && frame->result == expected->result) return DDP_OK;
     ddp__describe(call, sizeof call, expected->call);
-    return ddp_fail(DDP_ERR_MISMATCH, "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
-                    "with the same header", rank, p->who, (unsigned long long)frame->size, call,
-                    (unsigned long long)expected->size);
+    return ddp_fail(DDP_ERR_MISMATCH,
+                    "rank %d (%s) sent a frame of %llu bytes for %s, which needs %llu; build all ranks "
+                    "with the same header",
+                    rank, p->who, (unsigned long long)frame->size, call, (unsigned long long)expected->size);
 }
 
 /* Rank 0, when all have come and unless they mean different calls: puts together what everybody gets. */
@@ -5809,14 +5871,16 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
     char mine[DDP__ANNOUNCED] = "", *all = NULL;
     uint64_t size;
     ddp__venue venue = DDP_ZERO;
-    for (int i = 1; i < member_count; i++) local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
+    for (int i = 1; i < member_count; i++)
+        local &= t->card[members[i]][DDP__CARD_MACHINE] == t->card[members[0]][DDP__CARD_MACHINE];
     ddp__listen_addresses everywhere = DDP_ZERO;
     int listener = leads && !local ? ddp__tcp_listen(&everywhere, 0) : -1;
     if (leads) ddp__announce_text(listener, mine);
     size = strlen(mine) + 1;
     ddp_result result = ddp_all_reduce(parent, &size, &size, 1, DDP_U64, DDP_OP_MAX, NULL); /* most have few addresses */
     if (result == DDP_OK && (size <= strlen(mine) || size > sizeof mine))
-        result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH, "ddp_group_split: a rank announces %llu bytes, allowed are %zu",
+        result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH,
+                                "ddp_group_split: a rank announces %llu bytes, allowed are %zu",
                                 (unsigned long long)size, sizeof mine);
     if (result == DDP_OK && !(all = (char *)ddp_group_malloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
     if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
@@ -5988,7 +6052,8 @@ static ddp_result ddp__create(ddp_group **out, const ddp_group_desc *desc, const
     snprintf(v.token, sizeof v.token, "%s", id->token);
     v.ports = 1;
     DDP__TRY(url ? ddp__venue_from_url(&v, id, desc) : ddp__venue_from_env(&v, id));
-    DDP__TRY(ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
+    DDP__TRY(
+        ddp__venue_secure(&v, desc->secret, ddp__env_text("DDP_SECRET"), ddp__env_text("DDP_SECRET_FILE")));
     return ddp__world_new(out, desc, NULL, id, &v);
 }
 

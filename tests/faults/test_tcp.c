@@ -28,7 +28,7 @@ typedef struct job {
     body fn;
 } job;
 static ddp_order order;         /* of the rank that is started */
-static const char *desc_secret; /* likewise */
+static const char *desc_secret; /* of the rank that is started */
 
 static void keep_log(const char *text, void *user) {
     char *log = (char *)user;
@@ -200,16 +200,20 @@ static uint32_t own_address(void) {
     return found;
 }
 
-/* Rank 0 listens where MASTER_ADDR says, if that is an address of its own that others can use, or loopback literally. */
+/* Rank 0 listens where MASTER_ADDR says, if that is an address of its own that others can use, or loopback
+   literally. */
 static void test_listen(void) {
     enum { LOOPBACK = 0x7f000001, LOOPBACK_2 = 0x7f000002 };
     uint32_t own = own_address();
     char own_text[48];
-    snprintf(own_text, sizeof own_text, "MASTER_ADDR=%u.%u.%u.%u", own >> 24, own >> 16 & 255, own >> 8 & 255, own & 255);
-    struct { const char *variable; uint32_t open, closed; int reported; } table[] = {
-        {"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0}, {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
-        {own_text, own, LOOPBACK, 0}, {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* of nobody */,
-        {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1}};
+    snprintf(own_text, sizeof own_text, "MASTER_ADDR=%u.%u.%u.%u", own >> 24, own >> 16 & 255, own >> 8 & 255,
+             own & 255);
+    struct { const char *variable; uint32_t open, closed; int reported;
+    } table[] = {{"MASTER_ADDR=127.0.0.1", LOOPBACK, LOOPBACK_2, 0},
+                 {"MASTER_ADDR=127.0.0.2", LOOPBACK_2, LOOPBACK, 0},
+                 {own_text, own, LOOPBACK, 0},
+                 {"MASTER_ADDR=192.0.2.1", LOOPBACK_2, 0, 1} /* of nobody */,
+                 {"MASTER_ADDR=no.such.host.invalid", LOOPBACK_2, 0, 1}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, table[i].variable}, NULL, 2, 0, 20000, work};
         int fd, other = -1;
@@ -334,7 +338,8 @@ static void test_port_in_use(void) {
 
 #define SECRET "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 
-/* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends; without one anybody could say so. */
+/* Ranks that contradict rank 0. With a secret they are ranks of this job, which ends; without one anybody
+   could say so. */
 static void test_contradictions(void) {
     static const struct { const char *what; int rank, size; const char *word; ddp_order order; } table[] = {
         {"two processes with one rank", 1, 3, "claim rank 1", DDP_ORDER_TREE},
@@ -365,19 +370,24 @@ static void test_contradictions(void) {
         start(&j, 2, 2);
         reap(0, 3);
         expect_ok(3);
-        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[k].word), "the log says '%s'", logs[0]);
+        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[k].word),
+               "the log says '%s'", logs[0]);
     }
 }
 
-/* Hellos that no rank of this build would send are refused; the rendezvous goes on. */
+/* Hellos that no rank of this build would send are refused; the rendezvous continues. */
 static void test_bad_hellos(void) {
-    static const struct { const char *what; uint32_t version; int rank, cut, swap; const char *word; } table[] = {
-        {"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
-        {"a rank with a negative number", 0, -1, 0, 0, "claim rank -1"},
-        {"a rank behind the last one", 0, 3, 0, 0, "claim rank 3"},
-        {"a rank that claims to be rank 0", 0, 0, 0, 0, "claim rank 0"},
-        {"a hello without its last fields", 0, 1, 24, 0, "no rank of ddp"},
-        {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
+    static const struct {
+        const char *what;
+        uint32_t version;
+        int rank, cut, swap;
+        const char *word;
+    } table[] = {{"a rank with another version", 990102, 1, 0, 0, "99.1.2"},
+                 {"a rank with a negative number", 0, -1, 0, 0, "claim rank -1"},
+                 {"a rank behind the last one", 0, 3, 0, 0, "claim rank 3"},
+                 {"a rank that claims to be rank 0", 0, 0, 0, 0, "claim rank 0"},
+                 {"a hello without its last fields", 0, 1, 24, 0, "no rank of ddp"},
+                 {"a machine with the other byte order", 0, 1, 0, 1, "byte order"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
         char letter[4096], token[64];
@@ -387,8 +397,10 @@ static void test_bad_hellos(void) {
         j.port = some_ports(1);
         start(&j, 0, 0);
         snprintf(token, sizeof token, "torch:%d::", j.port);
-        size = inner.hello(letter, token, table[i].rank, 2, table[i].version ? table[i].version : inner.version);
-        if (table[i].cut) memset(letter + size - INNER_TEXT + table[i].cut, 0, (size_t)(INNER_TEXT - table[i].cut));
+        size =
+            inner.hello(letter, token, table[i].rank, 2, table[i].version ? table[i].version : inner.version);
+        if (table[i].cut)
+            memset(letter + size - INNER_TEXT + table[i].cut, 0, (size_t)(INNER_TEXT - table[i].cut));
         for (int b = 0; b < 4 && table[i].swap; b++) {
             char byte = letter[b];
             letter[b] = letter[7 - b];
@@ -515,7 +527,8 @@ static ddp_call frame_call(ddp_call_kind kind, ddp_dtype dtype, size_t count) {
 }
 
 /* Sends a head and `following` bytes, of which text is the start. */
-static void send_frame(int fd, uint32_t kind, int result, uint64_t size, const ddp_call *call, size_t following, const void *text) {
+static void send_frame(int fd, uint32_t kind, int result, uint64_t size, const ddp_call *call,
+                       size_t following, const void *text) {
     static unsigned char bytes[64 + 4 * BLOCK];
     size_t head = inner.frame(bytes, kind, result, size, call);
     memset(bytes + head, 0, following);
@@ -528,7 +541,8 @@ static size_t read_bytes(int fd, void *out, size_t size) {
     size_t got = 0;
     while (got < size) {
         struct pollfd wait = {fd, POLLIN, 0};
-        ssize_t n = poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? recv(fd, (char *)out + got, size - got, 0) : -1;
+        ssize_t n =
+            poll(&wait, 1, 20000 * DDP_TEST_SLOWDOWN) == 1 ? recv(fd, (char *)out + got, size - got, 0) : -1;
         if (n <= 0) break;
         got += (size_t)n;
     }
@@ -552,7 +566,8 @@ static ddp_result work_and_split(ddp_group *world, void *user) {
     int64_t one = 1, sum = 0;
     ddp_group *half = NULL;
     RANKS_OK(world, work(world, user));
-    RANKS_OK(world, ddp_group_split(world, ddp_rank(world) == 0, 0, &half)); /* its ranks meet over TCP again */
+    RANKS_OK(world,
+             ddp_group_split(world, ddp_rank(world) == 0, 0, &half)); /* its ranks meet over TCP again */
     RANKS_OK(world, ddp_all_reduce(half, &one, &sum, 1, DDP_I64, DDP_OP_SUM, NULL));
     RANKS_CHECK(world, sum == ddp_world_size(half), "sum %lld", (long long)sum);
     ddp_group_destroy(half);
@@ -571,17 +586,22 @@ static void write_secret(const char *text, mode_t mode) {
 }
 
 static void test_secret(void) {
-    static const char *const what[] = {"DDP_SECRET", "desc.secret", "DDP_SECRET_FILE", "desc.secret before DDP_SECRET"};
+    static const char *const what[] = {"DDP_SECRET", "desc.secret", "DDP_SECRET_FILE",
+                                       "desc.secret before DDP_SECRET"};
     char variable[96];
     snprintf(variable, sizeof variable, "DDP_SECRET_FILE=%s", secret_path);
     for (int i = 0; i < 4; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 20000, work_and_split};
         faults_begin(what[i]);
         j.port = some_ports(1);
-        write_secret("0f1e2d3c4b5a69788796a5b4c3d2e1f0\n", 0600); /* as SECRET has it: a newline is no part of it */
+        write_secret("0f1e2d3c4b5a69788796a5b4c3d2e1f0\n",
+                     0600); /* as SECRET has it: a newline is no part of it */
         for (int r = 0; r < 3; r++) {
             desc_secret = i == 1 || i == 3 ? SECRET + strlen("DDP_SECRET=") : NULL;
-            j.variables[6] = i == 0 || (i == 2 && r == 1) ? SECRET : i == 2 ? variable : i == 3 ? "DDP_SECRET=x" : NULL;
+            j.variables[6] = i == 0 || (i == 2 && r == 1) ? SECRET
+                             : i == 2                     ? variable
+                             : i == 3                     ? "DDP_SECRET=x"
+                                                          : NULL;
             start(&j, r, r);
         }
         desc_secret = NULL;
@@ -593,10 +613,11 @@ static void test_secret(void) {
 
 /* A process without the right secret is refused; the ranks that have it meet. */
 static void test_wrong_secret(void) {
-    static const struct { const char *what, *rank0, *other, *word; } table[] = {
-        {"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1", "has another secret than rank 0"},
-        {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
-        {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"}};
+    static const struct { const char *what, *rank0, *other, *word;
+    } table[] = {{"another secret", SECRET, "DDP_SECRET=0f1e2d3c4b5a69788796a5b4c3d2e1f1",
+                  "has another secret than rank 0"},
+                 {"a rank without a secret", SECRET, NULL, "rank 0 has a secret and rank 1 ("},
+                 {"rank 0 without a secret", NULL, SECRET, "has a secret and rank 0 has none"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 2, 0, 20000, work};
         faults_begin(table[i].what);
@@ -611,13 +632,16 @@ static void test_wrong_secret(void) {
         start(&j, 1, 1);
         reap(0, 2);
         expect_ok(2);
-        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[i].word), "the log says '%s'", logs[0]);
+        EXPECT(says(logs[0], "hung up on 127.0.0.1 port") && says(logs[0], table[i].word),
+               "the log says '%s'", logs[0]);
     }
 }
 
-/* A process at rank 0's port that does not know the secret: a rank sends it nothing but its hello and one proof. */
+/* A process at rank 0's port that does not have the secret: a rank sends it nothing but its hello and one
+   proof. */
 static void test_false_rank0(void) {
-    static const char *const what[] = {"it admits without a challenge", "its proof is the rank's own", "its proof is wrong"};
+    static const char *const what[] = {"it admits without a challenge", "its proof is the rank's own",
+                                       "its proof is wrong"};
     static const char zeros[65] = "0000000000000000000000000000000000000000000000000000000000000000";
     for (int i = 0; i < 3; i++) {
         job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET}, NULL, 2, 0, 3000, work};
@@ -629,7 +653,8 @@ static void test_false_rank0(void) {
         listener = occupy(j.port);
         start(&j, 1, 1);
         fd = welcome(listener);
-        EXPECT(read_bytes(fd, bytes, letter) == letter && !says(bytes + head_size(), "0f1e2d3c"), "a wrong hello");
+        EXPECT(read_bytes(fd, bytes, letter) == letter && !says(bytes + head_size(), "0f1e2d3c"),
+               "a wrong hello");
         if (i > 0) send_frame(fd, INNER_CHALLENGE, 0, INNER_TEXT, NULL, INNER_TEXT, "");
         if (i > 0) EXPECT(read_bytes(fd, bytes, letter) == letter, "there is no proof");
         send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, i == 1 ? bytes + head_size() : zeros);
@@ -637,11 +662,13 @@ static void test_false_rank0(void) {
         close(fd);
         close(listener);
         reap(1, 1);
-        EXPECT(stage_shared->rank[1].first == DDP_ERR_TIMEOUT, "%s", ddp_result_name(stage_shared->rank[1].first));
+        EXPECT(stage_shared->rank[1].first == DDP_ERR_TIMEOUT, "%s",
+               ddp_result_name(stage_shared->rank[1].first));
     }
 }
 
-/* Passes all bytes on between a rank and rank 0, and keeps what the rank sends. Returns how many bytes that is. */
+/* Passes all bytes on between a rank and rank 0, and keeps what the rank sends. Returns how many bytes that
+   is. */
 static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
     size_t size = 0;
     char bytes[4096];
@@ -658,9 +685,10 @@ static size_t record(int from_rank, int to_rank0, char *kept, size_t room) {
     }
 }
 
-/* What an honest rank sent once does not admit whoever sends it again to a job with the same token and secret. */
+/* Frames of an honest rank that are sent again do not admit their sender to a job with the same token and secret. */
 static void test_replay(void) {
-    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET, "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work}, through;
+    job j = {{TORCH, "MASTER_ADDR=127.0.0.1", SECRET, "DDP_MASTER_PORT=%p"}, NULL, 2, 0, 20000, work},
+        through;
     static char kept[65536], answer[4096];
     size_t letter = head_size() + INNER_TEXT, size;
     int listener, fd, relayed;
@@ -686,7 +714,8 @@ static void test_replay(void) {
     (void)!write(fd, kept, letter);
     EXPECT(read_bytes(fd, answer, letter) == letter, "there is no challenge");
     (void)!write(fd, kept + letter, letter);
-    EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "another secret"), "it is not refused");
+    EXPECT(read_bytes(fd, answer, letter) == letter && says(answer + head_size(), "another secret"),
+           "it is not refused");
     close(fd);
     start(&j, 1, 1);
     reap(0, 2);
@@ -695,10 +724,15 @@ static void test_replay(void) {
 }
 
 static void test_secret_files(void) {
-    static const struct { const char *what, *word; } table[] = {
-        {"none", "No such file"}, {"a symbolic link", "is a symbolic link"}, {"a FIFO", "is not a regular file"},
-        {"a folder", "is not a regular file"}, {"others may read it", "chmod 600"}, {"it is empty", "is empty"},
-        {"it is large", "too large"}, {"it is another user's", "belongs to another user"}};
+    static const struct { const char *what, *word;
+    } table[] = {{"none", "No such file"},
+                 {"a symbolic link", "is a symbolic link"},
+                 {"a FIFO", "is not a regular file"},
+                 {"a folder", "is not a regular file"},
+                 {"others may read it", "chmod 600"},
+                 {"it is empty", "is empty"},
+                 {"it is large", "too large"},
+                 {"it is another user's", "belongs to another user"}};
     static char large[5000];
     memset(large, 'x', sizeof large - 1);
     for (int i = 0; i < 8; i++) {
@@ -737,7 +771,7 @@ static ddp_result reduce_block(ddp_group *world, void *user) {
     return ddp_all_reduce(world, block, block, BLOCK, DDP_U8, DDP_OP_MAX, NULL);
 }
 
-/* What the played peer sends: in place of the frame that is right, another one. */
+/* The frame that the played peer sends in place of the right one. */
 typedef struct bad_frame {
     const char *what;
     uint32_t kind;
@@ -752,26 +786,32 @@ typedef struct bad_frame {
 static const bad_frame bad_frames[] = {
     {"data of 4 bytes", INNER_DATA, 0, 4, 4, NULL, DDP_ERR_MISMATCH, "4 bytes", ""},
     {"data of no bytes", INNER_DATA, 0, 0, 0, NULL, DDP_ERR_MISMATCH, " 0 bytes", ""},
-    {"data that is one byte too long", INNER_DATA, 0, BLOCK + 1, BLOCK + 1, NULL, DDP_ERR_MISMATCH, "16385 bytes", ""},
-    {"data that claims 2^63 bytes", INNER_DATA, 0, UINT64_C(1) << 63, 64, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"data that is one byte too long", INNER_DATA, 0, BLOCK + 1, BLOCK + 1, NULL, DDP_ERR_MISMATCH,
+     "16385 bytes", ""},
+    {"data that claims 2^63 bytes", INNER_DATA, 0, UINT64_C(1) << 63, 64, NULL, DDP_ERR_MISMATCH,
+     "invalid frame", ""},
     {"data with result 1, which has no bytes", INNER_DATA, 1, 0, 0, NULL, DDP_ERR_MISMATCH, "frame", ""},
     {"data with result -4", INNER_DATA, -4, BLOCK, BLOCK, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
     {"a second hello", INNER_HELLO, 0, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
     {"an unknown kind", 77, 0, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
-    {"news with a positive result", INNER_NEWS, 5, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
-    {"news with an unknown result", INNER_NEWS, -99, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH, "invalid frame", ""},
+    {"news with a positive result", INNER_NEWS, 5, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH,
+     "invalid frame", ""},
+    {"news with an unknown result", INNER_NEWS, -99, INNER_TEXT, INNER_TEXT, "x", DDP_ERR_MISMATCH,
+     "invalid frame", ""},
     {"news of 4 bytes", INNER_NEWS, -8, 4, 4, NULL, DDP_ERR_MISMATCH, "invalid frame", ""},
-    {"news with control characters", INNER_NEWS, -8, INNER_TEXT, INNER_TEXT, "cause\x1b[2J\nof \xff", DDP_ERR_UNSUPPORTED,
-     "cause\\x1b[2J\\x0aof \\xff", "\x1b"}};
+    {"news with control characters", INNER_NEWS, -8, INNER_TEXT, INNER_TEXT, "cause\x1b[2J\nof \xff",
+     DDP_ERR_UNSUPPORTED, "cause\\x1b[2J\\x0aof \\xff", "\x1b"}};
 
 static void expect_frame(int slot, const bad_frame *bad) {
     expect(slot, bad->want, bad->word, "");
-    EXPECT(!*bad->not_word || !strstr(stage_shared->rank[slot].text, bad->not_word), "the line has a control character");
+    EXPECT(!*bad->not_word || !strstr(stage_shared->rank[slot].text, bad->not_word),
+           "the line has a control character");
 }
 
 /* The test is rank 1 of 2. */
 static void test_bad_frames_to_rank0(void) {
-    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4),
+             reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
     reduce.op = DDP_OP_MAX;
     for (size_t i = 0; i < sizeof bad_frames / sizeof *bad_frames; i++) {
         const bad_frame *bad = &bad_frames[i];
@@ -791,7 +831,8 @@ static void test_bad_frames_to_rank0(void) {
         send_frame(fd, INNER_DATA, 0, 32, &cards, 32, NULL);
         got = read_bytes(fd, answer, head + 64);
         EXPECT(got == head + 64, "rank 0 gathered %zu bytes", got);
-        send_frame(fd, bad->kind, bad->result, bad->size, bad->kind == INNER_DATA ? &reduce : NULL, bad->following, bad->text);
+        send_frame(fd, bad->kind, bad->result, bad->size, bad->kind == INNER_DATA ? &reduce : NULL,
+                   bad->following, bad->text);
         got = read_bytes(fd, answer, head + BLOCK);
         EXPECT(got < head + BLOCK, "rank 0 answered with %zu bytes", got);
         reap(0, 1);
@@ -802,7 +843,8 @@ static void test_bad_frames_to_rank0(void) {
 
 /* The test is rank 0 of 2. */
 static void test_bad_frames_from_rank0(void) {
-    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4), reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
+    ddp_call cards = frame_call(DDP_CALL_ALL_GATHER, DDP_U64, 4),
+             reduce = frame_call(DDP_CALL_ALL_REDUCE, DDP_U8, BLOCK);
     reduce.op = DDP_OP_MAX;
     for (size_t i = 0; i < 2 * sizeof bad_frames / sizeof *bad_frames; i++) {
         const bad_frame *bad = &bad_frames[i / 2];
@@ -825,7 +867,11 @@ static void test_bad_frames_from_rank0(void) {
             send_frame(fd, INNER_DATA, 0, 64, &cards, 64, NULL);
             EXPECT(read_bytes(fd, bytes, head + BLOCK) == head + BLOCK, "there is no data");
         }
-        send_frame(fd, bad->kind, bad->result, bad->size, bad->kind != INNER_DATA ? NULL : early ? &cards : &reduce, bad->following, bad->text);
+        send_frame(fd, bad->kind, bad->result, bad->size,
+                   bad->kind != INNER_DATA ? NULL
+                   : early                 ? &cards
+                                           : &reduce,
+                   bad->following, bad->text);
         reap(1, 1);
         expect_frame(1, bad);
         close(fd);

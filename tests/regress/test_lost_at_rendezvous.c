@@ -37,8 +37,8 @@ static pid_t start_rank(int rank) {
     _exit(0);
 }
 
-/* Ranks of one machine that meet over TCP meet again in shared memory. One that died in between was forgotten: the others
-   waited for it until the timeout. */
+/* Ranks of one machine that meet over TCP meet again in shared memory. A rank that died after the first time was
+   forgotten: the others waited for it until the timeout. */
 
 static int victim, hellos, listens, split_group;
 
@@ -59,7 +59,8 @@ static pid_t start_tcp_rank(int rank, int leader, const char *url) {
     if (pid != 0) return pid;
     if (rank == victim && rank == leader) inner.before_listen = die_at_local_listen;
     if (rank == victim && rank != leader) inner.before_hello = die_at_second_hello;
-    machine_salt = split_group && rank == 0; /* the split is of ranks 1, 2 and 3, on another machine than rank 0 */
+    machine_salt =
+        split_group && rank == 0; /* the split is of ranks 1, 2 and 3, on another machine than rank 0 */
     desc.init_method = url;
     desc.rank = rank;
     desc.world_size = split_group ? 4 : 3;
@@ -69,7 +70,8 @@ static pid_t start_tcp_rank(int rank, int leader, const char *url) {
     s->first_at = ranks_now();
     snprintf(s->text, sizeof s->text, "%s", s->first == DDP_OK ? "" : ddp_last_error());
     s->done = 1;
-    for (double until = s->first_at + 1; ranks_now() < until;) ranks_sleep_us(10000); /* the end of this process explains nothing */
+    for (double until = s->first_at + 1; ranks_now() < until;)
+        ranks_sleep_us(10000); /* the end of this process explains nothing */
     ddp_group_destroy(part);
     ddp_group_destroy(world);
     _exit(0);
@@ -88,9 +90,9 @@ static void test_lost_after_tcp(void) {
         const seen *s = &stage_shared->rank[r];
         if (r == victim) continue;
         waitpid(pids[r], NULL, 0);
-        if (r < leader) continue; /* alone in its part */
-        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, victim - leader), "rank %d got %s '%s'", r,
-               ddp_result_name(s->first), s->text);
+        if (r < leader) continue; /* the only one in its part */
+        EXPECT(s->done && s->first == DDP_ERR_PEER_LOST && names_rank(s->text, victim - leader),
+               "rank %d got %s '%s'", r, ddp_result_name(s->first), s->text);
         EXPECT(s->first_at - stage_shared->event_at < 2 * DDP_TEST_SLOWDOWN, "it took %.3f s",
                s->first_at - stage_shared->event_at);
     }

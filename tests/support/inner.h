@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 enum { INNER_HELLO = 1, INNER_NEWS, INNER_DATA, INNER_CHALLENGE, INNER_PROOF }; /* kinds of frames */
-enum { INNER_TEXT = 512 };                                                      /* bytes of text after all heads except that of data */
+enum { INNER_TEXT = 512 }; /* bytes of text after each head except that of data */
 
 typedef struct test_inner {
     /* how ddp.h is built; at first as for everybody */
@@ -21,7 +21,8 @@ typedef struct test_inner {
     int (*is_amd)(void);                 /* what the CPU says; NULL = its own answer */
     int refuses;                         /* the system knows no memfd_create and no process_vm_readv */
     void (*hello_is_read)(void);         /* called when rank 0 has read the hello of this rank, which joins by its environment */
-    void (*before_hello)(void), (*before_listen)(void); /* called before this rank sends a hello, and before it listens */
+    void (*before_hello)(void);          /* called before this rank sends a hello */
+    void (*before_listen)(void);         /* called before this rank listens */
     int p2p_slice_ms;                    /* DDP__P2P_SLICE_MS */
     int ways, way_read;                  /* how many ways large private data has, and which of them reads the peers' buffers in one copy */
 
@@ -39,7 +40,7 @@ typedef struct test_inner {
     void (*first_host)(char *out, size_t size_bytes, const char *list);
     uint32_t version;                    /* of ddp.h, as hellos have it */
     size_t (*hello)(void *out, const char *token, int rank, int world_size, uint32_t version); /* the letter of a rank; its size */
-    /* The head of a frame (kinds: INNER_NEWS, INNER_DATA); returns its size. size: bytes that follow. call: of data, or NULL. */
+    /* The head of a frame of kind INNER_...; returns its size. size: bytes that follow. call: of data, or NULL. */
     size_t (*frame)(void *out, uint32_t kind, int32_t result, uint64_t size, const ddp_call *call);
     ddp_result (*job_socket)(char *name, size_t size_bytes); /* the abstract socket where ranks of the job that the environment tells of meet */
     const char *(*backend_name)(const ddp_group *group);

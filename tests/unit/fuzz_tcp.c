@@ -1,17 +1,18 @@
-/*  fuzz_tcp.c - frames of anybody's choice in the TCP rendezvous and the tcp backend: a libFuzzer harness.
+/*  fuzz_tcp.c - frames of any content in the TCP rendezvous and the tcp backend: a libFuzzer harness.
 
-    The input is a script. Its first byte chooses who is real: rank 0 against two played ranks, or a rank against a played
-    rank 0, each with or without a secret. Played peers are honest: they join, prove the secret and make the same calls.
-    For each frame that they send, the script chooses a change, see send_frame. When the script ends they stay honest.
+    The input is a script. Its first byte chooses the real side: rank 0 against two played ranks, or a rank against a
+    played rank 0, each with or without a secret. Played peers are honest: they join, prove the secret and make the
+    same calls. For each frame that they send, the script chooses a change, see send_frame. At the end of the script
+    they stay honest.
 
-    A played peer runs inside poll, so one thread does everything. Time is a counter that moves when nobody has anything
-    to do: a wait that would hang reaches its timeout at once, and a wait without a timeout ends the harness.
+    A played peer runs inside poll, so one thread does everything. Time is a counter that moves when neither side has
+    anything to do: a wait that would hang reaches its timeout at once, and a wait without a timeout ends the harness.
 
-    Checked besides memory: a call succeeds only if every frame of it was honest, and then has the right bytes; the error
-    line has printable characters only; a peer without a right proof is never admitted.
+    Checked besides memory: honest peers always succeed; a call delivers only bytes that some rank has sent; log and
+    error lines have printable characters only; a peer with a wrong proof is never admitted.
 
-    clang -fsanitize=fuzzer,address,undefined fuzz_tcp.c; corpus_tcp/ is where it starts from; -max_total_time=600 for a
-    long run. The corpus has a script for each kind of change and state. */
+    clang -fsanitize=fuzzer,address,undefined fuzz_tcp.c; corpus_tcp/ is where it starts from;
+    -max_total_time=600 -timeout=60 for a long run. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -63,7 +64,12 @@ static int fuzz_salt;
 #undef clock_gettime
 #undef usleep
 
-enum { PLAYED = 3, CALLS = 10, MAX_FRAME = 3 * 65536 + 64, CHECKED = 1000 /* bytes, more than any call delivers */ };
+enum {
+    PLAYED = 3,
+    CALLS = 10,
+    MAX_FRAME = 3 * 65536 + 64,
+    CHECKED = 1000 /* bytes, more than any call delivers */
+};
 
 //== script =================================================================================
 
@@ -77,9 +83,41 @@ static unsigned next_byte(void) {
 }
 
 static uint64_t next_number(void) {
-    static const uint64_t numbers[] = {0, 1, 2, 3, 4, 5, 15, 16, 39, 40, 64, 511, 512, 513, 16383, 16384, 16385, 65535, 65536, 65537, 131072,
-        196608, 196609, 0x7fffffff, 0x80000000, 0xffffffff, UINT64_C(1) << 40, UINT64_MAX >> 1, UINT64_MAX - 40, UINT64_MAX,
-        (uint64_t)-1, (uint64_t)-3, (uint64_t)-6, (uint64_t)-10, (uint64_t)-11};
+    static const uint64_t numbers[] = {0,
+                                       1,
+                                       2,
+                                       3,
+                                       4,
+                                       5,
+                                       15,
+                                       16,
+                                       39,
+                                       40,
+                                       64,
+                                       511,
+                                       512,
+                                       513,
+                                       16383,
+                                       16384,
+                                       16385,
+                                       65535,
+                                       65536,
+                                       65537,
+                                       131072,
+                                       196608,
+                                       196609,
+                                       0x7fffffff,
+                                       0x80000000,
+                                       0xffffffff,
+                                       UINT64_C(1) << 40,
+                                       UINT64_MAX >> 1,
+                                       UINT64_MAX - 40,
+                                       UINT64_MAX,
+                                       (uint64_t)-1,
+                                       (uint64_t)-3,
+                                       (uint64_t)-6,
+                                       (uint64_t)-10,
+                                       (uint64_t)-11};
     unsigned which = next_byte();
     if (which < sizeof numbers / sizeof *numbers) return numbers[which];
     return next_byte() | (uint64_t)next_byte() << 8;
@@ -91,11 +129,17 @@ enum { WORLD = 3 };
 static unsigned char send_memory[65537], recv_memory[65537];
 
 static ddp_call call_number(int n) {
-    static const struct { ddp_call_kind kind; ddp_dtype dtype; size_t count; int root; } table[CALLS] = {
-        {DDP_CALL_ALL_GATHER, DDP_U64, DDP__CARD_WORDS, -1} /* of ddp_group_create: cards */, {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
-        {DDP_CALL_BROADCAST, DDP_I32, 100, 1}, {DDP_CALL_BARRIER, DDP_U8, 0, -1}, {DDP_CALL_REDUCE_SCATTER, DDP_I32, 50, -1},
-        {DDP_CALL_ALL_TO_ALL, DDP_U8, 7, -1}, {DDP_CALL_GATHER, DDP_U8, 300, 0}, {DDP_CALL_SCATTER, DDP_U8, 9, 2},
-        {DDP_CALL_REDUCE, DDP_I64, 3, 1}, {DDP_CALL_ALL_REDUCE, DDP_U8, 65537, -1} /* too large */};
+    static const struct { ddp_call_kind kind; ddp_dtype dtype; size_t count; int root;
+    } table[CALLS] = {{DDP_CALL_ALL_GATHER, DDP_U64, DDP__CARD_WORDS, -1} /* of ddp_group_create: cards */,
+                      {DDP_CALL_ALL_REDUCE, DDP_U8, 900, -1},
+                      {DDP_CALL_BROADCAST, DDP_I32, 100, 1},
+                      {DDP_CALL_BARRIER, DDP_U8, 0, -1},
+                      {DDP_CALL_REDUCE_SCATTER, DDP_I32, 50, -1},
+                      {DDP_CALL_ALL_TO_ALL, DDP_U8, 7, -1},
+                      {DDP_CALL_GATHER, DDP_U8, 300, 0},
+                      {DDP_CALL_SCATTER, DDP_U8, 9, 2},
+                      {DDP_CALL_REDUCE, DDP_I64, 3, 1},
+                      {DDP_CALL_ALL_REDUCE, DDP_U8, 65537, -1} /* too large */};
     ddp_call call = ddp__call_of(table[n].kind, NULL, NULL, table[n].count, table[n].dtype);
     call.root = table[n].root;
     if (ddp__has_op(call.kind)) call.op = DDP_OP_MAX;
@@ -105,7 +149,8 @@ static ddp_call call_number(int n) {
 //== played peers ===========================================================================
 
 typedef struct played {
-    int fd, rank, state;      /* -1: no connection. state: frames of the rendezvous that it has sent, then 8 + calls made */
+    int fd, rank,
+        state; /* -1: no connection. state: frames of the rendezvous that it has sent, then 8 + calls made */
     int bad_proof;            /* it has sent a wrong proof */
     uint64_t nonce[2];
     char hello[DDP__TEXT_MAX];
@@ -117,7 +162,8 @@ static played peers[PLAYED];
 static int real_rank, secured, peer_count, connections, waiting[8], waiting_count;
 static unsigned char secret_key[32];
 static ddp_group shape; /* for the sizes of a played rank's frames */
-static int changed, data_changed; /* a frame of this run was not honest; neither were bytes that a call delivers */
+static int changed,
+    data_changed; /* a frame of this run was not honest; neither were bytes that a call delivers */
 
 static void peer_close(played *p) {
     if (p->fd >= 0) close(p->fd);
@@ -133,7 +179,8 @@ static void put(played *p, const void *bytes, size_t size) {
 }
 
 /* Sends a frame, changed as the script says. */
-static void send_frame(played *p, uint32_t kind, int result, const uint64_t call[2], const void *data, size_t size) {
+static void send_frame(played *p, uint32_t kind, int result, const uint64_t call[2], const void *data,
+                       size_t size) {
     static unsigned char bytes[MAX_FRAME + 4096];
     ddp__frame frame = {DDP__MAGIC, kind, (int32_t)result, size, {call ? call[0] : 0, call ? call[1] : 0}};
     unsigned change = next_byte() % 12;
@@ -162,10 +209,12 @@ static void send_frame(played *p, uint32_t kind, int result, const uint64_t call
     }
     if (secured && (kind == DDP__FRAME_PROOF || (kind == DDP__FRAME_NEWS && result == DDP__ADMITTED)))
         p->bad_proof = memcmp(bytes + sizeof frame, data, 65) != 0;
-    if (change == 4 && total) total = (size_t)next_number() % total; /* too short: what follows is read as its rest */
+    if (change == 4 && total)
+        total = (size_t)next_number() % total; /* too short: what follows is read as its rest */
     if (change == 5) {                                              /* another length, in the head too */
         uint64_t other = next_number() % (65536 * 3);
-        if (other > size) memset(bytes + sizeof frame + size, size ? bytes[sizeof frame] : 0, (size_t)other - size);
+        if (other > size)
+            memset(bytes + sizeof frame + size, size ? bytes[sizeof frame] : 0, (size_t)other - size);
         frame.size = other;
         memcpy(bytes, &frame, sizeof frame);
         total = sizeof frame + (size_t)other;
@@ -281,7 +330,8 @@ static int peer_step(played *p) {
     }
     if (p->got >= sizeof frame) {
         memcpy(&frame, p->in, sizeof frame);
-        if (frame.size > sizeof p->in - sizeof frame) abort(); /* the real rank only sends frames that are right */
+        if (frame.size > sizeof p->in - sizeof frame)
+            abort(); /* the real rank only sends frames that are right */
         need += frame.size;
     }
     n = recv(p->fd, p->in + p->got, need - p->got, MSG_DONTWAIT);
@@ -416,7 +466,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (real_rank == 0) {
         struct sockaddr name = {AF_UNIX, ""};
         listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-        if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0) abort(); /* nobody comes there */
+        if (bind(listener, &name, sizeof name.sa_family) != 0 || listen(listener, 1) != 0)
+            abort(); /* nobody comes there */
         play_ranks();
     }
     fuzz_salt = real_rank;

@@ -1,5 +1,5 @@
-/*  test_hmac.c - the proof of a secret: SHA-256 against the examples of FIPS 180, HMAC-SHA-256 against RFC 4231, each
-    message cut in two at every place; every input of a proof changes it. And text from peers, which is escaped. */
+/*  test_hmac.c - the proof of a secret: SHA-256 against the examples of FIPS 180, HMAC-SHA-256 against RFC 4231,
+    each message cut in two at every place; every input of a proof changes it. Text from peers is escaped. */
 #include "../support/unit.h"
 #include "../support/watchdog.h"
 
@@ -32,8 +32,9 @@ static void expect_hash(const void *message, size_t size, const char *hex) {
 static void test_sha256(void **state) {
     static char million[1000000];
     const char *two_blocks = "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq";
-    const char *longer = "abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmnhijklmnoijklmnopjklmnopqklmnopqrlmnopqrs"
-                         "mnopqrstnopqrstu";
+    const char *longer =
+        "abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmnhijklmnoijklmnopjklmnopqklmnopqrlmnopqrs"
+        "mnopqrstnopqrstu";
     (void)state;
     expect_hash("", 0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     expect_hash("abc", 3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
@@ -46,8 +47,9 @@ static void test_sha256(void **state) {
 static void test_hmac(void **state) {
     static unsigned char key[131], data[152];
     const char *large_key = "Test Using Larger Than Block-Size Key - Hash Key First";
-    const char *large_both = "This is a test using a larger than block-size key and a larger than block-size data. The key "
-                             "needs to be hashed before being used by the HMAC algorithm.";
+    const char *large_both =
+        "This is a test using a larger than block-size key and a larger than block-size data. The key "
+        "needs to be hashed before being used by the HMAC algorithm.";
     struct {
         size_t key_size;
         int key_byte;       /* -1: 1, 2, 3, ...; -2: "Jefe" */
@@ -64,17 +66,20 @@ static void test_hmac(void **state) {
         {25, -1, NULL, 50, 0xcd, "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b", 32},
         {20, 0x0c, "Test With Truncation", 20, 0, "a3b6167473100ee06e0c796c2955552b", 16},
         {131, 0xaa, large_key, 54, 0, "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54", 32},
-        {131, 0xaa, large_both, 152, 0, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2", 32}};
+        {131, 0xaa, large_both, 152, 0, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2",
+         32}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         unsigned char out[32], want[32];
-        for (size_t k = 0; k < cases[i].key_size; k++) key[k] = (unsigned char)(cases[i].key_byte >= 0 ? cases[i].key_byte : (int)k + 1);
+        for (size_t k = 0; k < cases[i].key_size; k++)
+            key[k] = (unsigned char)(cases[i].key_byte >= 0 ? cases[i].key_byte : (int)k + 1);
         if (cases[i].key_byte == -2) memcpy(key, "Jefe", 4);
         memset(data, cases[i].data_byte, sizeof data);
         if (cases[i].text) memcpy(data, cases[i].text, cases[i].data_size);
         from_hex(want, cases[i].hex);
         for (size_t first = 0; first <= cases[i].data_size; first++) {
-            ddp__hmac_sha256(key, cases[i].key_size, data, first, data + first, cases[i].data_size - first, out);
+            ddp__hmac_sha256(key, cases[i].key_size, data, first, data + first, cases[i].data_size - first,
+                             out);
             assert_memory_equal(out, want, cases[i].hex_bytes);
         }
     }
@@ -142,8 +147,9 @@ static void test_escape(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_sha256), cmocka_unit_test(test_hmac), cmocka_unit_test(test_equal),
-                                       cmocka_unit_test(test_proof), cmocka_unit_test(test_escape)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_sha256), cmocka_unit_test(test_hmac),
+                                       cmocka_unit_test(test_equal), cmocka_unit_test(test_proof),
+                                       cmocka_unit_test(test_escape)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
