@@ -1439,14 +1439,15 @@ static ddp_result gather_whole(trainer *t, int param, int which) {
     for (int i = t->slice_of[param]; i < t->slice_of[param + 1]; i++) {
         const slice *s = &t->slices[i];
         ddp_tensor rows;
-        int64_t first;
-        float *own;
+        int64_t first, own_count;
+        float *own = NULL;
         if (!s->counted || (t->strategy == DDP_FSDP_NO_SHARD && t->replica > 0)) continue;
         TRY(own_rows(t, i, which, &rows, &first));
         if (!rows.data) continue;
-        own = (float *)malloc((size_t)ddp_tensor_count(&rows) * sizeof(float));
-        if (!own) return ddp_fail(DDP_ERR_NO_MEMORY, "%s: rows of %lld elements", s->name, (long long)ddp_tensor_count(&rows));
-        move_rows(t, own, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof(float));
+        own_count = ddp_tensor_count(&rows);
+        if (own_count >= 0) own = (float *)malloc((size_t)own_count * sizeof(float));
+        if (!own) return ddp_fail(DDP_ERR_NO_MEMORY, "%s: rows of %lld elements", s->name, (long long)own_count);
+        move_rows(t, own, rows.data, (size_t)own_count * sizeof(float));
         for (int64_t j = 0; j < rows.shape[0]; j++)
             memcpy(t->whole + (s->at.row + first + j) * columns + s->at.column, own + j * s->at.columns, (size_t)s->at.columns * sizeof(float));
         free(own);

@@ -177,10 +177,13 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
     for (int i = 0; i < STEADY_PARAMS; i++) {
         ddp_tensor rows;
         float near[STEADY_MOST];
+        int64_t own;
         RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, NULL));
-        if (rows.data && way == OFFLOADED) memcpy(near, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof near[0]);
-        else if (rows.data) device->copy(near, rows.data, (size_t)ddp_tensor_count(&rows) * sizeof near[0]);
-        for (int k = 0; k < (int)ddp_tensor_count(&rows); k++) out->value[i][k] = (double)near[k];
+        own = ddp_tensor_count(&rows);
+        RANKS_CHECK(world, own >= 0 && own <= STEADY_MOST, "parameter %d: a shard of %d elements", i, (int)own);
+        if (rows.data && way == OFFLOADED) memcpy(near, rows.data, (size_t)own * sizeof near[0]);
+        else if (rows.data) device->copy(near, rows.data, (size_t)own * sizeof near[0]);
+        for (int k = 0; k < (int)own; k++) out->value[i][k] = (double)near[k];
     }
     RANKS_OK(world, ddp_cuda_check());
 #if defined(DDP_TEST_ON_CPU)

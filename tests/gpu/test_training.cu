@@ -105,10 +105,11 @@ static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
     return DDP_OK;
 }
 
-static ddp_result adamw(trainer *t, ddp_group *world, int step) {
+/* AdamW for one dtype of gradients. The dtype is a parameter of the template: nvcc rejects ddp__cuda_adamw<DDP_F32> in a plain function. */
+template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, int step) {
     for (int i = 0; i < PARAMS; i++) {
         ddp_cuda_step_desc desc = DDP_ZERO, d;
-        ddp__cuda_adamw<DDP_F32> f = {};
+        ddp__cuda_adamw<GRAD> f = {};
         desc.master = t->value[i];
         desc.grad = t->grad[i];
         desc.first = t->first[i];
@@ -117,9 +118,12 @@ static ddp_result adamw(trainer *t, ddp_group *world, int step) {
         desc.step = step + 1;
         desc.lr = 0.01f;
         desc.weight_decay = 0.1f;
-        if (t->d) { RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream)); continue; }
+        if (t->d) {
+            RANKS_OK(world, ddp_cuda_adamw(&desc, t->d->stream));
+            continue;
+        }
         RANKS_OK(world, ddp__cuda_step_check(&desc, &d, "test"));
-        ddp__cuda_step_fill<DDP_F32>(&f, &d);
+        ddp__cuda_step_fill<GRAD>(&f, &d);
         RANKS_OK(world, apply(t, f, lengths[i]));
     }
     return DDP_OK;
@@ -201,7 +205,7 @@ static ddp_result train(ddp_group *world, device_rank *d, int grads, float *out)
         RANKS_OK(world, ddp_reducer_wait(reducer));
         RANKS_OK(world, ddp_reducer_clip_grad_norm(reducer, 0.7f, &norm));
         RANKS_CHECK(world, norm > 0.01f, "step %d: the norm is %g", step, (double)norm);
-        result = adamw(&t, world, step);
+        result = adamw<DDP_F32>(&t, world, step);
         if (result != DDP_OK) return result;
     }
     for (int i = 0; i < PARAMS; out += lengths[i++]) t.device->copy(out, t.value[i], lengths[i] * sizeof(float));
