@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
-"""tests/gpu/run.sh with a compiler and programs that only pretend: one that fails, crashes, hangs, prints anything or does not compile leaves the others
-alone, the table comes at the end, and results are written as they come.
+"""tests/gpu/run.sh with a compiler and programs that only pretend. A row that fails, crashes, hangs or does not compile leaves the other rows
+alone; the summary is complete at any moment; programs that were prepared are used; the architecture is the right one.
 
     gpu_run_selftest.py ROOT"""
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 ROOT = os.path.abspath(sys.argv.pop(1))
 
+# Writes the program that $BODIES has under the name of the output, or one that succeeds. $CALLS lists all command lines.
 COMPILER = """#!/bin/sh
-case " $* " in *" -l${MISSING:-nothing} "*) case "${NVCC_PREPEND_FLAGS:-}" in *" -L"*/found/lib" "*) ;; *) exit 1 ;; esac ;; esac
+echo "$*" >>"$CALLS"
+case " $* " in *" -l${MISSING:-nothing} "*) case "${NVCC_PREPEND_FLAGS:-}" in *" -L"*/lib" "*) ;; *) exit 1 ;; esac ;; esac
 while [ $# -gt 0 ]; do [ "$1" != -o ] || out=$2; shift; done
 name=$(basename "$out")
-if [ "$name" = "${BROKEN:-}" ]; then echo "error: no such word"; exit 1; fi
+if [ "$name" = "${BROKEN:-}" ]; then echo "error: unknown type"; exit 1; fi
 cp "$BODIES/$name" "$out" 2>/dev/null || printf '#!/bin/sh\\necho device of nobody\\n' >"$out"
 chmod +x "$out"
 """
@@ -25,6 +30,9 @@ SANITIZER = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do case $1 in --tool | --error-exitcode | --report-api-errors) shift ;; esac; shift; done
 exec "$@"
 """
+DEVICE = "#!/bin/sh\necho 'device: nobody, sm_90'\necho 'NCCL: version %d, header 23000'\n"
+ROWS, SANITIZE_ROWS = 31, 23
+HIDDEN = ("compute-sanitizer", "nvidia-smi", "nvcc")  # of the machine that runs this test
 
 
 class Tests(unittest.TestCase):
@@ -32,47 +40,68 @@ class Tests(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.root = folder.name
-        os.makedirs(os.path.join(self.root, "tests", "gpu"))
-        os.makedirs(os.path.join(self.root, "bodies"))
-        os.makedirs(os.path.join(self.root, "bin"))
-        for name in ("run.sh", "libraries.sh"):
-            shutil.copy(os.path.join(ROOT, "tests", "gpu", name), os.path.join(self.root, "tests", "gpu"))
+        for name in ("run.sh", "libraries.sh", "compile.sh"):
+            self.write("tests/gpu/" + name, "")
+            shutil.copy(os.path.join(ROOT, "tests", "gpu", name), self.path("tests", "gpu"))
         self.write("tests/gpu/test_trainer.sh", "exit 0\n")
+        self.write("bodies/test_device", DEVICE % 23000)
+        self.write("calls", "")
         for name, text in (("nvcc", COMPILER), ("cc", COMPILER), ("compute-sanitizer", SANITIZER)):
             self.write("bin/" + name, text)
 
-    def write(self, path, text):
-        os.makedirs(os.path.dirname(os.path.join(self.root, path)), exist_ok=True)
-        with open(os.path.join(self.root, path), "w") as file:
-            file.write(text)
-        os.chmod(os.path.join(self.root, path), 0o755)
+    def path(self, *names):
+        return os.path.join(self.root, *names)
 
-    def run_it(self, *flags, **variables):
-        # no compute-sanitizer of this machine's: a test does without
-        path = [d for d in os.environ["PATH"].split(":") if not os.path.exists(os.path.join(d, "compute-sanitizer"))]
-        environment = dict(os.environ, PATH=":".join([os.path.join(self.root, "bin"), *path]), BODIES=os.path.join(self.root, "bodies"), **variables)
-        environment.pop("NVCC", None)
-        environment["CC"] = "cc"
-        done = subprocess.run(["sh", "tests/gpu/run.sh", "--out", "results", *flags] if flags[:1] != ("sanitize",) else
-                              ["sh", "tests/gpu/run.sh", "sanitize", "--out", "results", *flags[1:]], cwd=self.root, env=environment, timeout=100,
+    def write(self, path, text):
+        os.makedirs(os.path.dirname(self.path(path)), exist_ok=True)
+        with open(self.path(path), "w") as file:
+            file.write(text)
+        os.chmod(self.path(path), 0o755)
+
+    def read(self, path):
+        with open(self.path(path), errors="replace") as file:
+            return file.read()
+
+    def environment(self, variables):
+        folders = [d for d in os.environ["PATH"].split(":") if not any(os.path.exists(os.path.join(d, name)) for name in HIDDEN)]
+        environment = dict(os.environ, PATH=":".join([self.path("bin"), *folders]), BODIES=self.path("bodies"), CALLS=self.path("calls"), CC="cc", JOBS="4")
+        for name in ("NVCC", "ARCH"):
+            environment.pop(name, None)
+        return dict(environment, **variables)
+
+    def run_it(self, *words, **variables):
+        if words[:1] in ((), ("--only",), ("--seconds",)):
+            words = ("--out", "results", *words)
+        elif words[0] == "sanitize":
+            words = ("sanitize", "--out", "results", *words[1:])
+        done = subprocess.run(["sh", "tests/gpu/run.sh", *words], cwd=self.root, env=self.environment(variables), timeout=100,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         self.results = {}
-        if os.path.exists(os.path.join(self.root, "results", "results.jsonl")):
-            with open(os.path.join(self.root, "results", "results.jsonl")) as lines:
-                self.results = {line["row"]: line["result"] for line in map(json.loads, lines)}
+        if os.path.exists(self.path("results", "results.jsonl")):
+            self.results = {line["row"]: line["result"] for line in map(json.loads, self.read("results/results.jsonl").splitlines())}
         return done.returncode, done.stdout
 
-    def rows(self, words):
-        return {result for row, result in self.results.items() if words in row}
+    def rows(self, start):
+        return {result for row, result in self.results.items() if row.startswith(start)}
+
+    def compiled(self):
+        """Names of what was compiled since the last call; probes for libraries are left out."""
+        names = re.findall(r"-o \S*/(\w+)$", self.read("calls"), re.M)
+        self.write("calls", "")
+        return {name for name in names if name not in ("nccl", "cublasLt")}
+
+    #== rows ==
 
     def test_all_is_well(self):
         status, text = self.run_it()
         self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
-        self.assertIn("0 of 27 rows are not ok", text)
-        self.assertIn("device of nobody", text)
-        self.assertEqual(sorted(os.listdir(os.path.join(self.root, "results"))), ["log.txt", "results.jsonl", "table.txt"])
+        self.assertIn("%d of %d rows have run, 0 of them are not ok" % (ROWS, ROWS), text)
+        self.assertIn("device: nobody", text)
+        self.assertEqual(sorted(os.listdir(self.path("results"))), ["log.txt", "results.jsonl", "summary.txt"])
+        self.assertLess(len(self.read("results/summary.txt").splitlines()), 60)
+        self.assertEqual(list(self.results)[:4], ["device", "kernels", "attention", "nccl.collectives"])
 
-    def test_what_goes_wrong_stays_alone(self):
+    def test_a_row_that_fails_leaves_the_others_alone(self):
         self.write("bodies/test_groups", "#!/bin/sh\necho 'groups: 3 is not 4'\nexit 1\n")
         self.write("bodies/test_fsdp", "#!/bin/sh\nkill -SEGV $$\n")
         self.write("bodies/test_tensor", "#!/bin/sh\n[ $1 = threads ] || exit 0\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
@@ -80,86 +109,226 @@ class Tests(unittest.TestCase):
         self.write("bodies/test_attention", "#!/bin/sh\nexit 77\n")
         status, text = self.run_it(BROKEN="test_layers", ROW_SECONDS="4")
         self.assertEqual(status, 1)
-        self.assertEqual(self.rows("messages"), {"FAILED (1)"})
-        self.assertEqual(self.rows("sharded training, "), {"FAILED (139)"})
-        self.assertEqual(self.rows("tensors"), {"HUNG, 137", "ok"})
-        self.assertEqual(self.rows("pipelines"), {"FAILED (3)"})
-        self.assertEqual(self.rows("layers, "), {"NOT BUILT"})
+        self.assertEqual(self.rows("groups"), {"FAILED (1)"})
+        self.assertEqual(self.rows("fsdp"), {"FAILED (139)"})
+        self.assertEqual((self.results["tensor.threads"], self.results["tensor.processes"]), ("HUNG, 137", "ok"))
+        self.assertEqual(self.rows("pipeline"), {"FAILED (3)"})
+        self.assertEqual(self.rows("layers"), {"NOT BUILT"})
         self.assertEqual(self.rows("attention"), {"FAILED (77)"})
-        self.assertEqual(self.rows("GPT") | self.rows("collectives") | self.rows("kernels"), {"ok"})
-        self.assertEqual(len(self.results), 27)
-        self.assertLess(len(text), 12000 + 4000)
-        table = text[-4000:]
-        for words in ("kernels against references", "NOT BUILT", "HUNG, 137", "of 27 rows are not ok"):
-            self.assertIn(words, table)
-        self.assertIn("groups: 3 is not 4", text)
-        self.assertIn("no such word", text)
+        self.assertEqual(self.rows("gpt") | self.rows("collectives") | self.rows("kernels"), {"ok"})
+        self.assertEqual(len(self.results), ROWS)
+        summary = self.read("results/summary.txt")
+        for words in ("NOT BUILT", "HUNG, 137", "groups: 3 is not 4"):
+            self.assertIn(words, summary)
+            self.assertIn(words, text)
+        self.assertIn("error: unknown type", text)
+        self.assertIn("error: unknown type", self.read("results/log.txt"))
+        again = re.search(r"--only '(.*)'", summary).group(1)
+        self.run_it("--only", again, ROW_SECONDS="2")
+        self.assertNotIn("kernels", self.results)
+        self.assertEqual((self.results["attention"], self.results["layers.threads"]), ("FAILED (77)", "ok"))  # it compiles now
+
+    def test_a_row_that_hangs_does_not_cost_the_next_its_turn(self):
+        self.write("bodies/test_kernels", "#!/bin/sh\nsleep 60\n")
+        self.run_it("--only", "^(kernels|attention|gpt.one):", "--seconds", "9", KEPT_SECONDS="2")
+        self.assertEqual(self.results, {"device": "ok", "kernels": "HUNG, 124", "attention": "ok", "gpt.one": "ok"})
+
+    def test_a_program_that_cannot_be_killed(self):
+        real = shutil.which("timeout")
+        self.write("bin/timeout", '#!/bin/sh\ncase $* in "-k 2 "*gpu/test_kernels) exec sleep 20 ;; esac\nexec %s "$@"\n' % real)
+        self.run_it("--only", "^(kernels|attention):", ROW_SECONDS="1")
+        self.assertEqual(self.results, {"device": "ok", "kernels": "STUCK", "attention": "ok"})
+
+    def test_a_run_that_is_killed(self):
+        self.write("bodies/test_conformance", "#!/bin/sh\necho 'collectives have begun'\nsleep 60\n")
+        script = ["sh", "tests/gpu/run.sh", "--out", "results"]
+        program = subprocess.Popen(script, cwd=self.root, env=self.environment({}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        path, deadline = self.path("results", "running.log"), time.time() + 60
+        while not (os.path.exists(path) and "have begun" in self.read("results/running.log")) and time.time() < deadline:
+            time.sleep(0.05)
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+        lines = self.read("results/summary.txt").splitlines()
+        self.assertIn("running nccl.collectives, row 4 of %d" % ROWS, lines[0])
+        self.assertIn("device: nobody, sm_90", lines)
+        rows = [line.split()[:2] for line in lines if re.match(r"[a-z0-9.]+ +(ok|-) ", line)]
+        self.assertEqual(len(rows), ROWS)
+        self.assertEqual(rows[:5], [["device", "ok"], ["kernels", "ok"], ["attention", "ok"], ["nccl.collectives", "-"], ["nccl.training", "-"]])
+        self.assertIn("=== attention: attention against the CPU: ok", self.read("results/log.txt"))
+
+    def test_a_run_that_is_stopped(self):
+        self.write("bodies/test_attention", "#!/bin/sh\necho begun\nexec sleep 60\n")
+        program = subprocess.Popen(["sh", "tests/gpu/run.sh", "--out", "results"], cwd=self.root, env=self.environment({}), stdout=subprocess.PIPE, text=True)
+        deadline = time.time() + 60
+        while not os.path.exists(self.path("results", "running.log")) or "begun" not in self.read("results/running.log"):
+            self.assertLess(time.time(), deadline)
+            time.sleep(0.05)
+        program.terminate()
+        text = program.communicate(timeout=20)[0]
+        self.assertEqual(program.returncode, 143)
+        self.assertIn("2 of %d rows have run, 0 of them are not ok" % ROWS, text)
+        self.assertIn("stopped", self.read("results/summary.txt").splitlines()[0])
 
     def test_no_device(self):
-        self.write("bodies/test_kernels", "#!/bin/sh\necho there is no device\nexit 77\n")
+        self.write("bodies/test_device", "#!/bin/sh\necho there is no device\nexit 77\n")
         status, text = self.run_it()
         self.assertEqual(status, 77)
         self.assertIn("there is no device", text)
 
-    def test_ranks_of_nccl_on_one_gpu(self):
-        self.write("bodies/test_training", "#!/bin/sh\necho shares ${NCCL_MULTI_RANK_GPU_ENABLE:-nothing} by ${DDP_TEST_ENGINE:-itself}\n")
-        self.run_it("--only", "on one GPU; processes$")
-        with open(os.path.join(self.root, "build", "gpu", "training_shared2.log")) as log:
-            self.assertEqual((self.results["NCCL: training, 2 ranks on one GPU; processes"], log.read()), ("ok", "shares 1 by nccl\n"))
-        self.write("bodies/nccl", "#!/bin/sh\n! grep -q 23000 $0.cu\n")  # the program that asks NCCL's version, beside its source
-        status, text = self.run_it()
-        self.assertEqual((status, len(self.results)), (0, 24))
-        self.assertIn("NCCL is older than 2.30", text)
-
-    def test_libraries_of_pytorch(self):
-        for path in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h", "other/lib/libnccl.so.1"):
-            self.write("packages/nvidia/" + path, "")
-        status, text = self.run_it("--only", "^NCCL: layers", MISSING="nccl", PYTHONPATH=os.path.join(self.root, "packages"))
-        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
-        self.assertIn("nvidia/nccl/lib/libnccl.so.2 are PyTorch's", text)
-        self.assertEqual(os.listdir(os.path.join(self.root, "build/gpu/found/include")), ["nccl.h"])
-
-    def test_libraries_that_are_not_there(self):
-        self.write("bodies/nccl", "#!/bin/sh\nexit 127\n")  # it links, and does not start
-        status, text = self.run_it("--only", "^layers", PYTHONPATH="", PYTHON="false")
-        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
-        self.assertIn("NCCL is not installed", text)
-        self.assertIn("without NCCL", text)
-
-    def test_the_time_is_up(self):
+    def test_no_time_is_left(self):
         status, _ = self.run_it("--seconds", "0")
-        self.assertEqual((status, set(self.results.values())), (1, {"NOT RUN, late"}))
+        self.assertEqual((status, self.results["device"], self.rows("nccl."), len(self.results)), (1, "NOT RUN", {"NOT RUN"}, ROWS))
 
     def test_some_rows(self):
         self.assertEqual(self.run_it("--only", "^layers")[0], 0)
-        self.assertEqual(len(self.results), 2)
+        self.assertEqual(set(self.results), {"device", "layers.threads", "layers.processes"})
+        self.assertEqual(self.compiled(), {"test_device", "test_layers"})
         status, text = self.run_it("--only", "^none of them")
         self.assertEqual(status, 1)
-        self.assertIn("no row has", text)
+        self.assertIn("no row matches", text)
+
+    def test_wrong_limits(self):
+        for limit in ("soon", ""):
+            status, text = self.run_it("--seconds", limit)
+            self.assertEqual((status, self.results), (1, {}))
+            self.assertIn("--seconds N", text)
+
+    #== sanitizers ==
 
     def test_sanitize(self):
         self.write("bodies/test_training", "#!/bin/sh\nexit 2\n")
         status, text = self.run_it("sanitize")
         self.assertEqual(status, 1)
-        self.assertEqual(self.rows("memcheck: training"), {"FAILED (2)"})
-        self.assertIn("4 of 27 rows are not ok", text)
+        self.assertEqual(self.rows("memcheck.training"), {"FAILED (2)"})
+        self.assertIn("%d of %d rows have run, 3 of them are not ok" % (SANITIZE_ROWS, SANITIZE_ROWS), text)
 
     def test_no_sanitizer(self):
-        os.unlink(os.path.join(self.root, "bin", "compute-sanitizer"))
+        os.unlink(self.path("bin", "compute-sanitizer"))
         status, text = self.run_it("sanitize")
         self.assertEqual((status, self.results, text.count("\n")), (1, {}, 1))
-        self.assertIn("there is no compute-sanitizer", text)
+        self.assertIn("compute-sanitizer is missing", text)
         status, text = self.run_it()
-        self.assertEqual((status, set(self.results.values()), len(self.results)), (0, {"ok"}, 25))
-        self.assertRegex(text, "kernels under compute-sanitizer +not there")
-        self.assertIn("0 of 25 rows are not ok", text)
+        self.assertEqual((status, self.results["racecheck.kernels"], len(self.results)), (0, "skipped", ROWS))
         self.assertIn("without compute-sanitizer", text)
 
-    def test_a_limit_that_is_none(self):
-        for limit in ("soon", ""):
-            status, text = self.run_it("--seconds", limit)
-            self.assertEqual((status, self.results), (1, {}))
-            self.assertIn("--seconds N", text)
+    #== libraries ==
+
+    def test_ranks_of_nccl_on_one_gpu(self):
+        self.write("bodies/test_training", "#!/bin/sh\necho shares ${NCCL_MULTI_RANK_GPU_ENABLE:-nothing} by ${DDP_TEST_ENGINE:-itself}\n")
+        self.run_it("--only", "^nccl2.processes")
+        self.assertEqual(self.results["nccl2.processes"], "ok")
+        self.assertIn("shares 1 by nccl\n", self.read("results/log.txt"))
+        self.write("bodies/test_device", DEVICE % 22809)
+        self.write("build/gpu/test_device", DEVICE % 22809)
+        status, text = self.run_it()
+        self.assertEqual((status, self.rows("nccl2"), self.rows("nccl.")), (0, {"skipped"}, {"ok"}))
+        self.assertIn("NCCL is older than 2.30", text)
+
+    def test_libraries_of_pytorch(self):
+        for path in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h", "other/lib/libnccl.so.1"):
+            self.write("packages/nvidia/" + path, "")
+        status, text = self.run_it("--only", "^nccl.layers", MISSING="nccl", PYTHONPATH=self.path("packages"))
+        self.assertEqual((status, set(self.results.values())), (0, {"ok"}))
+        self.assertIn("nvidia/nccl/lib/libnccl.so.2 of PyTorch", text)
+
+    def test_libraries_of_pytorch_for_prepared_programs(self):
+        """A program that was linked elsewhere finds libnccl.so.2 by LD_LIBRARY_PATH."""
+        self.write("bodies/test_training", "#!/bin/sh\necho path=$LD_LIBRARY_PATH\n")
+        self.assertEqual(self.run_it("prepare")[0], 0)
+        self.compiled()
+        self.write("packages/nvidia/nccl/lib/libnccl.so.2", "")
+        self.write("bin/ldd", '#!/bin/sh\ncase ${LD_LIBRARY_PATH:-} in *nvidia/nccl/lib*) ;; *) echo "	libnccl.so.2 => not found" ;; esac\n')
+        status, text = self.run_it("--only", "^nccl.training", PYTHONPATH=self.path("packages"), NVCC="none", LD_LIBRARY_PATH="/before")
+        self.assertEqual((status, self.results), (0, {"device": "ok", "nccl.training": "ok"}))
+        self.assertIn("path=%s:/before" % self.path("packages/nvidia/nccl/lib"), self.read("results/log.txt"))
+
+    def test_missing_libraries(self):
+        self.write("bodies/nccl", "#!/bin/sh\nexit 127\n")  # it links, and does not start
+        self.write("bodies/cublasLt", "#!/bin/sh\nexit 127\n")
+        status, text = self.run_it(PYTHONPATH="", PYTHON="false")
+        self.assertEqual((status, set(self.results.values())), (0, {"ok", "skipped"}))
+        self.assertIn("NCCL is missing: building with DDP_NO_NCCL", text)
+        skipped = {row for row, result in self.results.items() if result == "skipped"}
+        self.assertEqual({row.split(".")[0] for row in skipped}, {"nccl", "nccl2", "gpt", "trainer"})
+
+    #== prepared programs ==
+
+    def test_prepare(self):
+        subprocess.run(["git", "init", "-q", self.root], check=True)
+        self.write(".gitignore", "/build/\n")
+        self.write("large", "x" * (3 << 20))
+        status, text = self.run_it("prepare")
+        self.assertEqual(status, 0, text)
+        names = {"test_device", "test_kernels", "test_kernels_small", "test_gpt", "train_gpt_cuda", "train_gpt", "bench_gpu", "bench_gpt", "llmc"}
+        for name in names:
+            self.assertRegex(text, r"(?m)^%s +0.0 MiB" % name)
+        self.assertRegex(text, r"carry build/gpu: 0.0 MiB; with the working tree, 3.\d MiB, it is 3.\d of 64 MiB".replace("3.\\d of", "3.\\d MiB of"))
+        calls = self.read("calls")
+        self.assertTrue(names <= self.compiled())
+        for line in calls.splitlines():
+            if "tests/gpu/test_" in line:
+                for flag in ("-gencode arch=compute_90,code=sm_90 ", " -O2 ", " -Xlinker -s "):
+                    self.assertIn(flag, line)
+        status, text = self.run_it("prepare", KIT_MIB="2")
+        self.assertEqual((status, self.compiled()), (1, set()))  # all is up to date
+        self.assertIn("too large to carry", text)
+
+    def test_prepare_with_a_program_that_does_not_compile(self):
+        status, text = self.run_it("prepare", BROKEN="test_groups")
+        self.assertEqual(status, 1)
+        self.assertIn("tests/gpu/test_groups.cu does not compile", text)
+        self.assertRegex(text, "(?m)^test_tensor +0.0 MiB")
+
+    def test_prepared_programs_are_used(self):
+        for name in ("test_kernels", "test_layers"):
+            self.write("tests/gpu/%s.cu" % name, "first")
+        self.assertEqual(self.run_it("prepare")[0], 0)
+        self.compiled()
+        status, text = self.run_it(NVCC="none")
+        self.assertEqual((status, set(self.results.values())), (0, {"ok"}), text)
+        os.unlink(self.path("build", "gpu", "test_attention"))  # missing
+        self.write("tests/gpu/test_layers.cu", "second")        # out of date
+        status, text = self.run_it()
+        self.assertEqual((status, self.compiled()), (0, {"test_attention", "test_layers"}), text)
+        self.write("tests/gpu/test_layers.cu", "third")
+        status, text = self.run_it("--only", "^kernels")        # does not need test_layers
+        self.assertEqual((status, self.compiled()), (0, set()))
+        status, text = self.run_it(NVCC="none")
+        self.assertEqual((status, self.rows("layers"), self.rows("kernels")), (1, {"ok"}, {"ok"}))
+        self.assertIn("nvcc is missing", text)
+
+    def test_programs(self):
+        self.assertEqual(self.run_it("programs", "build/gpu", "bench_gpu", "llmc")[0], 0)
+        self.assertEqual(self.compiled(), {"bench_gpu", "llmc"})
+        self.assertEqual((self.run_it("programs", "build/gpu", "bench_gpu", "llmc")[0], self.compiled()), (0, set()))
+
+    def test_architecture(self):
+        smi = "#!/bin/sh\ncase $1 in -L) exit %d ;; *) echo %s ;; esac\n"
+        cases = ((None, {}, "code=sm_90"), ((9, "9.0"), {}, "code=sm_90"), ((0, "9.0"), {}, "-arch=native"), ((0, "9.0"), {"ARCH": "sm_80"}, "code=sm_80"))
+        for answer, variables, flag in cases:
+            if answer:
+                self.write("bin/nvidia-smi", smi % answer)
+            shutil.rmtree(self.path("build"), ignore_errors=True)
+            self.run_it("--only", "^kernels", **variables)
+            line = [line for line in self.read("calls").splitlines() if line.endswith("/test_kernels")][-1]
+            self.assertIn(flag, line)
+            self.compiled()
+
+    def test_prepared_for_another_device(self):
+        self.assertEqual(self.run_it("prepare")[0], 0)
+        self.compiled()
+        for capability, built in (("9.0", set()), ("8.0", {"test_device", "test_kernels"})):
+            self.write("bin/nvidia-smi", "#!/bin/sh\ncase $1 in -L) ;; *) echo %s ;; esac\n" % capability)
+            self.assertEqual(self.run_it("--only", "^kernels")[0], 0)
+            self.assertEqual(self.compiled(), built)
+
+    def test_build(self):
+        status, text = self.run_it("build")
+        self.assertEqual(status, 0, text)
+        self.assertTrue({"test_device", "test_training", "bench_gpu", "bench_gpt"} <= self.compiled())
+        status, text = self.run_it("build", "elsewhere", BROKEN="test_training")
+        self.assertEqual(status, 1)
+        self.assertIn("tests/gpu/test_training.cu does not compile", text)
 
 
 if __name__ == "__main__":

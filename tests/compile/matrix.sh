@@ -240,9 +240,8 @@ case_cuda_nccl_versions() {
     { echo '#include <nccl.h>'; cat unit.cu; } >early.cu # by the program, before cuda_bf16.h
     build $CXX $flags -fsyntax-only early.cu
 }
-# The other three are built by the C++ compiler, as cuda_tests.
-case_cuda_gpu_tests() { need_cuda; build env NVCC="$NVCC" PROGRAMS=test_kernels sh "$root/tests/gpu/run.sh" build "$work"; }
-case_cuda_gpu_bench() { need_cuda; build env NVCC="$NVCC" sh "$root/bench/gpu/run.sh" build; }
+# Every program of tests/gpu and bench/gpu; case_cuda_examples has the trainer.
+case_cuda_gpu_programs() { need_cuda; build env NVCC="$NVCC" sh "$root/tests/gpu/run.sh" build "$work/programs"; }
 # The smallest example by itself, and the trainer with all there is in one file, private: the trainer first, which includes what it needs, then what ddp.h and the
 # headers beside it are to nvcc, then the example again. What sm_80 has, assembled for sm_90. Both run where there is a GPU, and say what is missing where there
 # is none. A product without a group is refused before a device is looked for.

@@ -1,229 +1,369 @@
 #!/bin/sh
-# Builds the tests that need a GPU with nvcc alone and runs them; prints one table. Nothing is installed or fetched.
-#   sh tests/gpu/run.sh [FLAGS]            build for the device here and run: some minutes
-#   sh tests/gpu/run.sh sanitize [FLAGS]   run everything, with fewer cases and ranks as threads, under compute-sanitizer: memcheck, racecheck, synccheck
-#   sh tests/gpu/run.sh build [DIR]        only build, as PTX that is not optimised: what a machine without a device can do
-# FLAGS: --out DIR       as it comes: results.jsonl and log.txt, all that programs print; table.txt at the end. build/gpu by default
-#        --only PATTERN  rows of the table that grep -E finds PATTERN in, and the programs that were built before, where they are there
-#        --seconds N     in all; rows that do not start until then are not run, which is a failure. 480 by default
-# $NVCC names the compiler, $PROGRAMS what `build` builds when it is not all, $ROW_SECONDS what a row may take: 120, the trainer and compute-sanitizer 240.
-# What fails, crashes or hangs, or does not compile, leaves the other rows alone. Status 77: there is no device.
+# Builds the tests that need a GPU with nvcc, runs them, and prints one table. Installs and fetches nothing.
+#   sh tests/gpu/run.sh [FLAGS]            run the tests on the GPU here; programs that are missing or out of date are built first
+#   sh tests/gpu/run.sh sanitize [FLAGS]   run them with fewer cases under compute-sanitizer: memcheck, racecheck, synccheck
+#   sh tests/gpu/run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print what to carry to the GPU
+#   sh tests/gpu/run.sh build [DIR]        only see that everything compiles and links: host code with -O1, PTX that is not optimised
+#   sh tests/gpu/run.sh programs DIR NAME...   build these programs if they are missing or out of date
+# FLAGS: --out DIR       results: summary.txt (one page), results.jsonl, log.txt (all output). build/gpu/results by default
+#        --only PATTERN  rows whose name or title matches PATTERN (grep -E)
+#        --seconds N     time for everything; 540 by default
+#        --programs DIR  where the programs are; build/gpu by default
+# A row that fails, crashes, hangs or does not compile leaves the other rows alone: each has its own limit, and time is kept back for the
+# rows behind it. summary.txt is rewritten before and after each row. Status: 0 all rows are ok, 1 some are not, 77 there is no device.
+# $ARCH: sm_90, native, ...; native by default where nvidia-smi works, otherwise sm_90. $NVCC: the compiler. $JOBS: compilers at a time.
+# $ROW_SECONDS: limit of every row. $KEPT_SECONDS: kept back for each later row, 8 by default. $KIT_MIB: what prepare allows, 64 by default.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 started=$(date +%s)
 nvcc=${NVCC:-nvcc}
-build=build/gpu out= only= seconds=480 mode=run
-usage() { sed -n '2,11s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1; }
+build=build/gpu out= only= seconds=540 mode=run
+usage() { sed -n '2,16s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1; }
 case ${1:-} in
-build) mode=build build=${2:-build/gpu} ;;
+build) mode=build build=${2:-build/gpu-check} ;;
+prepare) mode=prepare build=${2:-build/gpu} ;;
+programs) mode=programs build=${2:-}; [ $# -gt 2 ] || usage; shift 2 ;;
 sanitize) mode=sanitize; shift ;;
 esac
-while [ $mode != build ] && [ $# -gt 0 ]; do
+while { [ $mode = run ] || [ $mode = sanitize ]; } && [ $# -gt 0 ]; do
     [ $# -gt 1 ] || usage
     case $1 in
     --out) out=$2 ;;
     --only) only=$2 ;;
     --seconds) seconds=$2 ;;
+    --programs) build=$2 ;;
     *) usage ;;
     esac
     shift 2
 done
-out=${out:-$build}
 case $seconds in '' | *[!0-9]*) usage ;; esac
-if ! command -v "$nvcc" >/dev/null 2>&1; then echo "there is no nvcc; put the CUDA toolkit's bin in PATH, or set NVCC" >&2; exit 1; fi
 sanitizer="with compute-sanitizer"
 command -v compute-sanitizer >/dev/null 2>&1 || sanitizer="without compute-sanitizer"
 if [ "$mode $sanitizer" = "sanitize without compute-sanitizer" ]; then
-    echo "there is no compute-sanitizer; put the CUDA toolkit's bin in PATH, or run without the word sanitize" >&2
+    echo "compute-sanitizer is missing: put the CUDA toolkit's bin in PATH, or run without the word sanitize" >&2
     exit 1
 fi
-mkdir -p "$build" "$out" || exit 1
+mkdir -p "$build" || exit 1
+temporary=$(mktemp -d) || exit 1
+trap 'rm -rf "$temporary"' EXIT
+. tests/gpu/libraries.sh
 
 # --- building ---
 
-. tests/gpu/libraries.sh
-[ $mode != build ] || only_links=1
-mkdir -p "$build/found" || exit 1
-found=$(cd "$build/found" && pwd)
-nccl=-lnccl
-if ! find_library "$found" nccl nccl.h '[] { int v; return ncclGetVersion(&v) != ncclSuccess; }()'; then
-    echo "NCCL is not installed: building with DDP_NO_NCCL"
-    nccl=-DDDP_NO_NCCL
-fi
-shares= # NCCL lets ranks share a GPU
-as_new='[] { int v; return ncclGetVersion(&v) != ncclSuccess || v < 23000 || NCCL_VERSION_CODE < 23000; }()'
-if [ $nccl = -lnccl ] && library_works "$found" nccl nccl.h "$as_new"; then shares=1; fi
-cublaslt="-DDDP_USE_CUBLASLT -lcublasLt" # of the layers' products, for test_layers; the model of test_gpt is made of them
-gpt="test_attention test_gpt"
-if ! find_library "$found" cublasLt cublasLt.h 'cublasLtGetVersion() == 0'; then
-    echo "cuBLASLt is not installed: layers by the plain kernel alone, and no GPT"
-    cublaslt=
-    gpt=test_attention
-fi
-# program target... [-D...]. No fused multiply-add on the host: it computes references.
-compile() {
-    program=$1
-    source=tests/gpu/${program%_small}.cu
-    shift
-    case $program in test_layers | test_gpt) set -- "$@" $cublaslt ;; esac
-    [ -z "$only" ] || [ ! -x "$build/$program" ] || return 0
-    rm -f "$build/$program"
-    timeout -k 5 300 "$nvcc" -std=c++17 $level -lineinfo "$@" $strict -Xcompiler -Wall,-Wextra,-ffp-contract=off "$source" \
-        -o "$build/$program" $nccl >"$build/$program.log" 2>&1 || failed_to_compile "$program" "$source"
+tests="test_device test_kernels test_attention test_conformance test_training test_fsdp test_gpt test_groups test_tensor test_pipeline test_layers"
+small="test_kernels_small test_conformance_small"
+others="train_gpt_cuda train_gpt bench_gpu bench_gpt llmc"
+
+have_nvcc() {
+    command -v "$nvcc" >/dev/null 2>&1 && return 0
+    echo "nvcc is missing: put the CUDA toolkit's bin in PATH, or set NVCC" >&2
+    return 1
 }
-failed_to_compile() {
-    echo "$2 does not compile:"
-    tail -n 15 "$build/$1.log" | cut -c 1-200
-    rm -f "$build/$1" # no half of it
-    : >"$build/failed"
+# with_libraries PROGRAM...: prints those that can be built with the libraries here.
+with_libraries() {
+    for program in "$@"; do
+        case $program$GPU_CUBLASLT in
+        test_gpt | bench_gpt | train_gpt_cuda) ;;
+        *) echo "$program" ;;
+        esac
+    done
 }
-# The trainer on GPUs, and the one on CPUs that it is compared with.
-trainer() {
-    [ -z "$only" ] || [ ! -x "$build/train_gpt_cuda" ] || [ ! -x "$build/train_gpt" ] || return 0
-    rm -f "$build/train_gpt_cuda" "$build/train_gpt"
-    timeout -k 5 300 "$nvcc" -std=c++17 -O3 "$@" -Xcompiler -Wall,-Wextra examples/train_gpt_cuda.cu -o "$build/train_gpt_cuda" \
-        -lcublasLt $nccl -lpthread -lm >"$build/train_gpt_cuda.log" 2>&1 || failed_to_compile train_gpt_cuda examples/train_gpt_cuda.cu
-    "${CC:-cc}" -O3 -march=native examples/train_gpt.c -o "$build/train_gpt" -lm -lpthread >"$build/train_gpt.log" 2>&1 ||
-        failed_to_compile train_gpt examples/train_gpt.c
+# build_missing PROGRAM...: those that are not current.
+build_missing() {
+    find_run_libraries $(for program in "$@"; do [ ! -x "$build/$program" ] || echo "$build/$program"; done)
+    missing=
+    for program in "$@"; do is_current "$build" "$program" || missing="$missing $program"; done
+    [ -n "$missing" ] || return 0
+    have_nvcc || return 1
+    find_build_libraries "$temporary"
+    GPU_ARCH=$(gpu_arch) GPU_LEVEL=kit
+    echo "building$missing for $GPU_ARCH"
+    build_programs "$build" $(with_libraries $missing)
 }
-rm -f "$build/failed"
-level=-O2 strict=
-if [ "$mode" = build ]; then # seen to compile and link; tests/compile/matrix.sh has the kernels compiled for sm_90 and as PTX
-    level=-O0 strict="-Werror all-warnings -Xcompiler -Werror" # not beside a device: a warning of another compiler must not cost a run there
-    programs=${PROGRAMS:-test_kernels test_conformance test_groups test_training test_fsdp test_tensor test_pipeline test_layers $gpt}
-    # Kernels are loops on the host, too, and inlining them takes gcc half of its time.
-    for program in $programs; do compile $program -arch=compute_90 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"; done
-    [ ! -f "$build/failed" ] || exit 1
-    echo "built $programs in $build"
+
+case $mode in
+programs)
+    build_missing "$@"
+    exit
+    ;;
+build)
+    have_nvcc || exit 1
+    only_links=1
+    find_build_libraries "$temporary"
+    GPU_ARCH=compute_90 GPU_LEVEL=check GPU_BODIES=$temporary/bodies.o
+    export GPU_BODIES
+    # The bodies of ddp.h and ddp_fsdp.h once for all programs. That nvcc takes them too, tests/compile/matrix.sh shows.
+    printf '#define DDP_IMPLEMENTATION\n#include "ddp.h"\n#include "ddp_fsdp.h"\n' >"$temporary/bodies.c"
+    "${CC:-cc}" -O1 -I. -c "$temporary/bodies.c" -o "$GPU_BODIES" || exit 1
+    programs=$(with_libraries ${PROGRAMS:-$tests bench_gpu bench_gpt})
+    build_programs "$build" $programs || exit 1
+    echo "built $(echo $programs) in $build: $(($(date +%s) - started)) s"
     exit 0
-fi
-for program in test_groups test_training test_fsdp test_tensor test_pipeline test_layers $gpt; do compile $program -arch=native & done
-compile test_kernels_small -arch=native -DDDP_TEST_SMALL & # for the sanitizers
-[ -z "$cublaslt" ] || [ "$mode" = sanitize ] || trainer -arch=native &
-if [ "$mode" = sanitize ]; then
-    compile test_conformance_small -arch=native -DDDP_TEST_SMALL &
-else
-    for program in test_conformance test_kernels; do compile $program -arch=native & done
-fi
-rm -f "$build/kernels.log"
-wait
-echo "built in $(($(date +%s) - started)) s"
+    ;;
+prepare)
+    have_nvcc || exit 1
+    only_links=1
+    find_build_libraries "$temporary"
+    GPU_ARCH=${ARCH:-sm_90} GPU_LEVEL=kit
+    stale=
+    for program in $(with_libraries $tests $small $others); do
+        if ! grep -qs " $GPU_ARCH" "$build/$program.built" || ! is_current "$build" "$program"; then stale="$stale $program"; fi
+    done
+    [ -z "$stale" ] || build_programs "$build" $stale || failed=1
+    rm -rf "$build/results"
+    kit_bytes=$(cat "$build"/* | wc -c)
+    tree_bytes=0
+    if git rev-parse --git-dir >/dev/null 2>&1; then
+        tree_bytes=$(git ls-files -z --cached --others --exclude-standard | xargs -0 cat 2>/dev/null | wc -c)
+        git check-ignore -q "$build" || echo "$build is not ignored by git: name a folder below build/, or add it to .git/info/exclude"
+    fi
+    mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f MiB", bytes / 1048576 }'; }
+    for program in $(with_libraries $tests $small $others); do
+        [ -x "$build/$program" ] && printf '%-24s %10s\n' "$program" "$(mib "$(wc -c <"$build/$program")")"
+    done
+    echo "prepared for $GPU_ARCH in $(($(date +%s) - started)) s"
+    echo "carry $build: $(mib "$kit_bytes"); with the working tree, $(mib "$tree_bytes"), it is $(mib $((kit_bytes + tree_bytes))) of ${KIT_MIB:-64} MiB"
+    if [ $((kit_bytes + tree_bytes)) -gt $((${KIT_MIB:-64} * 1048576)) ]; then
+        echo "too large to carry: remove programs from $build; the GPU machine builds what is missing" >&2
+        exit 1
+    fi
+    exit ${failed:-0}
+    ;;
+esac
 
-# --- running: one line of the table per program ---
+# --- rows ---
+# The list of rows is read twice: first to learn which rows there are and which programs they need, then to run them.
 
-failed=0 rows=0
-limit=${ROW_SECONDS:-120}
-[ "$mode" = run ] || limit=${ROW_SECONDS:-240}
-table=$out/table.txt results=$out/results.jsonl logs=$out/log.txt
-: >"$table"
+out=${out:-build/gpu/results}
+mkdir -p "$out" || exit 1
+summary=$out/summary.txt results=$out/results.jsonl logs=$out/log.txt running=$out/running.log
+failed=0 rows=0 done_rows=0 needed= pass=plan tool=
+: >"$temporary/plan"
+: >"$temporary/done"
 : >"$results"
 : >"$logs"
-[ ! -f "$build/failed" ] || failed=1
-# result seconds: a line of the table, of the console and of the results
-tell() {
-    printf '%-52s %-14s %4d s\n' "$title" "$1" "$2" | tee -a "$table"
-    printf '{"row": "%s", "result": "%s", "seconds": %d}\n' "$title" "$1" "$2" >>"$results"
+
+# write_summary NOW: one page with every row; NOW is what is going on. A reader sees the old page or the new one, never a part.
+write_summary() {
+    {
+        echo "$(date -u '+%Y-%m-%d %H:%M:%S') UTC, $mode: $1"
+        cat "$temporary/device" 2>/dev/null
+        echo
+        cat "$temporary/done"
+        tail -n "+$((done_rows + 1))" "$temporary/plan"
+    } >"$summary.new" && mv -f "$summary.new" "$summary"
 }
-row() { # title log command...
-    title=$1 log=$build/$2.log
-    shift 2
-    [ -z "$only" ] || printf '%s\n' "$title" | grep -Eq -- "$only" || return 0
-    rows=$((rows + 1))
-    begin=$(date +%s)
-    allowed=$((started + seconds - begin))
-    if [ $allowed -le 0 ]; then
-        failed=1
-        tell "NOT RUN, late" 0
+
+# row NAME LIMIT TITLE COMMAND...
+row() {
+    name=$1 limit=${ROW_SECONDS:-$2} title=$3
+    shift 3
+    [ -z "$only" ] || [ "$name" = device ] || printf '%s: %s\n' "$name" "$title" | grep -Eq -- "$only" || return 0
+    if [ $pass = plan ]; then
+        rows=$((rows + 1))
+        printf '%-22s %-14s %5s    %s\n' "$name" - - "$title" >>"$temporary/plan"
+        for word in "$@"; do
+            case $word in "$build"/*) needed="$needed ${word#"$build"/}" ;; esac
+        done
         return 0
     fi
-    [ $allowed -lt "$limit" ] || allowed=$limit
-    if [ "$mode" = sanitize ]; then
-        # The library asks after every call; some tests make calls fail on purpose.
-        if [ "$tool" = memcheck ]; then set -- --report-api-errors no "$@"; fi
+    run_row "$@"
+}
+
+# skip NAME TITLE REASON: a row that cannot run here, which is no failure.
+skip() {
+    name=$1 title=$2
+    [ -z "$only" ] || printf '%s: %s\n' "$name" "$title" | grep -Eq -- "$only" || return 0
+    if [ $pass = plan ]; then
+        rows=$((rows + 1))
+        printf '%-22s %-14s %5s    %s\n' "$name" - - "$title" >>"$temporary/plan"
+    else
+        record "skipped" 0 "$3"
+    fi
+}
+
+# record RESULT SECONDS [REASON]: a line on the console and in each file.
+record() {
+    done_rows=$((done_rows + 1))
+    printf '%-22s %-14s %3d s    %s%s\n' "$name" "$1" "$2" "$title" "${3:+: $3}" | tee -a "$temporary/done"
+    printf '{"row": "%s", "title": "%s", "result": "%s", "seconds": %d}\n' "$name" "$title" "$1" "$2" >>"$results"
+    case $1 in
+    ok | skipped) ;;
+    *) failed=1 ;;
+    esac
+}
+
+run_row() {
+    left=$((started + seconds - $(date +%s)))
+    kept=$(((rows - done_rows - 1) * ${KEPT_SECONDS:-8}))
+    allowed=$((left - kept))
+    # A late row has what is kept back for it.
+    [ $allowed -ge "${KEPT_SECONDS:-8}" ] || allowed=${KEPT_SECONDS:-8}
+    [ $allowed -le $left ] || allowed=$left
+    [ $allowed -le "$limit" ] || allowed=$limit
+    if [ $allowed -le 0 ]; then
+        record "NOT RUN" 0 "no time was left"
+        return 0
+    fi
+    if [ -n "$tool" ]; then
+        # The library checks every call, and some tests make calls fail on purpose.
+        [ "$tool" != memcheck ] || set -- --report-api-errors no "$@"
         set -- env DDP_TEST_SANITIZED=1 compute-sanitizer --tool "$tool" --error-exitcode 2 "$@"
     fi
-    timeout -k 2 $allowed "$@" >"$log" 2>&1 </dev/null
-    status=$?
+    write_summary "running $name, row $((done_rows + 1)) of $rows"
+    begin=$(date +%s)
+    rm -f "$temporary/status"
+    # In the background, and watched: a program that waits for a stuck driver cannot be killed, and the next row must not wait for it.
+    (
+        timeout -k 2 "$allowed" "$@" >"$running" 2>&1 </dev/null &
+        echo $! >"$temporary/pid"
+        wait $!
+        echo $? >"$temporary/status.new"
+        mv "$temporary/status.new" "$temporary/status"
+    ) >/dev/null 2>&1 &
+    pause=0.02
+    until [ -f "$temporary/status" ] || [ $(($(date +%s) - begin)) -gt $((allowed + 5)) ]; do
+        sleep $pause
+        [ "$(date +%s)" = "$begin" ] || pause=0.2
+    done
+    status=$(cat "$temporary/status" 2>/dev/null || echo stuck)
     took=$(($(date +%s) - begin))
     case $status in
     0) result=ok ;;
-    77) [ $rows -gt 1 ] || { cat "$log"; exit 77; }
-        result="FAILED (77)" ;;
-    124 | 137) result="HUNG, $status" ;;
-    127) result="NOT BUILT" ;;
+    77) result="FAILED (77)" ;;
+    124 | 137) if [ $took -ge $allowed ]; then result="HUNG, $status"; else result="FAILED ($status)"; fi ;;
+    126 | 127) result="NOT BUILT" ;;
+    stuck) result="STUCK" ;;
     *) result="FAILED ($status)" ;;
     esac
-    { printf '=== %s: %s\n' "$title" "$result"; tail -c 400000 "$log"; } >>"$logs"
-    tell "$result" $took
-    [ "$result" != ok ] || return 0
-    failed=1
-    LC_ALL=C tail -n 5 "$log" | LC_ALL=C tr -cd '\11\12\40-\176' | cut -c 1-160 | sed 's/^/    /'
-}
-finish() {
-    printf '\n%s\n' "$(head -n 1 "$build/kernels.log" 2>/dev/null | grep device)"
-    cat "$table"
-    echo "$(grep -Evc ' (ok|not there)  ' "$table") of $rows rows are not ok; $(($(date +%s) - started)) s with building; $([ "$nccl" = -lnccl ] &&
-        echo "with NCCL" || echo "without NCCL"), $sanitizer"
-}
-trap 'finish; exit 143' TERM INT
-# 1 rank runs in the program itself and starts CUDA there: it comes after the launches of processes.
-ranks() {
-    row "collectives, processes, 2 to 4 ranks on one GPU" conformance_processes "$build/test_conformance" processes 2 3 4 1
-    row "collectives, threads, 1 to 4 ranks on one GPU" conformance_threads "$build/test_conformance" threads 1 2 3 4
-    row "messages, splits, failures, leaks; processes" groups_processes "$build/test_groups" processes 2 3 4 1
-    row "messages, splits, failures, leaks; threads" groups_threads "$build/test_groups" threads 1 2 3 4
-    row "training, 1, 2, 4 ranks: the same bits; processes" training_processes "$build/test_training" processes 2 4 1
-    row "training, 1, 2, 4 ranks: the same bits; threads" training_threads "$build/test_training" threads 1 2 4
-    row "sharded training, 1 to 4 ranks, checkpoints; threads" fsdp_threads "$build/test_fsdp" threads
-    row "sharded training, 2 to 4 ranks; processes" fsdp_processes "$build/test_fsdp" processes 2 3 4
-    row "tensors, 1 to 4 ranks: the bits of the CPU; threads" tensor_threads "$build/test_tensor" threads
-    row "tensors, 1 to 4 ranks: the bits of the CPU; processes" tensor_processes "$build/test_tensor" processes 2 3 4 1
-    row "pipelines, 1 to 4 ranks: the bits of the CPU; threads" pipeline_threads "$build/test_pipeline" threads
-    row "pipelines, 2 to 4 ranks; processes" pipeline_processes "$build/test_pipeline" processes 2 3 4
-    row "layers, 1 to 4 ranks, against the CPU; threads" layers_threads "$build/test_layers" threads
-    row "layers, 2 and 3 ranks, against the CPU; processes" layers_processes "$build/test_layers" processes 2 3
-    limit=${ROW_SECONDS:-240}
-    [ -z "$cublaslt" ] || row "the GPT trainer: 1, 2, 4 ranks, every strategy" trainer sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt"
-    limit=${ROW_SECONDS:-120}
-    [ -z "$cublaslt" ] || row "GPT, 1 and 2 ranks, against the CPU; threads" gpt_threads "$build/test_gpt" threads 1 1 2
-    [ "$nccl" = -lnccl ] || return 0
-    row "NCCL, tree order: collectives, 1 rank" conformance_nccl env DDP_TEST_ENGINE=nccl "$build/test_conformance" threads 1
-    row "NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
-    row "NCCL: sharded training, 1 rank" fsdp_nccl env DDP_TEST_ENGINE=nccl "$build/test_fsdp" threads 1
-    row "NCCL: layers, 1 rank" layers_nccl env DDP_TEST_ENGINE=nccl "$build/test_layers" threads 1
-    if [ -z "$shares" ]; then echo "NCCL is older than 2.30: no row where its ranks share the GPU"; return 0; fi
-    set -- env NCCL_MULTI_RANK_GPU_ENABLE=1 DDP_TEST_ENGINE=nccl
-    row "NCCL, tree order: collectives, 2 ranks on one GPU" conformance_shared "$@" "$build/test_conformance" threads 2
-    row "NCCL, tree order: training, 2, 4 ranks on one GPU" training_shared "$@" "$build/test_training" threads 2 4
-    row "NCCL: training, 2 ranks on one GPU; processes" training_shared2 "$@" "$build/test_training" processes 2
+    { printf '=== %s: %s: %s\n' "$name" "$title" "$result"; tail -c 400000 "$running"; } >>"$logs"
+    [ "$name" != device ] || cp "$running" "$temporary/device"
+    record "$result" $took
+    [ "$result" = ok ] ||
+        LC_ALL=C tail -n 3 "$running" | LC_ALL=C tr -cd '\11\12\40-\176' | cut -c 1-160 | sed 's/^/    /' | tee -a "$temporary/done"
+    rm -f "$running"
+    if [ "$name $status" = "device 77" ]; then
+        write_summary "there is no device"
+        exit 77
+    fi
+    write_summary "$done_rows of $rows rows are done"
 }
 
-if [ "$mode" = sanitize ]; then
-    for tool in memcheck racecheck synccheck; do
-        row "$tool: kernels against references" kernels_$tool "$build/test_kernels_small"
-        row "$tool: training, threads" training_$tool "$build/test_training" threads 1 2 4
-        row "$tool: sharded training, threads" fsdp_$tool "$build/test_fsdp" threads 2
-        row "$tool: tensors, threads" tensor_$tool "$build/test_tensor" threads 3
-        row "$tool: pipelines, threads" pipeline_$tool "$build/test_pipeline" threads 2
-        row "$tool: layers, threads" layers_$tool "$build/test_layers" threads 2
-        row "$tool: attention against the CPU" attention_$tool "$build/test_attention"
-        [ -z "$cublaslt" ] || row "$tool: GPT, threads" gpt_$tool "$build/test_gpt" threads 1 2
+# As row, for what needs NCCL, or cuBLASLt.
+nccl_row() { if [ -n "$nccl" ]; then row "$@"; else skip "$1" "$3" "built without NCCL"; fi; }
+gpt_row() { if [ -n "$cublaslt" ]; then row "$@"; else skip "$1" "$3" "cuBLASLt is missing"; fi; }
+
+# One rank, no staging.
+nccl_rows() {
+    set -- env DDP_TEST_ENGINE=nccl
+    nccl_row nccl.collectives 60 "NCCL, tree order, 1 rank: collectives" "$@" "$build/test_conformance" threads 1
+    nccl_row nccl.training 60 "NCCL, tree order, 1 rank: training has the bits of the CPU" "$@" "$build/test_training" threads 1
+    nccl_row nccl.fsdp 60 "NCCL, 1 rank: sharded training" "$@" "$build/test_fsdp" threads 1
+    nccl_row nccl.layers 60 "NCCL, 1 rank: tensor-parallel layers" "$@" "$build/test_layers" threads 1
+}
+# From NCCL 2.30 on, several ranks of a communicator may use one GPU.
+nccl_shared_rows() {
+    set -- env NCCL_MULTI_RANK_GPU_ENABLE=1 DDP_TEST_ENGINE=nccl
+    if [ $pass = run ] && [ -n "$nccl" ] && [ "$nccl_version" -lt 23000 ]; then
+        skip nccl2.collectives "NCCL, tree order, 2 ranks on one GPU: collectives" "NCCL is older than 2.30"
+        skip nccl2.training "NCCL, tree order, 2 and 4 ranks on one GPU: training" "NCCL is older than 2.30"
+        skip nccl2.processes "NCCL, 2 processes on one GPU: training" "NCCL is older than 2.30"
+        return 0
+    fi
+    nccl_row nccl2.collectives 60 "NCCL, tree order, 2 ranks on one GPU: collectives" "$@" "$build/test_conformance" threads 2
+    nccl_row nccl2.training 60 "NCCL, tree order, 2 and 4 ranks on one GPU: training" "$@" "$build/test_training" threads 2 4
+    nccl_row nccl2.processes 60 "NCCL, 2 processes on one GPU: training" "$@" "$build/test_training" processes 2
+}
+# Ranks that share the GPU, staged through host memory. In a program that starts processes, 1 rank comes last: it starts CUDA in the
+# program itself, which cannot fork afterwards.
+thread_rows() {
+    row collectives.threads 90 "staged, threads, 1 to 4 ranks: collectives" "$build/test_conformance" threads 1 2 3 4
+    row training.threads 60 "staged, threads, 1, 2, 4 ranks: training has the same bits" "$build/test_training" threads 1 2 4
+    row fsdp.threads 90 "staged, threads, 2 to 4 ranks: sharded training, checkpoints" "$build/test_fsdp" threads 2 3 4
+    row groups.threads 90 "staged, threads, 1 to 4 ranks: messages, splits, failures, leaks" "$build/test_groups" threads 1 2 3 4
+    row tensor.threads 60 "staged, threads, 1 to 4 ranks: tensors have the bits of the CPU" "$build/test_tensor" threads 1 2 3 4
+    row pipeline.threads 60 "staged, threads, 1 to 4 ranks: pipelines have the bits of the CPU" "$build/test_pipeline" threads 1 2 3 4
+    row layers.threads 60 "staged, threads, 1 to 4 ranks: layers against the CPU" "$build/test_layers" threads 1 2 3 4
+}
+process_rows() {
+    row collectives.processes 90 "staged, processes, 1 to 4 ranks: collectives" "$build/test_conformance" processes 2 3 4 1
+    row training.processes 60 "staged, processes, 1, 2, 4 ranks: training has the same bits" "$build/test_training" processes 2 4 1
+    row fsdp.processes 90 "staged, processes, 2 to 4 ranks: sharded training" "$build/test_fsdp" processes 2 3 4
+    row groups.processes 90 "staged, processes, 1 to 4 ranks: messages, splits, failures, leaks" "$build/test_groups" processes 2 3 4 1
+    row tensor.processes 60 "staged, processes, 1 to 4 ranks: tensors have the bits of the CPU" "$build/test_tensor" processes 2 3 4 1
+    row pipeline.processes 60 "staged, processes, 2 to 4 ranks: pipelines have the bits of the CPU" "$build/test_pipeline" processes 2 3 4
+    row layers.processes 60 "staged, processes, 2 and 3 ranks: layers against the CPU" "$build/test_layers" processes 2 3
+}
+run_rows() {
+    row kernels 60 "kernels against references" "$build/test_kernels"
+    row attention 60 "attention against the CPU" "$build/test_attention"
+    nccl_rows
+    row fsdp.one 60 "1 rank: sharded training, checkpoints" "$build/test_fsdp" threads 1
+    gpt_row gpt.one 60 "GPT, 1 rank, against the CPU" "$build/test_gpt" threads 1 1
+    gpt_row trainer.one 120 "the GPT trainer, 1 rank: losses, same bits again, offload" sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" one
+    thread_rows
+    gpt_row gpt.two 60 "staged, threads, 2 ranks: GPT with --tp, against the CPU" "$build/test_gpt" threads 2
+    gpt_row trainer.many 150 "the GPT trainer, 2 and 4 ranks: strategies, stages, --tp" sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" many
+    process_rows
+    nccl_shared_rows
+    for tool in memcheck racecheck; do
+        if [ "$sanitizer" = "with compute-sanitizer" ]; then
+            row "$tool.kernels" 90 "kernels under compute-sanitizer, $tool" "$build/test_kernels_small"
+        else
+            skip "$tool.kernels" "kernels under compute-sanitizer, $tool" "compute-sanitizer is missing"
+        fi
+    done
+    tool=
+}
+sanitize_rows() {
+    for tool in memcheck racecheck; do
+        row "$tool.kernels" 120 "kernels against references" "$build/test_kernels_small"
+        row "$tool.attention" 120 "attention against the CPU" "$build/test_attention"
+        gpt_row "$tool.gpt" 150 "GPT, 1 and 2 ranks, against the CPU" "$build/test_gpt" threads 1 2
     done
     tool=memcheck
-    row "memcheck: collectives, threads" conformance_memcheck "$build/test_conformance_small" threads 1 2 3
-    row "memcheck: messages, splits, failures; threads" groups_memcheck "$build/test_groups" threads 1 2 3
-    [ "$nccl" != -lnccl ] || row "memcheck: NCCL, tree order: training, 1 rank" training_nccl env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
-else
-    row "kernels against references" kernels "$build/test_kernels"
-    row "attention against the CPU" attention "$build/test_attention"
-    ranks
-    if [ "$sanitizer" = "with compute-sanitizer" ]; then
-        mode=sanitize
-        for tool in memcheck racecheck; do row "kernels under compute-sanitizer, $tool" kernels_$tool "$build/test_kernels_small"; done
-    else
-        printf '%-52s %-12s\n' "kernels under compute-sanitizer" "not there" | tee -a "$table"
-    fi
+    row memcheck.collectives 90 "collectives, 1 to 3 ranks" "$build/test_conformance_small" threads 1 2 3
+    row memcheck.groups 90 "messages, splits, failures, 1 to 3 ranks" "$build/test_groups" threads 1 2 3
+    nccl_row memcheck.nccl 90 "NCCL, tree order, 1 rank: training" env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
+    for tool in memcheck racecheck; do
+        row "$tool.training" 90 "training, 1, 2, 4 ranks" "$build/test_training" threads 1 2 4
+        row "$tool.fsdp" 90 "sharded training, 2 ranks" "$build/test_fsdp" threads 2
+        row "$tool.layers" 90 "layers, 2 ranks" "$build/test_layers" threads 2
+        row "$tool.tensor" 90 "tensors, 3 ranks" "$build/test_tensor" threads 3
+        row "$tool.pipeline" 90 "pipelines, 2 ranks" "$build/test_pipeline" threads 2
+    done
+    tool=synccheck
+    row synccheck.kernels 90 "kernels against references" "$build/test_kernels_small"
+    row synccheck.attention 90 "attention against the CPU" "$build/test_attention"
+    gpt_row synccheck.gpt 120 "GPT, 1 rank, against the CPU" "$build/test_gpt" threads 1
+    tool=
+}
+first_row() { row device 40 "a kernel launches; device, driver, libraries" "$build/test_device"; }
+later_rows() { if [ "$mode" = sanitize ]; then sanitize_rows; else run_rows; fi; }
+
+nccl=1 cublaslt=1 nccl_version=0
+first_row
+later_rows
+if [ $rows -le 1 ] && [ -n "$only" ] && ! printf 'device: a kernel launches' | grep -Eq -- "$only"; then
+    echo "no row matches '$only'"
+    exit 1
 fi
+finish() {
+    cat "$summary"
+    echo "$(grep -c '^{' "$results") of $rows rows have run, $(grep -vcE '"result": "(ok|skipped)"' "$results") of them are not ok; $(($(date +%s) - started)) s, $sanitizer"
+}
+trap 'kill "$(cat "$temporary/pid" 2>/dev/null)" 2>/dev/null; write_summary "stopped"; finish; exit 143' TERM INT
+write_summary "building"
+build_missing $(printf '%s\n' $needed | sort -u) >"$running" 2>&1 || failed=1
+tee -a "$logs" <"$running"
+echo "programs are ready after $(($(date +%s) - started)) s"
+[ ! -f "$build/test_conformance.built" ] || was_built_with "$build" test_conformance nccl || nccl=
+[ "${GPU_CUBLASLT-unknown}" ] || cublaslt=
+pass=run
+first_row
+nccl_version=$(sed -n 's/^NCCL: version \([0-9]*\).*/\1/p' "$temporary/device" 2>/dev/null | grep . || echo 0)
+later_rows
+again=$(sed -n 's/^{"row": "\([^"]*\)".*"result": "[A-Z].*/\1/p' "$results" | tr '\n' '|' | sed 's/|$//; s/\./\\./g')
+write_summary "all rows are done${again:+; to run those again that are not ok: --only '^($again):'}"
 finish
-[ $rows -gt 0 ] || { echo "no row has '$only' in it"; exit 1; }
 exit $failed

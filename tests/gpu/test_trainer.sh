@@ -2,9 +2,12 @@
 # examples/train_gpt_cuda.cu on a GPU, which all ranks share: in f32 ten steps of loss as train_gpt has them, in bf16 near them; the same weights
 # under every strategy on 1, 2 and 4 ranks, with stages, without graphs, with recomputation, and in a second run; --tp has losses near them;
 # checkpoints go to train_gpt and back; optimizer state in host memory lets a model step under a limit that it does not fit in otherwise.
-# usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt
+# usage: test_trainer.sh path/of/train_gpt_cuda path/of/train_gpt [one | many]
+#   one    what runs on one rank: losses, a second run, no graphs, recomputation, offloading
+#   many   what runs on 2 and 4 ranks, and checkpoints. Without either, both.
 # DDP_TEST_SMALL=1: smaller models and ranks as threads alone, for the trainer on the fake machine (support/train_gpt_cuda.cu), with DDP_TEST_GPUS=1.
 whole=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+part=${3:-all}
 . "$(dirname "$0")/../support/train_gpt.sh"
 
 lines=3000
@@ -37,17 +40,33 @@ near() {
 }
 
 # shellcheck disable=SC2086
-{
-    train_with whole "$whole" $run --ranks 1
+one_rank() {
     train_with f32 "$program" $run --dtype f32
     near f32 whole 0.0002
-    train_with one "$program" $run --strategy none
     near one whole 0.03
     train_with again "$program" $run --strategy none
     train_with plain "$program" $run --strategy none --no-graphs
     train_with recomputed "$program" $run --strategy none --recompute
     train_with full1 "$program" $run
     for way in again plain recomputed full1; do same_hash one $way; done
+
+    # A third of what master values and moments take is missing: only --offload steps.
+    train_with offloaded "$program" $run --strategy none --offload
+    same_hash one offloaded
+    before=$(state)
+    refused "--offload saves" $large --memory-limit 1 text
+    [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"
+    needed=$(printf '%s\n' "$output" | sed -n 's/.*it needs \([0-9]*\)\..*/\1/p')
+    saved=$(printf '%s\n' "$output" | sed -n 's/.*--offload saves \([0-9]*\)\..*/\1/p')
+    limit_mib=$((needed - saved / 3))
+    refused "too small" $large --memory-limit $limit_mib text
+    [ -z "$problem" ] || fail "under $limit_mib MiB: $problem: $output"
+    train_with limited "$program" $large --memory-limit $limit_mib --offload
+    train_with free "$program" $large
+    same_hash limited free
+}
+# shellcheck disable=SC2086
+many_ranks() {
     for ranks in 2 4; do
         for strategy in full grad optim none; do
             kind=--threads-as-ranks
@@ -69,20 +88,11 @@ near() {
     train_with end "$whole" --resume here.ckpt --steps 12 --ranks 1
     train_with end_here "$program" --resume here.ckpt --steps 12 --dtype f32
     near end_here end 0.0002
-
-    # A third of what master values and moments take is missing: only --offload steps.
-    train_with offloaded "$program" $run --strategy none --offload
-    same_hash one offloaded
-    before=$(state)
-    refused "--offload saves" $large --memory-limit 1 text
-    [ -z "$problem" ] || fail "a GPU that is too small: $problem: $output"
-    needed=$(printf '%s\n' "$output" | sed -n 's/.*it needs \([0-9]*\)\..*/\1/p')
-    saved=$(printf '%s\n' "$output" | sed -n 's/.*--offload saves \([0-9]*\)\..*/\1/p')
-    limit_mib=$((needed - saved / 3))
-    refused "too small" $large --memory-limit $limit_mib text
-    [ -z "$problem" ] || fail "under $limit_mib MiB: $problem: $output"
-    train_with limited "$program" $large --memory-limit $limit_mib --offload
-    train_with free "$program" $large
-    same_hash limited free
 }
+# shellcheck disable=SC2086
+train_with whole "$whole" $run --ranks 1
+# shellcheck disable=SC2086
+train_with one "$program" $run --strategy none
+[ "$part" = many ] || one_rank
+[ "$part" = one ] || many_ranks
 echo "trainer: $(hash_of one)"
