@@ -2,7 +2,7 @@
 
     bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024] [--recompute] [--no-graphs] [--notes]
 
-    Reads lines "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by events, the last loss, bytes of
+    Prints a line of JSON about itself and the device, with the rate of a copy. Then reads lines "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by events, the last loss, bytes of
     device memory. A step is forward, backward, the sum of the two gradients of the tied matrix, the norm of all gradients and AdamW on f32 master
     values with a bf16 copy: the arithmetic of a trainer on one GPU that has no gradients to reduce. The batch stays the same; the norm is not used.
     Values and tokens are random. Nothing waits for the device inside a step.
@@ -180,9 +180,36 @@ static void answer(bench *b, int count) {
     free(events);
 }
 
+/* Bytes per second, read and written, of a copy from one buffer on the device to another that are larger than the caches. */
+static double copy_rate(cudaStream_t stream) {
+    const size_t size_bytes = (size_t)256 << 20;
+    const int copies = 20;
+    void *from = device_memory(size_bytes), *to = device_memory(size_bytes);
+    cudaEvent_t begin, end;
+    float ms = 0;
+    must(cudaEventCreate(&begin), "cudaEventCreate");
+    must(cudaEventCreate(&end), "cudaEventCreate");
+    must(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    for (int i = -3; i < copies; i++) {
+        if (i == 0) must(cudaEventRecord(begin, stream), "cudaEventRecord");
+        must(cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    }
+    must(cudaEventRecord(end, stream), "cudaEventRecord");
+    must(cudaEventSynchronize(end), "cudaEventSynchronize");
+    must(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    must(cudaFree(from), "cudaFree");
+    must(cudaFree(to), "cudaFree");
+    return 2.0 * copies * (double)size_bytes / (ms * 1e-3);
+}
+
 static void open_model(bench *b) {
     gpt_cuda_desc d = DDP_ZERO;
+    cudaDeviceProp properties;
     const char *wrong;
+    double rate = copy_rate(b->stream); /* before the model takes memory */
+    int device;
     d.config = b->config, d.batch = b->batch, d.length = b->length;
     d.recompute = b->recompute, d.graphs = !b->no_graphs && !b->notes;
     d.stream = b->stream;
@@ -195,7 +222,10 @@ static void open_model(bench *b) {
     must(cudaHostAlloc((void **)&b->loss, sizeof *b->loss, cudaHostAllocDefault), "cudaHostAlloc");
     b->norm = (ddp_cuda_norm *)device_memory(sizeof *b->norm);
     must(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f}\n", b->count, gpt_cuda_flops(&d));
+    must(cudaGetDevice(&device), "cudaGetDevice");
+    must(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f, \"device\": \"%s\", \"copy_gbytes\": %.0f}\n", b->count, gpt_cuda_flops(&d),
+           properties.name, rate * 1e-9);
     fflush(stdout);
 }
 

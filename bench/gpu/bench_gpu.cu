@@ -72,6 +72,7 @@ static void rate_line(const char *name, double bytes, double seconds) {
     kernels_below += share < 0.9;
     printf("%-46s %9.3f ms %8.0f GB/s %7.1f%%%s\n", name, seconds * 1e3, bytes / seconds * 1e-9, 100 * share, share < 0.9 ? "  missed" : "");
     fprintf(json, "{\"kind\": \"kernel\", \"name\": \"%s\", \"bytes\": %.0f, \"seconds\": %.9g, \"of_copy\": %.4f}\n", name, bytes, seconds, share);
+    fflush(json);
     fflush(stdout);
 }
 
@@ -173,6 +174,7 @@ static void bench_quantise(const space *s) {
 static void pair_line(const char *kind, const char *name, double ours, double bare) {
     printf("%-46s %9.2f us %8.2f us %+7.1f%%%s\n", name, ours * 1e6, bare * 1e6, 100 * (ours / bare - 1), ours / bare > 1.01 ? "  missed" : "");
     fprintf(json, "{\"kind\": \"%s\", \"name\": \"%s\", \"world_size\": 1, \"seconds\": %.9g, \"bare_seconds\": %.9g}\n", kind, name, ours, bare);
+    fflush(json);
     fflush(stdout);
 }
 

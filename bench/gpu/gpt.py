@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """gpt.py - GPT-2 on one GPU: examples/train_gpt_cuda.cu beside PyTorch, in turns, and where its step goes. bench/gpu/run.sh starts it.
 
-    gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--dry-run] [--build DIR]
+    gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--programs DIR] [--dry-run] [--build DIR]
 
-1. Compiles the trainer, bench_gpt.cu and examples/llmc.c, and makes a random shard and random first values, while PyTorch compiles its model.
-   --dry-run prints these and all other commands, and ends.
-2. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split), PyTorch with f32 weights and bf16
+1. Builds those of train_gpt_cuda, bench_gpt and llmc that are missing or out of date in --programs (build/gpu), and makes a random shard and
+   random first values, while PyTorch compiles its model. --dry-run prints these and all other commands, and ends.
+2. One step of the trainer by kernel.
+3. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split), PyTorch with f32 weights and bf16
    products, PyTorch with bf16 weights, a bare step without a reducer (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens
-   of steps, whose median counts, the first ones left out; a ratio is the median over rounds of the ratio within a round.
-3. 1.5B, 16 x 1024, recomputing blocks: the trainer and PyTorch in turns.
-4. One step of the trainer by kernel, and the timeline of three: how long the host takes to put a step on the streams, and how long the device waits.
+   of steps, whose median counts, the first ones left out; a ratio is the median over rounds of the ratio within a round. The timeline of three
+   steps shows how long the host takes to put a step on the streams, and how long the device waits.
+4. 1.5B, 16 x 1024, recomputing blocks: the trainer and PyTorch in turns.
 
 Required: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3 on one rank 3% at most; the host
-ahead of the device. Writes gpt.json and gpt.md to DIR. Steps of the trainer are timed by its progress lines, each printed when the device has done the
-step: from one to the next, where no validation lies between; the others' by events. MFU counts gpt_cuda_flops over 989 TFLOP/s, dense bf16 by the
-datasheet of an H100 or H200. What the minutes do not suffice for is left out, and said."""
+ahead of the device. Writes gpt.json and gpt.md to DIR after every turn. A program that fails is noted and left out, and the others go on. Steps of
+the trainer are timed by its progress lines, each printed when the device has done the step: from one to the next, without a validation between
+them; the others' by events. MFU counts gpt_cuda_flops over 989 TFLOP/s, dense bf16 by the datasheet of an H100 or H200. The limit of a kernel is
+the longer of its FLOPs at that rate and its bytes at the rate of a copy on this device, which bench_gpt measures."""
 import argparse
 import ctypes
 import json
@@ -44,18 +46,15 @@ LENGTH = 1024
 
 
 class Commands:
-    """Every command of a run, as words."""
+    """Every command of a run, as words. Data goes to build."""
 
-    def __init__(self, build):
-        nvcc, cc = os.environ.get("NVCC", "nvcc"), os.environ.get("CC", "cc")
-        nccl = os.environ.get("GPT_NCCL", "-lnccl")
-        compile_cuda = [nvcc, "-std=c++17", "-O3", "-arch=native"]
+    def __init__(self, build, programs):
         self.build = build
         self.shard, self.python = os.path.join(build, "noise.bin"), os.environ.get("PYTHON", "python3")
-        self.trainer, self.bare, self.llmc = (os.path.join(build, name) for name in ("train_gpt_cuda", "bench_gpt", "llmc"))
-        self.compile = [compile_cuda + [os.path.join(ROOT, "examples", "train_gpt_cuda.cu"), "-o", self.trainer, "-lcublasLt", nccl, "-lpthread", "-lm"],
-                        compile_cuda + [os.path.join(HERE, "bench_gpt.cu"), "-o", self.bare, "-lcublasLt", nccl, "-lpthread", "-lm"]]
-        self.compile_llmc = [cc, "-O1", os.path.join(ROOT, "examples", "llmc.c"), "-o", self.llmc, "-lm", "-lpthread"]
+        names = ("train_gpt_cuda", "bench_gpt", "llmc")
+        self.trainer, self.bare, self.llmc = (os.path.join(programs, name) for name in names)
+        trainer, bare, self.compile_llmc = (["sh", os.path.join(ROOT, "tests", "gpu", "run.sh"), "programs", programs, name] for name in names)
+        self.compile = [trainer, bare]
 
     def data(self, size):
         return [self.llmc, "--model", self.values(size), "--dtype", "bf16", *SHAPES[size]]
@@ -231,24 +230,42 @@ class Bench:
         self.notes, self.about = [], {}
         self.ms = {}  # (size, name): a median for each round
         self.host_ms, self.profile, self.timeline = [], [], {}
+        self.failed = False
 
     def left(self):
         return self.deadline - time.time()
 
     def write(self):
-        """gpt.json and gpt.md with what there is so far: who is killed leaves it. Returns the page."""
+        """Replaces gpt.json and gpt.md by what has been measured so far, so that a run that is killed leaves it. Returns the page."""
         text = report(self)
         if self.out:
-            with open(os.path.join(self.out, "gpt.md"), "w") as file:
-                file.write(time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
-            with open(os.path.join(self.out, "gpt.json"), "w") as file:
-                json.dump({"ms": {"%s %s" % key: values for key, values in self.ms.items()}, "about": self.about, "host_ms": self.host_ms,
-                           "profile": self.profile, "timeline": self.timeline, "notes": self.notes}, file, indent=1)
+            self.replace("gpt.md", time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
+            self.replace("gpt.json", json.dumps({
+                "ms": {"%s %s" % key: values for key, values in self.ms.items()}, "about": self.about, "host_ms": self.host_ms,
+                "profile": self.profile, "timeline": self.timeline, "notes": self.notes}, indent=1))
         return text
+
+    def replace(self, name, text):
+        path = os.path.join(self.out, name)
+        with open(path + ".new", "w") as file:
+            file.write(text)
+        os.replace(path + ".new", path)
 
     def note(self, text):
         print(text, flush=True)
         self.notes.append(text)
+
+    def attempt(self, what, call, *arguments):
+        """False if the call fails, which is noted."""
+        try:
+            call(*arguments)
+            return True
+        except (Failed, OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+            self.failed = True
+            self.note("%s: failed: %s" % (what, error))
+            return False
+        finally:
+            self.write()
 
     def start(self, *chains):
         """Chains of commands, all at the same time, each of them one after the other; returns what waits for them, and fails where one of them has."""
@@ -280,6 +297,7 @@ class Bench:
                 self.about[size + " " + name] = peers[name].about
                 peers[name].steps(WARM[size], self.left())
             except (Left, Failed, OSError) as error:
+                self.failed |= not isinstance(error, Left)
                 self.note("%s: %s: %s" % (name, "left out" if isinstance(error, Left) else "failed", error))
                 if name in peers:
                     peers.pop(name).close()
@@ -308,11 +326,17 @@ class Bench:
             if self.left() < seconds:
                 self.note("%s: %d rounds instead of %d: the time is up" % (size, number, self.rounds))
                 break
-            for turn, name, what in turns if number % 2 == 0 else reversed(turns):
-                turn(size, name, what)
-                self.write()
+            for entry in list(turns if number % 2 == 0 else reversed(turns)):
+                turn, name, what = entry
+                if not self.attempt("%s %s" % (size, name), turn, size, name, what):
+                    turns.remove(entry)
+                elif self.ms.get((size, name)):
+                    print("%s %s: %.2f ms per step" % (size, name, self.ms[(size, name)][-1]), flush=True)
 
     def look_inside(self):
+        if self.left() < 30:
+            self.note("profile: left out: the time is up")
+            return
         self.profile = read_profile(run(self.c.train("124M", "none", PROFILED, "--profile"), self.left(), self.c.build))
         if not self.profile:
             self.note("profile: left out: the trainer printed none that could be read")
@@ -324,6 +348,7 @@ class Bench:
         try:
             self.open_peers("124M", [("torch autocast", c.torch("124M", "autocast")), ("torch bf16", c.torch("124M", "bf16"))], peers)  # they compile, too
             join()
+            self.attempt("profile", self.look_inside)
             self.open_peers("124M", [("bare", c.bench())], peers)
             self.rounds_of("124M", [("trainer", "none"), ("trainer, ZeRO-3", "full")], peers, 40)
         finally:
@@ -341,13 +366,10 @@ class Bench:
                 peer.close()
 
     def measure(self):
-        self.measure_small()
-        if self.left() > 30:
-            self.look_inside()
-        else:
-            self.note("profile: left out: the time is up")
+        self.write()
+        self.attempt("124M", self.measure_small)
         if self.left() > 90:
-            self.measure_large()
+            self.attempt("1.5B", self.measure_large)
         else:
             self.note("1.5B: left out: the time is up")
 
@@ -362,15 +384,29 @@ def model_flops(size):
 
 
 def profile_table(bench):
-    """Kernels beside both limits; for what the trainer marks without its bytes, those of predict_gpt.py."""
+    """Kernels beside both limits. For kernels whose bytes the trainer does not count, those of predict_gpt.py."""
     known = {"norm": "norm of the gradients", "optimizer": "AdamW", "reduce": "gradients to f32, and of wte together"}
     moved = {group: size for group, _, _, size in predict_gpt.rows_of("124M", BATCH["124M"], LENGTH, False)[0]}
-    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of 4800 |", "|---|---|---|---|---|---|---|---|"]
+    copy = bench.about.get("124M bare", {}).get("copy_gbytes", 0)
+    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of the copy | of its limit |", "|---|---|---|---|---|---|---|---|---|"]
     for name, n, ms, share, tera, giga in bench.profile:
         if name in known and not giga and ms > 0:
             giga = moved[known[name]] / ms * 1e-6
-        lines.append("| %s | %d | %.3f | %.1f%% | %.0f | %.0f%% | %.0f | %.0f%% |" % (name, n, ms, share, tera, tera / 9.89, giga, giga / 48.0))
+        by_flops, by_bytes = tera * 1e12 / PEAK, giga / copy if copy else 0
+        limit = "%.0f%%, %s" % (100 * max(by_flops, by_bytes), "FLOPs" if by_flops >= by_bytes else "bytes") if by_flops or by_bytes else "-"
+        of_copy = "%.0f%%" % (100 * by_bytes) if copy else "-"
+        lines.append("| %s | %d | %.3f | %.1f%% | %.0f | %.0f%% | %.0f | %s | %s |" % (name, n, ms, share, tera, 100 * by_flops, giga, of_copy, limit))
     return lines
+
+
+def attention_line(bench):
+    """One block's attention, forward and backward: the trainer's kernels, and what PyTorch measured before it chose."""
+    took = bench.about.get("124M torch autocast", {}).get("attention_ms", {})
+    ours = [(n, ms) for name, n, ms, _, _, _ in bench.profile if name.startswith("attention")]
+    values = ["%s %.3f" % (name, ms) for name, ms in took.items()]
+    if ours:
+        values.insert(0, "the trainer %.3f" % (sum(ms for _, ms in ours) / max(ours[0][0], 1)))
+    return "Attention of one block of 124M, forward and backward, ms: %s." % ", ".join(values) if values else ""
 
 
 def speed_table(bench):
@@ -405,12 +441,20 @@ def checks(bench):
     return out
 
 
+def torch_version(bench):
+    return next((about["torch"] for about in bench.about.values() if "torch" in about), "missing")
+
+
 def report(bench):
     """The page as text."""
-    lines = speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
+    device = bench.about.get("124M bare", {})
+    head = ["%s, copy on the device %.0f GB/s, PyTorch %s" % (device["device"], device.get("copy_gbytes", 0), torch_version(bench)), ""] if "device" in device else []
+    lines = head + speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
     lines += ["| %s | %s | %s |" % (what, value, "holds" if holds else "**missed**") for what, value, holds in checks(bench)]
     if bench.profile:
         lines += ["", "One step of 124M by kernel, launched one by one with an event behind each:", ""] + profile_table(bench)
+    if attention_line(bench):
+        lines += ["", attention_line(bench)]
     if bench.timeline:
         lines += ["", "Three steps of 124M, ms: put on the streams by the host in %s; the device works for %s and has nothing to do for %s."
                   % tuple(", ".join("%.2f" % v for v in bench.timeline[key]) for key in ("host_ms", "device_ms", "idle_ms"))]
@@ -423,10 +467,11 @@ def main():
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--build", help="a folder for programs and data that stays; otherwise one that goes")
+    parser.add_argument("--programs", default=os.path.join(ROOT, "build", "gpu"), help="folder of the programs; missing ones are built there")
+    parser.add_argument("--build", help="folder for data, which is kept; a temporary one by default")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        commands = Commands(args.build or temporary)
+        commands = Commands(args.build or temporary, os.path.abspath(args.programs))
         if args.dry_run:
             print("\n".join(shlex.join(words) for words in commands.all()))
             return 0
@@ -434,14 +479,10 @@ def main():
             print("there is no GPU here (the driver finds none): GPT-2 is left out")
             return 77
         os.makedirs(args.out, exist_ok=True)
-        bench, failed = Bench(commands, args.minutes, args.rounds, args.out), 0
-        try:
-            bench.measure()
-        except (Failed, OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-            bench.note("stopped: %s: %s" % (type(error).__name__, error))
-            failed = 1
+        bench = Bench(commands, args.minutes, args.rounds, args.out)
+        bench.measure()
         print(bench.write())
-        return failed
+        return int(bench.failed)
 
 
 def has_gpu(library="libcuda.so.1"):

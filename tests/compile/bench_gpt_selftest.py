@@ -33,6 +33,7 @@ for step in range(1, steps + 1):
 if "--profile" in words:
     print("\\n  step 8 of rank 0, 30.000 ms        launches         ms    share   TFLOP/s      GB/s   of limit")
     print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("mlp up, gelu", 12, 20, 66.7, 700.1, 900, 70.8))
+    print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f   %7.1f%%" % ("attention backward", 12, 6, 20.0, 300.0, 1000, 30.0))
     print("  %-34s %8d   %8.3f   %5.1f%%   %7.1f   %7.0f         -\\n" % ("optimizer", 1, 1, 33.3, 0, 0))
 if "--timeline" in words:
     import json
@@ -48,7 +49,7 @@ print("      1    1    1    1   %-8s   bf16      1000000   800.00   80.9%%      
 
 PEER = """
 import json, sys
-print(json.dumps({"peer": 1}), flush=True)
+print(json.dumps(ABOUT), flush=True)
 for line in sys.stdin:
     print(json.dumps({"ms": [9.0] + [MS] * (int(line.split()[1]) - 1), "loss": 1}), flush=True)
 """
@@ -58,7 +59,7 @@ class Pretended(gpt.Commands):
     """The same commands, with a Python program instead of each."""
 
     def __init__(self, build, peers):
-        super().__init__(build)
+        super().__init__(build, build)
         self.peers = peers
         self.compile, self.compile_llmc = [[sys.executable, "-c", ""]], [sys.executable, "-c", ""]
         self.trainer, self.llmc = os.path.join(build, "trainer.py"), os.path.join(build, "llmc.py")
@@ -82,16 +83,21 @@ class Pretended(gpt.Commands):
         return [sys.executable, "-c", self.peers["bare"]]
 
 
-def peer(ms):
-    return PEER.replace("MS", str(ms))
+def peer(ms, **about):
+    return PEER.replace("MS", str(ms)).replace("ABOUT", repr(about or {"peer": 1}))
 
 
 class Tests(unittest.TestCase):
     def bench(self, minutes=5, rounds=2, **peers):
         self.folder = tempfile.TemporaryDirectory()
         self.addCleanup(self.folder.cleanup)
-        programs = {"autocast": peer(4.0), "bf16": peer(3.0), "bare": peer(2.0), **peers}
-        return gpt.Bench(Pretended(self.folder.name, programs), minutes, rounds)
+        programs = {"autocast": peer(4.0, torch="2.11", attention_ms={"cudnn": 0.5, "flash": 0.625}), "bf16": peer(3.0),
+                    "bare": peer(2.0, device="nobody", copy_gbytes=4000), **peers}
+        return gpt.Bench(Pretended(self.folder.name, programs), minutes, rounds, self.folder.name)
+
+    def page(self):
+        with open(os.path.join(self.folder.name, "gpt.md")) as file:
+            return file.read()
 
     def test_a_whole_run(self):
         bench = self.bench()
@@ -103,14 +109,18 @@ class Tests(unittest.TestCase):
         self.assertEqual(bench.ms[("124M", "torch autocast")], [4.0, 4.0])
         self.assertTrue(1 <= min(bench.ms[("124M", "trainer")]) < 100)  # the slow first steps are left out
         self.assertEqual(bench.host_ms, [1.5, 1.5])
-        self.assertEqual(bench.profile, [("mlp up, gelu", 12, 20, 66.7, 700.1, 900), ("optimizer", 1, 1, 33.3, 0, 0)])
+        self.assertEqual(bench.profile, [("mlp up, gelu", 12, 20, 66.7, 700.1, 900), ("attention backward", 12, 6, 20.0, 300.0, 1000),
+                                         ("optimizer", 1, 1, 33.3, 0, 0)])
         self.assertEqual({key: [round(v, 6) for v in values] for key, values in bench.timeline.items()},
                          {"host_ms": [1.0] * 3, "device_ms": [26.75] * 3, "idle_ms": [0.25] * 3})
         text = gpt.report(bench)
-        for line in ("| 124M, 32 x 1024 | torch bf16 | 3.00 | 10922667 |", "| mlp up, gelu | 12 | 20.000 | 66.7% | 700 | 71% | 900 | 19% |",
-                     "| optimizer | 1 | 1.000 | 33.3% | 0 | 0% | 3733 | 78% |",
+        for line in ("| 124M, 32 x 1024 | torch bf16 | 3.00 | 10922667 |", "nobody, copy on the device 4000 GB/s, PyTorch 2.11\n",
+                     "| mlp up, gelu | 12 | 20.000 | 66.7% | 700 | 71% | 900 | 22% | 71%, FLOPs |",
+                     "| optimizer | 1 | 1.000 | 33.3% | 0 | 0% | 3733 | 93% | 93%, bytes |",
+                     "forward and backward, ms: the trainer 0.500, cudnn 0.500, flash 0.625.",
                      "what the device takes | 4% | holds |", "at most 1% of a step | 0.93% | holds |"):
             self.assertIn(line, text)
+        self.assertTrue(self.page().endswith(text))
 
     def test_what_is_required(self):
         bench = self.bench()
@@ -143,7 +153,7 @@ class Tests(unittest.TestCase):
         """No device is not what run.sh says then, though GPT-2 may be left out for it."""
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        done = subprocess.run(["sh", os.path.join(ROOT, "bench", "gpu", "run.sh"), "--out", folder.name], env=dict(os.environ, NVCC="false"),
+        done = subprocess.run(["sh", os.path.join(ROOT, "bench", "gpu", "run.sh"), "--out", folder.name], env=dict(os.environ, NVCC="false", PROGRAMS_DIR=folder.name),
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.assertEqual(done.returncode, 1)
 
@@ -161,25 +171,53 @@ class Tests(unittest.TestCase):
     def test_a_compiler_that_fails(self):
         bench = self.bench()
         bench.c.compile[0][-1] = "raise SystemExit('there is no sm_90')"
-        with self.assertRaisesRegex(gpt.Failed, "status 1: there is no sm_90"):
-            bench.measure()
-        self.assertEqual(bench.ms, {})
+        bench.measure_large = lambda: None
+        bench.measure()
+        self.assertEqual((bench.ms, bench.failed), ({}, True))
+        self.assertIn("status 1: there is no sm_90", self.page())
 
     def test_a_trainer_that_fails(self):
+        """PyTorch and the bare step are measured all the same."""
         bench = self.bench()
         with open(bench.c.trainer, "w") as file:
             file.write("print('GPU 0 of rank 0 is too small')\nraise SystemExit(1)")
-        with self.assertRaisesRegex(gpt.Failed, "status 1: GPU 0 of rank 0 is too small"):
-            bench.measure()
+        bench.measure()
+        self.assertEqual({key: len(values) for key, values in bench.ms.items()},
+                         {("124M", name): 2 for name in ("torch autocast", "torch bf16", "bare")} | {("1.5B", "torch autocast"): 2})
+        notes = [note.split(": ")[0] for note in bench.notes]
+        self.assertEqual((notes, bench.failed), (["profile", "124M trainer", "124M trainer, ZeRO-3", "1.5B trainer"], True))
+        self.assertIn("status 1: GPU 0 of rank 0 is too small", self.page())
         with open(bench.c.trainer, "w") as file:
             file.write("print('step 10/39 loss 1')")
         with self.assertRaisesRegex(gpt.Failed, "two progress lines"):
             bench.turn_of_trainer("124M", "trainer", "none")
 
+    def test_a_run_that_is_cut_off(self):
+        """The page has all turns so far."""
+        bench = self.bench()
+        original, turns = bench.turn_of_trainer, []
+
+        def turn(*arguments):
+            turns.append(arguments)
+            if len(turns) == 2:
+                self.seen = self.page()
+            return original(*arguments)
+
+        bench.turn_of_trainer = turn
+        bench.measure()
+        for words in ("| 124M, 32 x 1024 | trainer |", "torch bf16", "bare", "| mlp up, gelu |"):
+            self.assertIn(words, self.seen)
+        self.assertNotIn("ZeRO-3 |", self.seen)
+
+    def test_programs_that_were_prepared(self):
+        commands = gpt.Commands("/data", "/kit")
+        self.assertEqual((commands.trainer, commands.bench()[0]), ("/kit/train_gpt_cuda", "/kit/bench_gpt"))
+        self.assertEqual([words[2:] for words in commands.compile], [["programs", "/kit", "train_gpt_cuda"], ["programs", "/kit", "bench_gpt"]])
+
     def test_the_time_is_up(self):
         bench = self.bench(minutes=0.3, rounds=2)
         bench.measure()
-        self.assertEqual(bench.notes, ["124M: 0 rounds instead of 2: the time is up", "profile: left out: the time is up",
+        self.assertEqual(bench.notes, ["profile: left out: the time is up", "124M: 0 rounds instead of 2: the time is up",
                                        "1.5B: left out: the time is up"])
         self.assertEqual(gpt.checks(bench), [])
 

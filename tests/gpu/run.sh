@@ -70,7 +70,10 @@ with_libraries() {
 }
 # build_missing PROGRAM...: those that are not current.
 build_missing() {
-    find_run_libraries $(for program in "$@"; do [ ! -x "$build/$program" ] || echo "$build/$program"; done)
+    there=
+    for program in "$@"; do [ ! -f "$build/$program" ] || there="$there $build/$program"; done
+    [ -z "$there" ] || chmod +x $there # a copy from another machine may have lost it
+    [ -z "$there" ] || find_run_libraries $there
     missing=
     for program in "$@"; do is_current "$build" "$program" || missing="$missing $program"; done
     [ -n "$missing" ] || return 0
