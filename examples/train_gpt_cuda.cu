@@ -1446,7 +1446,8 @@ static ddp_result gather_whole(trainer *t, int param, int which) {
         if (!rows.data) continue;
         own_count = ddp_tensor_count(&rows);
         if (own_count >= 0) own = (float *)malloc((size_t)own_count * sizeof(float));
-        if (!own) return ddp_fail(DDP_ERR_NO_MEMORY, "%s: rows of %lld elements", s->name, (long long)own_count);
+        if (!own)
+            return ddp_fail(DDP_ERR_NO_MEMORY, "%s: rows of %lld elements", s->name, (long long)own_count);
         move_rows(t, own, rows.data, (size_t)own_count * sizeof(float));
         for (int64_t j = 0; j < rows.shape[0]; j++)
             memcpy(t->whole + (s->at.row + first + j) * columns + s->at.column, own + j * s->at.columns, (size_t)s->at.columns * sizeof(float));

@@ -2,10 +2,13 @@
 
     bench_gpt [--layers 12] [--heads 12] [--channels 768] [--vocab 50257] [--batch 32] [--length 1024] [--recompute] [--no-graphs] [--notes]
 
-    Prints a line of JSON about itself and the device, with the rate of a copy. Then reads lines "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by events, the last loss, bytes of
-    device memory. A step is forward, backward, the sum of the two gradients of the tied matrix, the norm of all gradients and AdamW on f32 master
-    values with a bf16 copy: the arithmetic of a trainer on one GPU that has no gradients to reduce. The batch stays the same; the norm is not used.
-    Values and tokens are random. Nothing waits for the device inside a step.
+    Prints a line of JSON about the model and the device, with the rate of a copy there. Then reads lines
+    "steps N" and answers each with a line of JSON, as peer_gpt_torch.py does: milliseconds of N steps by
+    events, the last loss, bytes of device memory.
+    A step is forward, backward, the sum of the two gradients of the tied matrix, the norm of all gradients
+    and AdamW on f32 master values with a bf16 copy: the arithmetic of a trainer on one GPU that has no
+    gradients to reduce. The batch stays the same; the norm is not used. Values and tokens are random. Nothing
+    waits for the device inside a step.
     --notes prints the model's own count of FLOPs and bytes, kernel by kernel, of one step, as lines of JSON, and ends. Status 77: there is no device. */
 #define DDP_IMPLEMENTATION
 #include "../../examples/gpt_cuda.cuh"
@@ -180,7 +183,7 @@ static void answer(bench *b, int count) {
     free(events);
 }
 
-/* Bytes per second, read and written, of a copy from one buffer on the device to another that are larger than the caches. */
+/* Bytes per second, read and written, of a copy on the device. The buffers are larger than the caches. */
 static double copy_rate(cudaStream_t stream) {
     const size_t size_bytes = (size_t)256 << 20;
     const int copies = 20;
@@ -224,8 +227,8 @@ static void open_model(bench *b) {
     must(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     must(cudaGetDevice(&device), "cudaGetDevice");
     must(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-    printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f, \"device\": \"%s\", \"copy_gbytes\": %.0f}\n", b->count, gpt_cuda_flops(&d),
-           properties.name, rate * 1e-9);
+    printf("{\"bench_gpt\": 1, \"parameters\": %zu, \"flops\": %.0f, ", b->count, gpt_cuda_flops(&d));
+    printf("\"device\": \"%s\", \"copy_gbytes\": %.0f}\n", properties.name, rate * 1e-9);
     fflush(stdout);
 }
 

@@ -3,20 +3,25 @@
 
     gpt.py [--out DIR] [--minutes 5] [--rounds 3] [--programs DIR] [--dry-run] [--build DIR]
 
-1. Builds those of train_gpt_cuda, bench_gpt and llmc that are missing or out of date in --programs (build/gpu), and makes a random shard and
-   random first values, while PyTorch compiles its model. --dry-run prints these and all other commands, and ends.
+1. Builds those of train_gpt_cuda, bench_gpt and llmc that are missing or out of date in --programs (build/gpu).
+   Makes a random shard and random first values, while PyTorch compiles its model. --dry-run prints these and all
+   other commands, and ends.
 2. One step of the trainer by kernel.
-3. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split), PyTorch with f32 weights and bf16
-   products, PyTorch with bf16 weights, a bare step without a reducer (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens
-   of steps, whose median counts, the first ones left out; a ratio is the median over rounds of the ratio within a round. The timeline of three
+3. 124M, 32 x 1024, in rounds of one turn each: the trainer (--strategy none: gradients reduced, nothing split),
+   PyTorch with f32 weights and bf16 products, PyTorch with bf16 weights, a bare step without a reducer
+   (bench_gpt.cu), the trainer with --strategy full (ZeRO-3). A turn is some dozens of steps, whose median counts,
+   the first ones left out. A ratio is the median over rounds of the ratio within a round. The timeline of three
    steps shows how long the host takes to put a step on the streams, and how long the device waits.
 4. 1.5B, 16 x 1024, recomputing blocks: the trainer and PyTorch in turns.
 
-Required: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3 on one rank 3% at most; the host
-ahead of the device. Writes gpt.json and gpt.md to DIR after every turn. A program that fails is noted and left out, and the others go on. Steps of
-the trainer are timed by its progress lines, each printed when the device has done the step: from one to the next, without a validation between
-them; the others' by events. MFU counts gpt_cuda_flops over 989 TFLOP/s, dense bf16 by the datasheet of an H100 or H200. The limit of a kernel is
-the longer of its FLOPs at that rate and its bytes at the rate of a copy on this device, which bench_gpt measures."""
+Required: the trainer at 1.0 times the tokens of PyTorch's faster setting; reducer 1% of a step at most, ZeRO-3 on
+one rank 3% at most; the host ahead of the device. Writes gpt.json and gpt.md to DIR after every turn. A program
+that fails is noted and left out, and the others go on.
+
+Steps of the trainer are timed by its progress lines, each printed when the device has done the step: from one to
+the next, without a validation between them. The others' steps are timed by events. MFU counts gpt_cuda_flops over
+989 TFLOP/s, dense bf16 by the datasheet of an H100 or H200. The limit of a kernel is the longer of its FLOPs at
+that rate and its bytes at the rate of a copy on this device, which bench_gpt measures."""
 import argparse
 import ctypes
 import json
@@ -53,7 +58,8 @@ class Commands:
         self.shard, self.python = os.path.join(build, "noise.bin"), os.environ.get("PYTHON", "python3")
         names = ("train_gpt_cuda", "bench_gpt", "llmc")
         self.trainer, self.bare, self.llmc = (os.path.join(programs, name) for name in names)
-        trainer, bare, self.compile_llmc = (["sh", os.path.join(ROOT, "tests", "gpu", "run.sh"), "programs", programs, name] for name in names)
+        script = os.path.join(ROOT, "tests", "gpu", "run.sh")
+        trainer, bare, self.compile_llmc = (["sh", script, "programs", programs, name] for name in names)
         self.compile = [trainer, bare]
 
     def data(self, size):
@@ -236,12 +242,14 @@ class Bench:
         return self.deadline - time.time()
 
     def write(self):
-        """Replaces gpt.json and gpt.md by what has been measured so far, so that a run that is killed leaves it. Returns the page."""
+        """Replaces gpt.json and gpt.md by what has been measured so far: a run that is killed leaves them.
+        Returns the page."""
         text = report(self)
         if self.out:
             self.replace("gpt.md", time.strftime("%Y-%m-%d\n\n", time.gmtime()) + text)
             self.replace("gpt.json", json.dumps({
-                "ms": {"%s %s" % key: values for key, values in self.ms.items()}, "about": self.about, "host_ms": self.host_ms,
+                "ms": {"%s %s" % key: values for key, values in self.ms.items()},
+                "about": self.about, "host_ms": self.host_ms,
                 "profile": self.profile, "timeline": self.timeline, "notes": self.notes}, indent=1))
         return text
 
@@ -384,29 +392,35 @@ def model_flops(size):
 
 
 def profile_table(bench):
-    """Kernels beside both limits. For kernels whose bytes the trainer does not count, those of predict_gpt.py."""
+    """Kernels beside both limits. If the trainer does not count a kernel's bytes, predict_gpt.py does."""
     known = {"norm": "norm of the gradients", "optimizer": "AdamW", "reduce": "gradients to f32, and of wte together"}
     moved = {group: size for group, _, _, size in predict_gpt.rows_of("124M", BATCH["124M"], LENGTH, False)[0]}
     copy = bench.about.get("124M bare", {}).get("copy_gbytes", 0)
-    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of the copy | of its limit |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| kernel | launches | ms | share | TFLOP/s | of 989 | GB/s | of the copy | of its limit |",
+             "|---|---|---|---|---|---|---|---|---|"]
     for name, n, ms, share, tera, giga in bench.profile:
         if name in known and not giga and ms > 0:
             giga = moved[known[name]] / ms * 1e-6
         by_flops, by_bytes = tera * 1e12 / PEAK, giga / copy if copy else 0
-        limit = "%.0f%%, %s" % (100 * max(by_flops, by_bytes), "FLOPs" if by_flops >= by_bytes else "bytes") if by_flops or by_bytes else "-"
+        limit = "-"
+        if by_flops or by_bytes:
+            limit = "%.0f%%, %s" % (100 * max(by_flops, by_bytes), "FLOPs" if by_flops >= by_bytes else "bytes")
         of_copy = "%.0f%%" % (100 * by_bytes) if copy else "-"
-        lines.append("| %s | %d | %.3f | %.1f%% | %.0f | %.0f%% | %.0f | %s | %s |" % (name, n, ms, share, tera, 100 * by_flops, giga, of_copy, limit))
+        lines.append("| %s | %d | %.3f | %.1f%% | %.0f | %.0f%% | %.0f | %s | %s |"
+                     % (name, n, ms, share, tera, 100 * by_flops, giga, of_copy, limit))
     return lines
 
 
 def attention_line(bench):
-    """One block's attention, forward and backward: the trainer's kernels, and what PyTorch measured before it chose."""
+    """One block's attention, forward and backward: the trainer's kernels, and those that PyTorch chose from."""
     took = bench.about.get("124M torch autocast", {}).get("attention_ms", {})
     ours = [(n, ms) for name, n, ms, _, _, _ in bench.profile if name.startswith("attention")]
     values = ["%s %.3f" % (name, ms) for name, ms in took.items()]
     if ours:
         values.insert(0, "the trainer %.3f" % (sum(ms for _, ms in ours) / max(ours[0][0], 1)))
-    return "Attention of one block of 124M, forward and backward, ms: %s." % ", ".join(values) if values else ""
+    if not values:
+        return ""
+    return "Attention of one block of 124M, forward and backward, ms: %s." % ", ".join(values)
 
 
 def speed_table(bench):
@@ -448,8 +462,11 @@ def torch_version(bench):
 def report(bench):
     """The page as text."""
     device = bench.about.get("124M bare", {})
-    head = ["%s, copy on the device %.0f GB/s, PyTorch %s" % (device["device"], device.get("copy_gbytes", 0), torch_version(bench)), ""] if "device" in device else []
-    lines = head + speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
+    lines = []
+    if "device" in device:
+        about = (device["device"], device.get("copy_gbytes", 0), torch_version(bench))
+        lines = ["%s, copy on the device %.0f GB/s, PyTorch %s" % about, ""]
+    lines += speed_table(bench) + ["", "| required | measured | |", "|---|---|---|"]
     lines += ["| %s | %s | %s |" % (what, value, "holds" if holds else "**missed**") for what, value, holds in checks(bench)]
     if bench.profile:
         lines += ["", "One step of 124M by kernel, launched one by one with an event behind each:", ""] + profile_table(bench)
@@ -467,7 +484,8 @@ def main():
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--programs", default=os.path.join(ROOT, "build", "gpu"), help="folder of the programs; missing ones are built there")
+    parser.add_argument("--programs", default=os.path.join(ROOT, "build", "gpu"),
+                        help="folder of the programs; missing ones are built there")
     parser.add_argument("--build", help="folder for data, which is kept; a temporary one by default")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""PyTorch's time for the steps that ddp_cuda.cuh fuses, on the same GPU: a copy, fused AdamW, the norm of many tensors by foreach. And the rate
-of a large bf16 product, the limit of what is bound by FLOPs.
+"""PyTorch's time for the steps that ddp_cuda.cuh fuses, on the same GPU: a copy, fused AdamW, the norm of many
+tensors by foreach. And the rate of a large bf16 product: the limit of a kernel that is bound by FLOPs.
 
-    peer_torch.py RESULTS.jsonl     reads the device line and the kernels of bench_gpu, prints a table, appends its own lines
+    peer_torch.py RESULTS.jsonl     reads the device line and the kernels of bench_gpu, prints a table, appends its lines
 
-Each line is written when it has been measured. Status 77 without PyTorch or a device. Figures as in bench_gpu.cu: medians of 9 blocks of at
-least 4 ms, by events."""
+Each line is written as soon as it is measured. Status 77 without PyTorch or a device. Figures as in bench_gpu.cu:
+medians of 9 blocks of at least 4 ms, by events."""
 import json
 import statistics
 import sys
@@ -42,18 +42,23 @@ def seconds_of(call):
     return statistics.median(values)
 
 
+def write(out, line):
+    out.write(json.dumps({"kind": "torch", "version": torch.__version__, **line}) + "\n")
+    out.flush()
+
+
 def report(out, ours, name, seconds, size, mine):
-    """One measurement: a line of the table and one of the file. mine is the kernel of bench_gpu that does the same."""
+    """One measurement: a line of the table and one of the file. mine is bench_gpu's kernel for the same step."""
     rate = size / seconds
     ratio = ours[mine]["bytes"] / ours[mine]["seconds"] / rate if mine in ours else float("nan")
     print(f"{name:46} {seconds * 1e3:9.3f} ms {rate * 1e-9:8.0f} GB/s   {ratio:.2f} times as fast ({mine})", flush=True)
-    out.write(json.dumps({"kind": "torch", "name": name, "version": torch.__version__, "bytes": size, "seconds": seconds, "ddp_speedup": ratio}) + "\n")
-    out.flush()
+    write(out, {"name": name, "bytes": size, "seconds": seconds, "ddp_speedup": ratio})
 
 
 def measure_copy(out, ours):
     source, target = (torch.rand(COUNT, device="cuda") for _ in range(2))
-    report(out, ours, "copy_ on the device", seconds_of(lambda: target.copy_(source)), COUNT * 8, "cudaMemcpyAsync on the device")
+    seconds = seconds_of(lambda: target.copy_(source))
+    report(out, ours, "copy_ on the device", seconds, COUNT * 8, "cudaMemcpyAsync on the device")
 
 
 def measure_steps(out, ours):
@@ -63,10 +68,12 @@ def measure_steps(out, ours):
             p.grad = torch.zeros_like(p)
         gradients = [p.grad for p in params]
         norm = seconds_of(lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        report(out, ours, f"foreach norm, {label}", norm, COUNT * params[0].element_size(), f"sum_squares {label}, rows of 1024")
+        size = COUNT * params[0].element_size()
+        report(out, ours, f"foreach norm, {label}", norm, size, f"sum_squares {label}, rows of 1024")
         if dtype is torch.float32:
             optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
-            report(out, ours, "fused AdamW, f32", seconds_of(optimizer.step), COUNT * 28, "ddp_cuda_adamw, f32 gradient")
+            seconds = seconds_of(optimizer.step)
+            report(out, ours, "fused AdamW, f32", seconds, COUNT * 28, "ddp_cuda_adamw, f32 gradient")
         del params, gradients
 
 
@@ -74,15 +81,16 @@ def measure_product(out):
     a, b = (torch.randn(PRODUCT, PRODUCT, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     seconds = seconds_of(lambda: a @ b)
     tera = 2 * PRODUCT**3 / seconds * 1e-12
-    print(f"{f'bf16 product of {PRODUCT}, random values':46} {seconds * 1e3:9.3f} ms {tera:8.0f} TFLOP/s", flush=True)
-    out.write(json.dumps({"kind": "torch", "name": "bf16 product", "version": torch.__version__, "seconds": seconds, "tflops": tera}) + "\n")
+    print(f"{'bf16 product of 8192, random values':46} {seconds * 1e3:9.3f} ms {tera:8.0f} TFLOP/s", flush=True)
+    write(out, {"name": "bf16 product", "seconds": seconds, "tflops": tera})
 
 
 def main():
     path = sys.argv[1]
     with open(path) as lines:
         ours = {line["name"]: line for line in map(json.loads, lines) if line["kind"] == "kernel"}
-    print(f"\n{'PyTorch ' + torch.__version__ + ', the same run':46} {'time':>12} {'read+written':>13}   ddp per byte", flush=True)
+    title = f"PyTorch {torch.__version__}, the same run"
+    print(f"\n{title:46} {'time':>12} {'read+written':>13}   ddp per byte", flush=True)
     with open(path, "a") as out:
         measure_copy(out, ours)
         measure_steps(out, ours)

@@ -1,22 +1,24 @@
 #!/bin/sh
 # Measures on the GPU here: ddp_cuda.cuh, then GPT-2. Some 8 minutes in all.
-#   sh bench/gpu/run.sh [--out DIR]             both; results go to DIR, bench/results by default
-#   sh bench/gpu/run.sh --kernels [--out DIR]   each kernel's time and share of the copy bandwidth, beside cudaMemcpyAsync and, where PyTorch is installed,
-#                                               its fused AdamW and foreach norm; NCCL through ddp against bare NCCL, and a reducer against none, in a
-#                                               world of 1: gpu.jsonl, gpu.txt. About a minute
-#   sh bench/gpu/run.sh --gpt [...]             GPT-2 by train_gpt_cuda beside PyTorch, and its step by kernel, each with its share of its limit: gpt.json,
-#                                               gpt.md. 5 minutes, or --minutes N; --dry-run prints the commands. Needs python3
-#   sh bench/gpu/run.sh build                   only compile: what a machine without a GPU can do
-# Programs that `sh tests/gpu/run.sh prepare` built are used from build/gpu, or $PROGRAMS_DIR; those that are missing or out of date are built there.
-# Files grow as results come, so a run that is cut off leaves what it had. $NVCC names the compiler, $ARCH the architecture (see tests/gpu/run.sh),
-# $PYTHON the python that has PyTorch. Status 77: there is no device.
+#   run.sh [--out DIR]             both; results go to DIR, bench/results by default
+#   run.sh --kernels [--out DIR]   gpu.jsonl, gpu.txt: each kernel's time and its share of the rate of
+#                                  cudaMemcpyAsync; PyTorch's fused AdamW and foreach norm, if it is installed;
+#                                  NCCL through ddp against bare NCCL, and a reducer against none, in a world of 1.
+#                                  About a minute
+#   run.sh --gpt [...]             gpt.json, gpt.md: GPT-2 by train_gpt_cuda beside PyTorch, and its step by
+#                                  kernel, each with its share of its limit. 5 minutes, or --minutes N; --dry-run
+#                                  prints the commands. Needs python3
+#   run.sh build                   only compile: what a machine without a GPU can do
+# Programs that `sh tests/gpu/run.sh prepare` built are used from build/gpu, or $PROGRAMS_DIR. Those that are
+# missing or out of date are built there. Files grow as results come: a run that is cut off leaves them.
+# $NVCC and $ARCH are as in tests/gpu/run.sh, $PYTHON is the python that has PyTorch. Status 77: no device.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 out=bench/results
 python=${PYTHON:-python3}
 programs=${PROGRAMS_DIR:-build/gpu}
 part=both
-usage() { sed -n '2,14s/^# \{0,1\}//p' bench/gpu/run.sh; exit 1; }
+usage() { sed -n '/^set -u/q; 2,$s/^# \{0,1\}//p' bench/gpu/run.sh; exit 1; }
 case ${1:-} in
 --kernels | --gpt) part=${1#--}; shift ;;
 build) PROGRAMS="bench_gpu bench_gpt" exec sh tests/gpu/run.sh build "${2:-build/gpu-check}" ;;
@@ -41,10 +43,16 @@ kernels() {
     rm -f "$out/gpu.jsonl"
     date -u +%Y-%m-%d >"$out/gpu.txt"
     status_file=$(mktemp) || return 1
-    { timeout -k 5 "${KERNEL_SECONDS:-150}" "$programs/bench_gpu" "$out/gpu.jsonl" 2>&1; echo $? >"$status_file"; } | tee -a "$out/gpu.txt"
+    {
+        timeout -k 5 "${KERNEL_SECONDS:-150}" "$programs/bench_gpu" "$out/gpu.jsonl" 2>&1
+        echo $? >"$status_file"
+    } | tee -a "$out/gpu.txt"
     status=$(cat "$status_file")
     rm -f "$status_file"
-    if [ "$status" -ne 0 ]; then echo "bench_gpu ended with status $status" | tee -a "$out/gpu.txt"; return "$status"; fi
+    if [ "$status" -ne 0 ]; then
+        echo "bench_gpu ended with status $status" | tee -a "$out/gpu.txt"
+        return "$status"
+    fi
     timeout -k 5 90 "$python" bench/gpu/peer_torch.py "$out/gpu.jsonl" 2>&1 | tee -a "$out/gpu.txt"
 }
 kernels || failed=$?

@@ -153,8 +153,8 @@ class Tests(unittest.TestCase):
         """No device is not what run.sh says then, though GPT-2 may be left out for it."""
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        done = subprocess.run(["sh", os.path.join(ROOT, "bench", "gpu", "run.sh"), "--out", folder.name], env=dict(os.environ, NVCC="false", PROGRAMS_DIR=folder.name),
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run(["sh", os.path.join(ROOT, "bench", "gpu", "run.sh"), "--out", folder.name],
+                              env=dict(os.environ, NVCC="false", PROGRAMS_DIR=folder.name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.assertEqual(done.returncode, 1)
 
     def test_a_profile_that_cannot_be_read(self):

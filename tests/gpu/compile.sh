@@ -1,13 +1,14 @@
 #!/bin/sh
 # Compiles one program for tests/gpu/run.sh and bench/gpu/run.sh: sh tests/gpu/compile.sh FOLDER PROGRAM
-# Writes FOLDER/PROGRAM, PROGRAM.sources (the files of this repository that it was made of) and PROGRAM.built (their checksum, the
-# architecture, the libraries). If it does not compile, prints the end of what the compiler said, and leaves nothing.
+# Writes FOLDER/PROGRAM, PROGRAM.sources (the files of this repository that it was made of) and PROGRAM.built
+# (their checksum, the architecture, the libraries). If it does not compile, prints the end of what the
+# compiler said, and leaves nothing.
 #   GPU_ARCH       sm_90, native, ...
 #   GPU_NCCL       -lnccl, or empty: built with DDP_NO_NCCL
 #   GPU_CUBLASLT   -DDDP_USE_CUBLASLT -lcublasLt, or empty
 #   GPU_LEVEL      kit    -O2, optimised machine code with line numbers, no symbols
-#                  check  host code with -O1 and warnings as errors, PTX that is not optimised; $GPU_BODIES is an object with the bodies
-#                         of ddp.h and ddp_fsdp.h, which are then not compiled again
+#                  check  host code with -O1 and warnings as errors, PTX that is not optimised; $GPU_BODIES is an
+#                         object with the bodies of ddp.h and ddp_fsdp.h, which are then not compiled again
 set -u
 . tests/gpu/libraries.sh
 folder=$1 program=$2
@@ -24,7 +25,7 @@ esac
 
 # Sets the positional parameters to the command, without the output.
 case $source in
-*.c) set -- "${CC:-cc}" -O2 "$source" -lm -lpthread ;; # not -march=native: the program may run on another processor
+*.c) set -- "${CC:-cc}" -O2 "$source" -lm -lpthread ;; # not -march=native: it may run on another processor
 *)
     libraries=${GPU_NCCL:--DDDP_NO_NCCL}
     case $program in
@@ -40,12 +41,14 @@ case $source in
     esac
     if [ "$GPU_LEVEL" = check ]; then
         # Kernels are functions of the host, too: inlining all of them takes half of the compiler's time.
-        set -- "$nvcc" $options -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline" -Werror all-warnings "-Xcompiler=$warnings,-Werror"
+        set -- "$nvcc" $options -O1 -Xcicc -O0 "-DDDP__HD=__host__ __device__ inline"
+        set -- "$@" -Werror all-warnings "-Xcompiler=$warnings,-Werror"
         bodies=${GPU_BODIES:-}
         case $program in
         test_kernels | test_attention) bodies= ;; # they call private functions of ddp.h
         esac
-        [ -z "$bodies" ] || set -- "$@" -DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED "$bodies"
+        included="-DDDP_IMPLEMENTATION_INCLUDED -DDDP_FSDP_IMPLEMENTATION_INCLUDED"
+        [ -z "$bodies" ] || set -- "$@" $included "$bodies"
     else
         set -- "$nvcc" $options -O2 -lineinfo --compress-mode=size -Xlinker -s "-Xcompiler=$warnings"
     fi
@@ -53,7 +56,8 @@ case $source in
     ;;
 esac
 log=$folder/$program.log
-if ! timeout -k 5 "${COMPILE_SECONDS:-420}" "$@" -MMD -MF "$folder/$program.d" -o "$folder/$program" >"$log" 2>&1; then
+set -- timeout -k 5 "${COMPILE_SECONDS:-420}" "$@"
+if ! "$@" -MMD -MF "$folder/$program.d" -o "$folder/$program" >"$log" 2>&1; then
     echo "$source does not compile:"
     tail -n 15 "$log" | cut -c 1-200
     rm -f "$folder/$program" "$folder/$program.d" "$log"
@@ -61,7 +65,10 @@ if ! timeout -k 5 "${COMPILE_SECONDS:-420}" "$@" -MMD -MF "$folder/$program.d" -
 fi
 # Paths of this repository are relative; those of CUDA start with a slash.
 touch "$folder/$program.d"
-{ echo "$source"; tr -s ' \\' '\n\n' <"$folder/$program.d" | grep '^[a-z].*\.\(h\|c\|cu\|cuh\)$'; } | sort -u >"$folder/$program.sources"
+{
+    echo "$source"
+    tr -s ' \\' '\n\n' <"$folder/$program.d" | grep '^[a-z].*\.\(h\|c\|cu\|cuh\)$'
+} | sort -u >"$folder/$program.sources"
 with=
 [ -z "$GPU_NCCL" ] || with=" nccl"
 [ -z "$GPU_CUBLASLT" ] || with="$with cublasLt"

@@ -1,5 +1,6 @@
-# Functions that tests/gpu/run.sh, tests/gpu/compile.sh and bench/gpu/run.sh share: the architecture to build for, NCCL and cuBLASLt, and
-# which programs are up to date. The caller sets $nvcc, the compiler. Functions return 0 for yes.
+# Functions that tests/gpu/run.sh, tests/gpu/compile.sh and bench/gpu/run.sh share: the architecture to build
+# for, NCCL and cuBLASLt, and which programs are up to date. The caller sets $nvcc, the compiler. Functions
+# return 0 for yes.
 
 # Prints what to build for: $ARCH if it is set; native if nvidia-smi works; otherwise sm_90.
 # nvcc -arch=native without a visible driver builds for sm_75 and reports nothing.
@@ -21,22 +22,24 @@ gpu_arch_flags() {
     esac
 }
 
-# arch_fits ARCH: programs that were built for ARCH run on the GPU here. Without nvidia-smi they are taken to run.
+# arch_fits ARCH: programs that were built for ARCH run on the GPU here. Without nvidia-smi they are taken to
+# run.
 arch_fits() {
     case $1 in
     sm_*) ;;
     *) return 0 ;;
     esac
     if [ -z "${capability:-}" ]; then
-        capability=$(timeout 20 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -cd 0-9)
+        capability=$(timeout 20 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
+        capability=$(printf '%s\n' "$capability" | head -n 1 | tr -cd 0-9)
         capability=${capability:-unknown}
     fi
     built=$(printf '%s' "${1#sm_}" | tr -cd 0-9)
     [ "$capability" = unknown ] || { [ "${capability%?}" = "${built%?}" ] && [ "$capability" -ge "$built" ]; }
 }
 
-# library_works FOLDER NAME HEADER EXPRESSION: a program with the header and the library compiles, and EXPRESSION is 0 in it.
-# With $only_links set, the program need not run.
+# library_works FOLDER NAME HEADER EXPRESSION: a program with the header and the library compiles, and
+# EXPRESSION is 0 in it. With $only_links set, the program need not run.
 library_works() {
     printf '#include <%s>\nint main(void) { return %s; }\n' "$3" "$4" >"$1/$2.cu"
     rm -f "$1/$2"
@@ -44,20 +47,22 @@ library_works() {
     [ -n "${only_links:-}" ] || "$1/$2" >>"$1/$2.log" 2>&1
 }
 
-# library_of_python NAME [HEADER]: prints the path of NAME (libnccl.so.2), or of NAME.N, in a Python package nvidia/*.
-# With HEADER, the package must contain that header too.
+# library_of_python NAME [HEADER]: prints the path of NAME (libnccl.so.2), or of NAME.N, in a Python package
+# nvidia/*. With HEADER, the package must contain that header too.
 library_of_python() {
     timeout 60 "${PYTHON:-python3}" - "$1" "${2:-}" 2>/dev/null <<'END'
 import glob, os, sys
 for folder in sys.path:
     for path in sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", sys.argv[1] + "*"))):
-        if not sys.argv[2] or os.path.exists(os.path.join(os.path.dirname(path), "..", "include", sys.argv[2])):
+        header = os.path.join(os.path.dirname(path), "..", "include", sys.argv[2])
+        if not sys.argv[2] or os.path.exists(header):
             sys.exit(print(path))
 END
 }
 
-# find_library FOLDER NAME HEADER EXPRESSION: as library_works. If nvcc does not find the library, or the program does not find it at run
-# time, PyTorch's is used: NVCC_PREPEND_FLAGS then names it, and FOLDER must exist as long as anything is compiled.
+# find_library FOLDER NAME HEADER EXPRESSION: as library_works. If nvcc does not find the library, or the
+# program does not find it at run time, PyTorch's is used: NVCC_PREPEND_FLAGS then names it, and FOLDER must
+# exist as long as anything is compiled.
 find_library() {
     library_works "$@" && return 0
     library=$(library_of_python "lib$2.so" "$3")
@@ -74,7 +79,8 @@ find_library() {
     return 1
 }
 
-# find_build_libraries FOLDER: sets $GPU_NCCL and $GPU_CUBLASLT, the options that programs are built with; empty if the library is missing.
+# find_build_libraries FOLDER: sets $GPU_NCCL and $GPU_CUBLASLT, the options that programs are built with;
+# empty if the library is missing.
 find_build_libraries() {
     GPU_NCCL=-lnccl
     GPU_CUBLASLT="-DDDP_USE_CUBLASLT -lcublasLt"
@@ -89,12 +95,15 @@ find_build_libraries() {
     export GPU_NCCL GPU_CUBLASLT
 }
 
-# find_run_libraries PROGRAM...: puts the folders of PyTorch's libraries into LD_LIBRARY_PATH, for those that a program lacks at run time.
+# find_run_libraries PROGRAM...: puts the folders of PyTorch's libraries into LD_LIBRARY_PATH, for those that
+# a program lacks at run time.
 find_run_libraries() {
-    for missing in $(ldd "$@" 2>/dev/null | sed -n 's/^[[:space:]]*\([^ ]*\) => not found$/\1/p' | sort -u); do
-        library=$(library_of_python "$missing")
+    lacking=$(ldd "$@" 2>/dev/null | sed -n 's/^[[:space:]]*\([^ ]*\) => not found$/\1/p' | sort -u)
+    for library_name in $lacking; do
+        library=$(library_of_python "$library_name")
         [ -n "$library" ] || continue
-        export LD_LIBRARY_PATH="$(dirname "$library")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        LD_LIBRARY_PATH=$(dirname "$library")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+        export LD_LIBRARY_PATH
         echo "using $library of PyTorch"
     done
 }
@@ -102,10 +111,11 @@ find_run_libraries() {
 # sum_of FILE: a checksum over the contents of the sources that FILE lists.
 sum_of() { xargs cat <"$1" 2>/dev/null | cksum | tr ' ' -; }
 
-# is_current FOLDER PROGRAM: FOLDER has the program, built from the sources as they are, for this GPU, and it finds its libraries.
+# is_current FOLDER PROGRAM: FOLDER has the program, built from the sources as they are, for this GPU, and it
+# finds its libraries.
 is_current() {
     [ -x "$1/$2" ] && [ -f "$1/$2.sources" ] && [ -f "$1/$2.built" ] || return 1
-    read -r built_sum built_arch built_with <"$1/$2.built"
+    read -r built_sum built_arch _ <"$1/$2.built"
     [ "$built_sum" = "$(sum_of "$1/$2.sources")" ] || return 1
     arch_fits "$built_arch" && ! ldd "$1/$2" 2>&1 | grep -q 'not found'
 }
@@ -113,11 +123,13 @@ is_current() {
 # was_built_with FOLDER PROGRAM LIBRARY: LIBRARY is nccl or cublasLt.
 was_built_with() { grep -qs " $3" "$1/$2.built"; }
 
-# build_programs FOLDER PROGRAM...: compiles them in parallel, up to $JOBS at a time; the number of processors by default.
-# $GPU_ARCH, $GPU_NCCL, $GPU_CUBLASLT and $GPU_LEVEL (kit or check) are for compile.sh. Fails if a program does not compile.
+# build_programs FOLDER PROGRAM...: compiles them in parallel, up to $JOBS at a time; the number of processors
+# by default. $GPU_ARCH, $GPU_NCCL, $GPU_CUBLASLT and $GPU_LEVEL (kit or check) are for compile.sh. Fails if a
+# program does not compile.
 build_programs() {
     build_folder=$1
     shift
     export nvcc GPU_ARCH GPU_LEVEL
-    printf '%s\n' "$@" | xargs -P "${JOBS:-$(nproc 2>/dev/null || echo 2)}" -n 1 sh tests/gpu/compile.sh "$build_folder"
+    jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
+    printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh tests/gpu/compile.sh "$build_folder"
 }

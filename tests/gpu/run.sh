@@ -1,24 +1,30 @@
 #!/bin/sh
 # Builds the tests that need a GPU with nvcc, runs them, and prints one table. Installs and fetches nothing.
-#   sh tests/gpu/run.sh [FLAGS]            run the tests on the GPU here; programs that are missing or out of date are built first
-#   sh tests/gpu/run.sh sanitize [FLAGS]   run them with fewer cases under compute-sanitizer: memcheck, racecheck, synccheck
-#   sh tests/gpu/run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print what to carry to the GPU
-#   sh tests/gpu/run.sh build [DIR]        only see that everything compiles and links: host code with -O1, PTX that is not optimised
-#   sh tests/gpu/run.sh programs DIR NAME...   build these programs if they are missing or out of date
-# FLAGS: --out DIR       results: summary.txt (one page), results.jsonl, log.txt (all output). build/gpu/results by default
+# README.md beside this file has the order of calls on a new machine.
+#   run.sh [FLAGS]            run the tests on the GPU here; first build programs that are missing or out of date
+#   run.sh sanitize [FLAGS]   run them with fewer cases under compute-sanitizer
+#   run.sh prepare [DIR]      on a machine without a GPU: build every program for sm_90, and print what to carry to
+#                             the GPU, and its size
+#   run.sh build [DIR]        only compile and link: host code with -O1, PTX that is not optimised
+#   run.sh programs DIR NAME...   build these programs if they are missing or out of date
+# FLAGS: --out DIR       summary.txt (one page), results.jsonl, log.txt (all output); build/gpu/results by
+#                        default
 #        --only PATTERN  rows whose name or title matches PATTERN (grep -E)
 #        --seconds N     time for everything; 540 by default
 #        --programs DIR  where the programs are; build/gpu by default
-# A row that fails, crashes, hangs or does not compile leaves the other rows alone: each has its own limit, and time is kept back for the
-# rows behind it. summary.txt is rewritten before and after each row. Status: 0 all rows are ok, 1 some are not, 77 there is no device.
-# $ARCH: sm_90, native, ...; native by default where nvidia-smi works, otherwise sm_90. $NVCC: the compiler. $JOBS: compilers at a time.
-# $ROW_SECONDS: limit of every row. $KEPT_SECONDS: kept back for each later row, 8 by default. $KIT_MIB: what prepare allows, 64 by default.
+# A row that fails, crashes, hangs or does not compile leaves the other rows alone. Each has its own limit,
+# and time is kept back for the rows behind it. summary.txt is complete at any moment.
+# Status: 0 all rows are ok, 1 some are not, 77 there is no device.
+#   $ARCH          sm_90, native, ...; native by default if nvidia-smi works, otherwise sm_90
+#   $NVCC, $CC     the compilers; $JOBS of them at a time
+#   $ROW_SECONDS   the limit of every row; $KEPT_SECONDS, what is kept back for each later row, 8 by default
+#   $KIT_MIB       the size that prepare allows, working tree included; 64 by default
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 started=$(date +%s)
 nvcc=${NVCC:-nvcc}
 build=build/gpu out= only= seconds=540 mode=run
-usage() { sed -n '2,16s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1; }
+usage() { sed -n '/^set -u/q; 2,$s/^# \{0,1\}//p' tests/gpu/run.sh; exit 1; }
 case ${1:-} in
 build) mode=build build=${2:-build/gpu-check} ;;
 prepare) mode=prepare build=${2:-build/gpu} ;;
@@ -40,7 +46,7 @@ case $seconds in '' | *[!0-9]*) usage ;; esac
 sanitizer="with compute-sanitizer"
 command -v compute-sanitizer >/dev/null 2>&1 || sanitizer="without compute-sanitizer"
 if [ "$mode $sanitizer" = "sanitize without compute-sanitizer" ]; then
-    echo "compute-sanitizer is missing: put the CUDA toolkit's bin in PATH, or run without the word sanitize" >&2
+    echo "compute-sanitizer is missing: put the CUDA toolkit's bin in PATH, or leave out the word sanitize" >&2
     exit 1
 fi
 mkdir -p "$build" || exit 1
@@ -50,7 +56,8 @@ trap 'rm -rf "$temporary"' EXIT
 
 # --- building ---
 
-tests="test_device test_kernels test_attention test_conformance test_training test_fsdp test_gpt test_groups test_tensor test_pipeline test_layers"
+tests="test_device test_kernels test_attention test_conformance test_training test_fsdp test_gpt"
+tests="$tests test_groups test_tensor test_pipeline test_layers"
 small="test_kernels_small test_conformance_small"
 others="train_gpt_cuda train_gpt bench_gpu bench_gpt llmc"
 
@@ -95,7 +102,7 @@ build)
     find_build_libraries "$temporary"
     GPU_ARCH=compute_90 GPU_LEVEL=check GPU_BODIES=$temporary/bodies.o
     export GPU_BODIES
-    # The bodies of ddp.h and ddp_fsdp.h once for all programs. That nvcc takes them too, tests/compile/matrix.sh shows.
+    # The bodies of ddp.h and ddp_fsdp.h once for all programs; tests/compile/matrix.sh has nvcc compile them.
     printf '#define DDP_IMPLEMENTATION\n#include "ddp.h"\n#include "ddp_fsdp.h"\n' >"$temporary/bodies.c"
     "${CC:-cc}" -O1 -I. -c "$temporary/bodies.c" -o "$GPU_BODIES" || exit 1
     programs=$(with_libraries ${PROGRAMS:-$tests bench_gpu bench_gpt})
@@ -110,7 +117,8 @@ prepare)
     GPU_ARCH=${ARCH:-sm_90} GPU_LEVEL=kit
     stale=
     for program in $(with_libraries $tests $small $others); do
-        if ! grep -qs " $GPU_ARCH" "$build/$program.built" || ! is_current "$build" "$program"; then stale="$stale $program"; fi
+        grep -qs " $GPU_ARCH" "$build/$program.built" && is_current "$build" "$program" && continue
+        stale="$stale $program"
     done
     [ -z "$stale" ] || build_programs "$build" $stale || failed=1
     rm -rf "$build/results"
@@ -118,15 +126,18 @@ prepare)
     tree_bytes=0
     if git rev-parse --git-dir >/dev/null 2>&1; then
         tree_bytes=$(git ls-files -z --cached --others --exclude-standard | xargs -0 cat 2>/dev/null | wc -c)
-        git check-ignore -q "$build" || echo "$build is not ignored by git: name a folder below build/, or add it to .git/info/exclude"
+        git check-ignore -q "$build" ||
+            echo "$build is not ignored by git: name a folder below build/, or add it to .git/info/exclude"
     fi
     mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f MiB", bytes / 1048576 }'; }
     for program in $(with_libraries $tests $small $others); do
         [ -x "$build/$program" ] && printf '%-24s %10s\n' "$program" "$(mib "$(wc -c <"$build/$program")")"
     done
     echo "prepared for $GPU_ARCH in $(($(date +%s) - started)) s"
-    echo "carry $build: $(mib "$kit_bytes"); with the working tree, $(mib "$tree_bytes"), it is $(mib $((kit_bytes + tree_bytes))) of ${KIT_MIB:-64} MiB"
-    if [ $((kit_bytes + tree_bytes)) -gt $((${KIT_MIB:-64} * 1048576)) ]; then
+    sum=$((kit_bytes + tree_bytes))
+    echo "carry $build: $(mib "$kit_bytes")"
+    echo "with the working tree, $(mib "$tree_bytes"), it is $(mib $sum) of ${KIT_MIB:-64} MiB"
+    if [ $sum -gt $((${KIT_MIB:-64} * 1048576)) ]; then
         echo "too large to carry: remove programs from $build; the GPU machine builds what is missing" >&2
         exit 1
     fi
@@ -135,7 +146,8 @@ prepare)
 esac
 
 # --- rows ---
-# The list of rows is read twice: first to learn which rows there are and which programs they need, then to run them.
+# The list of rows is read twice: first to learn which rows there are and which programs they need, then to
+# run them.
 
 out=${out:-build/gpu/results}
 mkdir -p "$out" || exit 1
@@ -146,7 +158,8 @@ failed=0 rows=0 done_rows=0 needed= pass=plan tool=
 : >"$results"
 : >"$logs"
 
-# write_summary NOW: one page with every row; NOW is what is going on. A reader sees the old page or the new one, never a part.
+# write_summary NOW: one page with every row; NOW is what is going on. A reader sees the old page or the new
+# one, never a part.
 write_summary() {
     {
         echo "$(date -u '+%Y-%m-%d %H:%M:%S') UTC, $mode: $1"
@@ -157,11 +170,13 @@ write_summary() {
     } >"$summary.new" && mv -f "$summary.new" "$summary"
 }
 
+is_wanted() { [ -z "$only" ] || printf '%s: %s\n' "$name" "$title" | grep -Eq -- "$only"; }
+
 # row NAME LIMIT TITLE COMMAND...
 row() {
     name=$1 limit=${ROW_SECONDS:-$2} title=$3
     shift 3
-    [ -z "$only" ] || [ "$name" = device ] || printf '%s: %s\n' "$name" "$title" | grep -Eq -- "$only" || return 0
+    [ "$name" = device ] || is_wanted || return 0
     if [ $pass = plan ]; then
         rows=$((rows + 1))
         printf '%-22s %-14s %5s    %s\n' "$name" - - "$title" >>"$temporary/plan"
@@ -176,7 +191,7 @@ row() {
 # skip NAME TITLE REASON: a row that cannot run here, which is no failure.
 skip() {
     name=$1 title=$2
-    [ -z "$only" ] || printf '%s: %s\n' "$name" "$title" | grep -Eq -- "$only" || return 0
+    is_wanted || return 0
     if [ $pass = plan ]; then
         rows=$((rows + 1))
         printf '%-22s %-14s %5s    %s\n' "$name" - - "$title" >>"$temporary/plan"
@@ -189,12 +204,16 @@ skip() {
 record() {
     done_rows=$((done_rows + 1))
     printf '%-22s %-14s %3d s    %s%s\n' "$name" "$1" "$2" "$title" "${3:+: $3}" | tee -a "$temporary/done"
-    printf '{"row": "%s", "title": "%s", "result": "%s", "seconds": %d}\n' "$name" "$title" "$1" "$2" >>"$results"
+    printf '{"row": "%s", "title": "%s", ' "$name" "$title" >>"$results"
+    printf '"result": "%s", "seconds": %d}\n' "$1" "$2" >>"$results"
     case $1 in
     ok | skipped) ;;
     *) failed=1 ;;
     esac
 }
+
+# print_end FILE: its last lines, without what is not text.
+print_end() { LC_ALL=C tail -n 3 "$1" | LC_ALL=C tr -cd '\11\12\40-\176' | cut -c 1-160 | sed 's/^/    /'; }
 
 run_row() {
     left=$((started + seconds - $(date +%s)))
@@ -216,7 +235,8 @@ run_row() {
     write_summary "running $name, row $((done_rows + 1)) of $rows"
     begin=$(date +%s)
     rm -f "$temporary/status"
-    # In the background, and watched: a program that waits for a stuck driver cannot be killed, and the next row must not wait for it.
+    # In the background, and watched: a program that waits for a stuck driver cannot be killed, and the next
+    # row must not wait for it.
     (
         timeout -k 2 "$allowed" "$@" >"$running" 2>&1 </dev/null &
         echo $! >"$temporary/pid"
@@ -242,8 +262,7 @@ run_row() {
     { printf '=== %s: %s: %s\n' "$name" "$title" "$result"; tail -c 400000 "$running"; } >>"$logs"
     [ "$name" != device ] || cp "$running" "$temporary/device"
     record "$result" $took
-    [ "$result" = ok ] ||
-        LC_ALL=C tail -n 3 "$running" | LC_ALL=C tr -cd '\11\12\40-\176' | cut -c 1-160 | sed 's/^/    /' | tee -a "$temporary/done"
+    [ "$result" = ok ] || print_end "$running" | tee -a "$temporary/done"
     rm -f "$running"
     if [ "$name $status" = "device 77" ]; then
         write_summary "there is no device"
@@ -259,8 +278,10 @@ gpt_row() { if [ -n "$cublaslt" ]; then row "$@"; else skip "$1" "$3" "cuBLASLt 
 # One rank, no staging.
 nccl_rows() {
     set -- env DDP_TEST_ENGINE=nccl
-    nccl_row nccl.collectives 60 "NCCL, tree order, 1 rank: collectives" "$@" "$build/test_conformance" threads 1
-    nccl_row nccl.training 60 "NCCL, tree order, 1 rank: training has the bits of the CPU" "$@" "$build/test_training" threads 1
+    nccl_row nccl.collectives 60 "NCCL, tree order, 1 rank: collectives" \
+        "$@" "$build/test_conformance" threads 1
+    nccl_row nccl.training 60 "NCCL, tree order, 1 rank: training has the bits of the CPU" \
+        "$@" "$build/test_training" threads 1
     nccl_row nccl.fsdp 60 "NCCL, 1 rank: sharded training" "$@" "$build/test_fsdp" threads 1
     nccl_row nccl.layers 60 "NCCL, 1 rank: tensor-parallel layers" "$@" "$build/test_layers" threads 1
 }
@@ -273,29 +294,46 @@ nccl_shared_rows() {
         skip nccl2.processes "NCCL, 2 processes on one GPU: training" "NCCL is older than 2.30"
         return 0
     fi
-    nccl_row nccl2.collectives 60 "NCCL, tree order, 2 ranks on one GPU: collectives" "$@" "$build/test_conformance" threads 2
-    nccl_row nccl2.training 60 "NCCL, tree order, 2 and 4 ranks on one GPU: training" "$@" "$build/test_training" threads 2 4
-    nccl_row nccl2.processes 60 "NCCL, 2 processes on one GPU: training" "$@" "$build/test_training" processes 2
+    nccl_row nccl2.collectives 60 "NCCL, tree order, 2 ranks on one GPU: collectives" \
+        "$@" "$build/test_conformance" threads 2
+    nccl_row nccl2.training 60 "NCCL, tree order, 2 and 4 ranks on one GPU: training" \
+        "$@" "$build/test_training" threads 2 4
+    nccl_row nccl2.processes 60 "NCCL, 2 processes on one GPU: training" \
+        "$@" "$build/test_training" processes 2
 }
-# Ranks that share the GPU, staged through host memory. In a program that starts processes, 1 rank comes last: it starts CUDA in the
-# program itself, which cannot fork afterwards.
+# Ranks that share the GPU, staged through host memory. In a program that starts processes, 1 rank comes last:
+# it starts CUDA in the program itself, which cannot fork afterwards.
 thread_rows() {
-    row collectives.threads 90 "staged, threads, 1 to 4 ranks: collectives" "$build/test_conformance" threads 1 2 3 4
-    row training.threads 60 "staged, threads, 1, 2, 4 ranks: training has the same bits" "$build/test_training" threads 1 2 4
-    row fsdp.threads 90 "staged, threads, 2 to 4 ranks: sharded training, checkpoints" "$build/test_fsdp" threads 2 3 4
-    row groups.threads 90 "staged, threads, 1 to 4 ranks: messages, splits, failures, leaks" "$build/test_groups" threads 1 2 3 4
-    row tensor.threads 60 "staged, threads, 1 to 4 ranks: tensors have the bits of the CPU" "$build/test_tensor" threads 1 2 3 4
-    row pipeline.threads 60 "staged, threads, 1 to 4 ranks: pipelines have the bits of the CPU" "$build/test_pipeline" threads 1 2 3 4
-    row layers.threads 60 "staged, threads, 1 to 4 ranks: layers against the CPU" "$build/test_layers" threads 1 2 3 4
+    row collectives.threads 90 "staged, threads, 1 to 4 ranks: collectives" \
+        "$build/test_conformance" threads 1 2 3 4
+    row training.threads 60 "staged, threads, 1, 2, 4 ranks: training has the same bits" \
+        "$build/test_training" threads 1 2 4
+    row fsdp.threads 90 "staged, threads, 2 to 4 ranks: sharded training, checkpoints" \
+        "$build/test_fsdp" threads 2 3 4
+    row groups.threads 90 "staged, threads, 1 to 4 ranks: messages, splits, failures, leaks" \
+        "$build/test_groups" threads 1 2 3 4
+    row tensor.threads 60 "staged, threads, 1 to 4 ranks: tensors have the bits of the CPU" \
+        "$build/test_tensor" threads 1 2 3 4
+    row pipeline.threads 60 "staged, threads, 1 to 4 ranks: pipelines have the bits of the CPU" \
+        "$build/test_pipeline" threads 1 2 3 4
+    row layers.threads 60 "staged, threads, 1 to 4 ranks: layers against the CPU" \
+        "$build/test_layers" threads 1 2 3 4
 }
 process_rows() {
-    row collectives.processes 90 "staged, processes, 1 to 4 ranks: collectives" "$build/test_conformance" processes 2 3 4 1
-    row training.processes 60 "staged, processes, 1, 2, 4 ranks: training has the same bits" "$build/test_training" processes 2 4 1
-    row fsdp.processes 90 "staged, processes, 2 to 4 ranks: sharded training" "$build/test_fsdp" processes 2 3 4
-    row groups.processes 90 "staged, processes, 1 to 4 ranks: messages, splits, failures, leaks" "$build/test_groups" processes 2 3 4 1
-    row tensor.processes 60 "staged, processes, 1 to 4 ranks: tensors have the bits of the CPU" "$build/test_tensor" processes 2 3 4 1
-    row pipeline.processes 60 "staged, processes, 2 to 4 ranks: pipelines have the bits of the CPU" "$build/test_pipeline" processes 2 3 4
-    row layers.processes 60 "staged, processes, 2 and 3 ranks: layers against the CPU" "$build/test_layers" processes 2 3
+    row collectives.processes 90 "staged, processes, 1 to 4 ranks: collectives" \
+        "$build/test_conformance" processes 2 3 4 1
+    row training.processes 60 "staged, processes, 1, 2, 4 ranks: training has the same bits" \
+        "$build/test_training" processes 2 4 1
+    row fsdp.processes 90 "staged, processes, 2 to 4 ranks: sharded training" \
+        "$build/test_fsdp" processes 2 3 4
+    row groups.processes 90 "staged, processes, 1 to 4 ranks: messages, splits, failures, leaks" \
+        "$build/test_groups" processes 2 3 4 1
+    row tensor.processes 60 "staged, processes, 1 to 4 ranks: tensors have the bits of the CPU" \
+        "$build/test_tensor" processes 2 3 4 1
+    row pipeline.processes 60 "staged, processes, 2 to 4 ranks: pipelines have the bits of the CPU" \
+        "$build/test_pipeline" processes 2 3 4
+    row layers.processes 60 "staged, processes, 2 and 3 ranks: layers against the CPU" \
+        "$build/test_layers" processes 2 3
 }
 run_rows() {
     row kernels 60 "kernels against references" "$build/test_kernels"
@@ -303,10 +341,12 @@ run_rows() {
     nccl_rows
     row fsdp.one 60 "1 rank: sharded training, checkpoints" "$build/test_fsdp" threads 1
     gpt_row gpt.one 60 "GPT, 1 rank, against the CPU" "$build/test_gpt" threads 1 1
-    gpt_row trainer.one 120 "the GPT trainer, 1 rank: losses, same bits again, offload" sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" one
+    gpt_row trainer.one 120 "the GPT trainer, 1 rank: losses, same bits again, offload" \
+        sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" one
     thread_rows
     gpt_row gpt.two 60 "staged, threads, 2 ranks: GPT with --tp, against the CPU" "$build/test_gpt" threads 2
-    gpt_row trainer.many 150 "the GPT trainer, 2 and 4 ranks: strategies, stages, --tp" sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" many
+    gpt_row trainer.many 150 "the GPT trainer, 2 and 4 ranks: strategies, stages, --tp" \
+        sh tests/gpu/test_trainer.sh "$build/train_gpt_cuda" "$build/train_gpt" many
     process_rows
     nccl_shared_rows
     for tool in memcheck racecheck; do
@@ -327,7 +367,8 @@ sanitize_rows() {
     tool=memcheck
     row memcheck.collectives 90 "collectives, 1 to 3 ranks" "$build/test_conformance_small" threads 1 2 3
     row memcheck.groups 90 "messages, splits, failures, 1 to 3 ranks" "$build/test_groups" threads 1 2 3
-    nccl_row memcheck.nccl 90 "NCCL, tree order, 1 rank: training" env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
+    nccl_row memcheck.nccl 90 "NCCL, tree order, 1 rank: training" \
+        env DDP_TEST_ENGINE=nccl "$build/test_training" threads 1
     for tool in memcheck racecheck; do
         row "$tool.training" 90 "training, 1, 2, 4 ranks" "$build/test_training" threads 1 2 4
         row "$tool.fsdp" 90 "sharded training, 2 ranks" "$build/test_fsdp" threads 2
@@ -353,9 +394,17 @@ if [ $rows -le 1 ] && [ -n "$only" ] && ! printf 'device: a kernel launches' | g
 fi
 finish() {
     cat "$summary"
-    echo "$(grep -c '^{' "$results") of $rows rows have run, $(grep -vcE '"result": "(ok|skipped)"' "$results") of them are not ok; $(($(date +%s) - started)) s, $sanitizer"
+    bad=$(grep -vcE '"result": "(ok|skipped)"' "$results")
+    echo "$(grep -c '^{' "$results") of $rows rows have run, $bad of them are not ok"
+    echo "$(($(date +%s) - started)) s, $sanitizer"
 }
-trap 'kill "$(cat "$temporary/pid" 2>/dev/null)" 2>/dev/null; write_summary "stopped"; finish; exit 143' TERM INT
+stop() {
+    kill "$(cat "$temporary/pid" 2>/dev/null)" 2>/dev/null
+    write_summary "stopped"
+    finish
+    exit 143
+}
+trap stop TERM INT
 write_summary "building"
 build_missing $(printf '%s\n' $needed | sort -u) >"$running" 2>&1 || failed=1
 tee -a "$logs" <"$running"
@@ -366,7 +415,8 @@ pass=run
 first_row
 nccl_version=$(sed -n 's/^NCCL: version \([0-9]*\).*/\1/p' "$temporary/device" 2>/dev/null | grep . || echo 0)
 later_rows
-again=$(sed -n 's/^{"row": "\([^"]*\)".*"result": "[A-Z].*/\1/p' "$results" | tr '\n' '|' | sed 's/|$//; s/\./\\./g')
+again=$(sed -n 's/^{"row": "\([^"]*\)".*"result": "[A-Z].*/\1/p' "$results" | tr '\n' '|')
+again=$(echo "$again" | sed 's/|$//; s/\./\\./g')
 write_summary "all rows are done${again:+; to run those again that are not ok: --only '^($again):'}"
 finish
 exit $failed

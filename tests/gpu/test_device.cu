@@ -1,6 +1,7 @@
-/*  test_device.cu - the first program to run on a new machine: which device, driver and libraries there are, and whether a kernel launches.
+/*  test_device.cu - the first program to run on a new machine: whether a kernel launches, and the versions of
+    device, driver and libraries.
 
-    test_device     prints one line per fact. Status 77: there is no device.
+    test_device     prints one line per fact. Status 77: no device.
 
     It includes nothing of this project. If it fails, the machine is at fault, not ddp_cuda.cuh. */
 #include <cuda_runtime.h>
@@ -81,8 +82,8 @@ static void start_nccl(void) {
     must(cudaMalloc((void **)&data, sizeof one), "cudaMalloc");
     must(cudaMemcpy(data, &one, sizeof one, cudaMemcpyHostToDevice), "cudaMemcpy");
     check(ncclGetUniqueId(&id) == ncclSuccess, "ncclGetUniqueId failed");
-    check(ncclCommInitRank(&comm, 1, id, 0) == ncclSuccess, "ncclCommInitRank failed with one rank; NCCL_DEBUG=INFO shows why");
-    check(ncclAllReduce(data, data, 1, ncclFloat32, ncclSum, comm, NULL) == ncclSuccess, "ncclAllReduce failed");
+    check(ncclCommInitRank(&comm, 1, id, 0) == ncclSuccess, "ncclCommInitRank failed; NCCL_DEBUG=INFO shows why");
+    check(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, comm, NULL) == ncclSuccess, "ncclAllReduce failed");
     must(cudaDeviceSynchronize(), "ncclAllReduce");
     must(cudaMemcpy(&one, data, sizeof one, cudaMemcpyDeviceToHost), "cudaMemcpy");
     check(one == 1, "ncclAllReduce over one rank changed the value");
@@ -99,15 +100,16 @@ int main(void) {
     int count = 0, driver = 0, runtime = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
-        printf("there is no device: %s\n", error == cudaSuccess ? "the driver finds none" : cudaGetErrorString(error));
+        printf("there is no device: %s\n", cudaGetErrorString(error == cudaSuccess ? cudaErrorNoDevice : error));
         return 77;
     }
     must(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
     must(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
     must(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
-    printf("device: %s, sm_%d%d, %d multiprocessors, %.1f GiB, %d visible\n", properties.name, properties.major, properties.minor,
-           properties.multiProcessorCount, (double)properties.totalGlobalMem / (1 << 30), count);
-    printf("CUDA: driver %d.%d, runtime %d.%d\n", driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    printf("device: %s, sm_%d%d, %d multiprocessors, %.1f GiB, %d visible\n", properties.name, properties.major,
+           properties.minor, properties.multiProcessorCount, (double)properties.totalGlobalMem / (1 << 30), count);
+    printf("CUDA: driver %d.%d, ", driver / 1000, driver % 1000 / 10);
+    printf("runtime %d.%d\n", runtime / 1000, runtime % 1000 / 10);
     fflush(stdout);
     launch_kernel();
     measure_copy();

@@ -180,7 +180,7 @@ static ddp_result steady_run(ddp_group *world, device_rank *d, int turn, int way
         int64_t own;
         RANKS_OK(world, ddp_fsdp_get_shard(fsdp, i / 2, i % 2, &rows, NULL, NULL));
         own = ddp_tensor_count(&rows);
-        RANKS_CHECK(world, own >= 0 && own <= STEADY_MOST, "parameter %d: a shard of %d elements", i, (int)own);
+        RANKS_CHECK(world, own >= 0 && own <= STEADY_MOST, "parameter %d: %d elements", i, (int)own);
         if (rows.data && way == OFFLOADED) memcpy(near, rows.data, (size_t)own * sizeof near[0]);
         else if (rows.data) device->copy(near, rows.data, (size_t)own * sizeof near[0]);
         for (int k = 0; k < (int)own; k++) out->value[i][k] = (double)near[k];

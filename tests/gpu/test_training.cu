@@ -105,7 +105,8 @@ static ddp_result gradients(trainer *t, ddp_group *world, int step, int micro) {
     return DDP_OK;
 }
 
-/* AdamW for one dtype of gradients. The dtype is a parameter of the template: nvcc rejects ddp__cuda_adamw<DDP_F32> in a plain function. */
+/* AdamW for one dtype of gradients. The dtype is a parameter of the template, since nvcc rejects
+   ddp__cuda_adamw<DDP_F32> in a plain function. */
 template <ddp_dtype GRAD> static ddp_result adamw(trainer *t, ddp_group *world, int step) {
     for (int i = 0; i < PARAMS; i++) {
         ddp_cuda_step_desc desc = DDP_ZERO, d;
