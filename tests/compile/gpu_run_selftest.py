@@ -146,14 +146,15 @@ class Tests(unittest.TestCase):
         self.assertIn("error: unknown type", text)
         self.assertIn("error: unknown type", self.read("results/log.txt"))
         again = re.search(r"--only '(.*)'", summary).group(1)
-        self.run_it("--only", again, ROW_SECONDS="2")
+        self.run_it("--only", again, ROW_SECONDS="4")
         self.assertNotIn("kernels", self.results)
         self.assertEqual(self.results["attention"], "FAILED (77)")
         self.assertEqual(self.results["layers.threads"], "ok")  # it compiles now
 
     def test_a_row_that_hangs_does_not_cost_the_next_its_turn(self):
         self.write("bodies/test_kernels", "#!/bin/sh\nsleep 60\n")
-        self.run_it("--only", "^(kernels|attention|gpt.one):", "--seconds", "9", KEPT_SECONDS="2")
+        self.run_it("programs", "build/gpu", "test_device", "test_kernels", "test_attention", "test_gpt")
+        self.run_it("--only", "^(kernels|attention|gpt.one):", "--seconds", "12", KEPT_SECONDS="3")
         expected = {"device": "ok", "kernels": "HUNG, 124", "attention": "ok", "gpt.one": "ok"}
         self.assertEqual(self.results, expected)
 
@@ -161,7 +162,7 @@ class Tests(unittest.TestCase):
         real = shutil.which("timeout")
         stuck = '#!/bin/sh\ncase $* in "-k 2 "*gpu/test_kernels) exec sleep 20 ;; esac\nexec %s "$@"\n'
         self.write("bin/timeout", stuck % real)
-        self.run_it("--only", "^(kernels|attention):", ROW_SECONDS="1")
+        self.run_it("--only", "^(kernels|attention):", ROW_SECONDS="3")
         self.assertEqual(self.results, {"device": "ok", "kernels": "STUCK", "attention": "ok"})
 
     def test_a_run_that_is_killed(self):
