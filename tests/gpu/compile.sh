@@ -29,7 +29,8 @@ case $source in
 *)
     libraries=${GPU_NCCL:--DDDP_NO_NCCL}
     case $program in
-    test_device | test_layers | test_gpt | bench_gpt | train_gpt_cuda) libraries="$libraries $GPU_CUBLASLT" ;;
+    test_device | test_layers | test_gpt) libraries="$libraries $GPU_CUBLASLT" ;;
+    bench_gpt | train_gpt_cuda) libraries="$libraries -lcublasLt" ;;
     esac
     options="-std=c++17 $(gpu_arch_flags "$GPU_ARCH")"
     case $program in
