@@ -309,6 +309,13 @@ class Tests(unittest.TestCase):
         self.assertIn("tests/gpu/test_groups.cu does not compile", text)
         self.assertRegex(text, "(?m)^test_tensor +0.0 MiB")
 
+    def test_a_compiler_that_hangs(self):
+        self.write("bin/nvcc", COMPILER.replace("cp ", '[ "$name" != test_groups ] || sleep 60\ncp ', 1))
+        status, text = self.run_it("prepare", COMPILE_SECONDS="2")
+        self.assertEqual(status, 1)
+        self.assertIn("tests/gpu/test_groups.cu: stopped after 2 s", text)
+        self.assertRegex(text, "(?m)^test_tensor +0.0 MiB")
+
     def test_prepared_programs_are_used(self):
         for name in ("test_kernels", "test_layers"):
             self.write("tests/gpu/%s.cu" % name, "first")

@@ -57,9 +57,14 @@ case $source in
     ;;
 esac
 log=$folder/$program.log
-set -- timeout -k 5 "${COMPILE_SECONDS:-420}" "$@"
-if ! "$@" -MMD -MF "$folder/$program.d" -o "$folder/$program" >"$log" 2>&1; then
-    echo "$source does not compile:"
+seconds=${COMPILE_SECONDS:-1800}
+timeout -k 5 "$seconds" "$@" -MMD -MF "$folder/$program.d" -o "$folder/$program" >"$log" 2>&1
+status=$?
+if [ $status -ne 0 ]; then
+    case $status in
+    124 | 137) echo "$source: stopped after $seconds s; COMPILE_SECONDS=N gives the compiler more time" ;;
+    *) echo "$source does not compile:" ;;
+    esac
     tail -n 15 "$log" | cut -c 1-200
     rm -f "$folder/$program" "$folder/$program.d" "$log"
     exit 1

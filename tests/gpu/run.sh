@@ -87,6 +87,7 @@ build_missing() {
     have_nvcc || return 1
     find_build_libraries "$temporary"
     GPU_ARCH=$(gpu_arch) GPU_LEVEL=kit
+    export COMPILE_SECONDS="${COMPILE_SECONDS:-300}" # the rows behind need the time
     echo "building$missing for $GPU_ARCH"
     build_programs "$build" $(with_libraries $missing)
 }
