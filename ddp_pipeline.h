@@ -254,7 +254,8 @@ typedef struct ddp_pipeline_tie {
 
 typedef struct ddp_pipeline_desc {
     const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; rank_count is the group's world_size */
-    const ddp_pipeline_stage *stages; /* required; stage-count entries, copied */
+    const ddp_pipeline_stage *stages; /* required; copied. One entry per stage of the schedule, on every rank */
+    int stage_count;                  /* required; entries of stages. Equals ddp_schedule_stage_count(schedule) */
     ddp_tensor boundary;              /* what each stage gives to the next one, dtype and shape of one micro-batch; read when edges is NULL */
     ddp_tensor output;                /* what the last stage gives to the loss; read when edges is NULL; dtype 0 = nothing */
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all of them, the same on every rank; copied */
@@ -2617,6 +2618,10 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     p->interval = d->schedule->update_interval;
     if (d->schedule->rank_count != p->world_size)
         return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
+    if (d->stage_count != d->schedule->stage_count)
+        return DDP__PIPE_BAD("stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
+                             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
+                             d->stage_count, d->schedule->stage_count);
     if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
     p->prefetch = d->prefetch ? d->prefetch : 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);

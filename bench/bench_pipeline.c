@@ -205,6 +205,7 @@ static ddp_result create_waits(ddp_pipeline **out, ddp_group *group, const ddp_s
     }
     desc.schedule = s;
     desc.stages = stages;
+    desc.stage_count = ddp_schedule_stage_count(s);
     desc.boundary.dtype = DDP_F32;
     desc.boundary.ndim = 1;
     desc.boundary.shape[0] = ELEMENTS;

@@ -396,6 +396,7 @@ static ddp_result build_pipeline(trainer *t) {
     desc.tie_count = t->pp > 1;
     desc.schedule = t->schedule;
     desc.stages = stages;
+    desc.stage_count = t->pp;
     desc.boundary.dtype = DDP_F32;
     desc.boundary.ndim = 2;
     desc.boundary.shape[0] = t->model.rows, desc.boundary.shape[1] = t->model.config.channels;

@@ -1301,6 +1301,7 @@ static ddp_result build_pipeline(trainer *t) {
     desc.tie_count = 1;
     desc.schedule = t->schedule;
     desc.stages = stages;
+    desc.stage_count = t->pp;
     desc.boundary.dtype = t->dtype;
     desc.boundary.ndim = 2;
     desc.boundary.shape[0] = (int64_t)t->desc.batch * t->desc.length, desc.boundary.shape[1] = t->desc.config.channels;

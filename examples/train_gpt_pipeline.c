@@ -310,6 +310,7 @@ static ddp_result build_parallel(trainer *t) {
     }
     desc.schedule = t->schedule;
     desc.stages = stages;
+    desc.stage_count = t->stage_count;
     desc.boundary.dtype = DDP_F32;
     desc.boundary.ndim = 3;
     desc.boundary.shape[0] = r->plan.config.micro_batch, desc.boundary.shape[1] = r->plan.config.context, desc.boundary.shape[2] = r->plan.config.channels;

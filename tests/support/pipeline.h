@@ -230,6 +230,7 @@ static void pipe_desc(pipe_model *m, const ddp_schedule *schedule, ddp_pipeline_
     memset(desc, 0, sizeof *desc);
     desc->schedule = schedule;
     desc->stages = m->stage;
+    desc->stage_count = m->stages;
     desc->edges = m->edges;
     desc->edge_count = m->edge_count;
     desc->loss = m->with_loss ? pipe_on_loss : NULL;

@@ -510,6 +510,7 @@ static ddp_result read_steps(ddp_group *world, const ddp_schedule *s, int slots,
     r.in_place = ddp_group_peer(world, memory, 1 - ddp_rank(world) % 2) != NULL;
     for (int i = 0; i < r.stages; i++) stages[i].forward = stages[i].input_grad = stages[i].weight_grad = read_stage, stages[i].user = &r;
     desc.schedule = s, desc.stages = stages;
+    desc.stage_count = r.stages;
     desc.boundary.dtype = DDP_F32, desc.boundary.ndim = 1, desc.boundary.shape[0] = READ_CELLS;
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     for (int step = 0; step < 2; step++) {
@@ -599,6 +600,7 @@ static ddp_result far_mask(ddp_group *world) {
         edges[i].from = i < 5 ? i : 0, edges[i].to = i < 5 ? i + 1 : 2;
         edges[i].tensor.dtype = i < 5 ? DDP_F32 : DDP_I32, edges[i].tensor.ndim = 1, edges[i].tensor.shape[0] = READ_CELLS;
     }
+    desc.stage_count = 6;
     desc.schedule = s, desc.stages = stages, desc.edges = edges, desc.edge_count = 6;
     RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
     for (int step = 0; step < 2; step++) {
@@ -620,6 +622,34 @@ static ddp_result far_mask(ddp_group *world) {
         pipe_build(&m, stages, 1);                                                                                                    \
         pipe_desc(&m, s, &desc);                                                                                                      \
     } while (0)
+
+/* An array of stages that is shorter than the schedule is refused before anything reads past its end. The array is on
+   the heap and has exactly stage_count entries, so that AddressSanitizer sees a read too far. */
+static ddp_result wrong_stage_counts(ddp_group *world, const ddp_pipeline_desc *good) {
+    int right = good->stage_count, last = ddp_world_size(world) - 1;
+    int counts[] = {0, -1, right - 1, right + 1};
+    ddp_pipeline *pipeline;
+    char words[80];
+    for (int turn = 0; turn < 8; turn++) {
+        int count = counts[turn % 4], everywhere = turn < 4; /* then on the last rank only: all ranks return its error */
+        int entries = count > 0 ? count : 1;
+        ddp_pipeline_desc desc = *good;
+        ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)entries, sizeof *stages);
+        ddp_result result;
+        RANKS_CHECK(world, stages, "memory");
+        memcpy(stages, good->stages, (size_t)(entries < right ? entries : right) * sizeof *stages);
+        if (everywhere || ddp_rank(world) == last) {
+            desc.stages = stages;
+            desc.stage_count = count;
+        }
+        result = ddp_pipeline_create(&pipeline, world, &desc);
+        snprintf(words, sizeof words, "stage_count=%d, but the schedule has %d stages;", count, right);
+        RANKS_CHECK(world, result == DDP_ERR_INVALID && !pipeline && strstr(ddp_last_error(), words), "stage_count=%d: %s: %s",
+                    count, ddp_result_name(result), ddp_last_error());
+        free(stages);
+    }
+    return DDP_OK;
+}
 
 static ddp_result bad_input(ddp_group *world) {
     pipe_model m;
@@ -643,6 +673,7 @@ static ddp_result bad_input(ddp_group *world) {
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "schedule or stages is NULL");
     desc.schedule = other;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ranks, the group has");
+    RANKS_OK(world, wrong_stage_counts(world, &desc));
     m.stage[1].forward = NULL; /* on one rank alone: the others hear of it */
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "stage 1: forward is NULL");
     m.stage[0].name = "embedding", m.stage[0].weight_grad = NULL;
@@ -697,6 +728,7 @@ static ddp_result bad_input(ddp_group *world) {
     RANKS_OK(world, make(world, &twice, DDP_SCHEDULE_PIPEDREAM_2BW, 2 * w, 1, 0));
     tie.second_stage = w - 1, tie.second_param = 0;
     for (int i = 0; i < w; i++) m.stage[i].update = on_update;
+    desc.stage_count = w;
     desc.schedule = twice, desc.ties = &tie, desc.tie_count = 1;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "ties do not go with PipeDream-2BW");
     ddp_schedule_destroy(twice);
