@@ -1798,35 +1798,74 @@ static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, i
     return i;
 }
 
+/* Fills messages with every tensor that goes to another rank, in order of time. Returns how many there are. */
+static int ddp__lower_messages(const ddp__play *play, ddp__due_message *messages) {
+    const ddp_schedule *s = play->s;
+    int count = 0;
+    for (int i = 0; i < s->count; i++) {
+        const ddp_action *a = &s->actions[i];
+        int back = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD;
+        int peer = back ? a->stage - 1 : a->stage + 1;
+        if (!back && a->kind != DDP_ACTION_FORWARD) continue;
+        if (peer < 0 || peer == s->stage_count) continue;
+        if (s->stage_rank[peer] == s->stage_rank[a->stage]) continue;
+        messages[count].at = play->times[i].end;
+        messages[count].source = i;
+        messages[count].to = s->stage_rank[peer];
+        count++;
+    }
+    qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
+    return count;
+}
+
+/* Sorts the messages by rank: those that rank r sends or receives are list[first[r]] to list[first[r + 1] - 1], in order
+   of time. list has two entries per message, first has rank_count + 1. */
+static void ddp__lower_messages_of_ranks(const ddp_schedule *s, const ddp__due_message *messages, int count, int *first,
+                                         int *list) {
+    for (int rank = 0; rank <= s->rank_count; rank++) first[rank] = 0;
+    for (int k = 0; k < count; k++) {
+        first[s->stage_rank[s->actions[messages[k].source].stage]]++;
+        first[messages[k].to]++;
+    }
+    for (int rank = 1; rank <= s->rank_count; rank++) first[rank] += first[rank - 1];
+    for (int k = count - 1; k >= 0; k--) { /* from the back: first[r] moves from the end of its part to the start */
+        list[--first[s->stage_rank[s->actions[messages[k].source].stage]]] = k;
+        list[--first[messages[k].to]] = k;
+    }
+}
+
 /* All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when its tensor is ready with unit costs: what runs after another
    action in any list does so in this order too, and so nothing can wait in a circle, even if each SEND waited for its RECV. */
 static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
     const ddp_schedule *s = play->s;
-    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, 2 * (size_t)play->cells, sizeof *messages);
-    int count = 0;
-    if (!messages) return DDP_ERR_NO_MEMORY;
-    for (int i = 0; i < s->count; i++) {
-        const ddp_action *a = &s->actions[i];
-        int back = a->kind == DDP_ACTION_INPUT_GRAD || a->kind == DDP_ACTION_BACKWARD, peer = back ? a->stage - 1 : a->stage + 1;
-        if (!(back || a->kind == DDP_ACTION_FORWARD) || peer < 0 || peer == s->stage_count || s->stage_rank[peer] == s->stage_rank[a->stage]) continue;
-        messages[count].at = play->times[i].end;
-        messages[count].source = i;
-        messages[count++].to = s->stage_rank[peer];
+    size_t most = 2 * (size_t)play->cells, places = 2 * most + (size_t)s->rank_count + 1;
+    ddp__due_message *messages = (ddp__due_message *)ddp__schedule_alloc(s, most, sizeof *messages);
+    int *first = messages ? (int *)ddp__schedule_alloc(s, places, sizeof *first) : NULL, *list;
+    int count;
+    if (!first) {
+        ddp__schedule_free(s, messages);
+        return DDP_ERR_NO_MEMORY;
     }
-    qsort(messages, (size_t)count, sizeof *messages, ddp__message_compare);
+    list = first + s->rank_count + 1;
+    count = ddp__lower_messages(play, messages);
+    ddp__lower_messages_of_ranks(s, messages, count, first, list);
     for (int rank = 0; rank < s->rank_count; rank++) {
         int i = s->first[rank];
-        for (int k = 0; k < count; k++) {
-            const ddp_action *a = &s->actions[messages[k].source];
-            int back = a->kind != DDP_ACTION_FORWARD, sends = s->stage_rank[a->stage] == rank;
-            if (!sends && messages[k].to != rank) continue;
-            i = ddp__lower_until(to, play, rank, i, messages[k].at);
-            if (sends) ddp__schedule_push(to, back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch);
-            else ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage + (back ? -1 : 1), a->microbatch);
+        for (int n = first[rank]; n < first[rank + 1]; n++) {
+            const ddp__due_message *message = &messages[list[n]];
+            const ddp_action *a = &s->actions[message->source];
+            int back = a->kind != DDP_ACTION_FORWARD;
+            i = ddp__lower_until(to, play, rank, i, message->at);
+            if (s->stage_rank[a->stage] == rank)
+                ddp__schedule_push(to, back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch);
+            else
+                ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage + (back ? -1 : 1),
+                                   a->microbatch);
         }
         ddp__lower_until(to, play, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
     }
+    ddp__schedule_free(s, first);
     ddp__schedule_free(s, messages);
     return DDP_OK;
 }
