@@ -90,7 +90,9 @@ typedef struct ddp_pipeline ddp_pipeline;
     X(DDP_SCHEDULE_1F1B, "1F1B")                 /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */ \
     X(DDP_SCHEDULE_NAIVE, "naive")               /* any v. One micro-batch at a time */                                                   \
     X(DDP_SCHEDULE_GPIPE, "GPipe")               /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                \
-    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B") /* any v, m a multiple of p. (p-1)S/v (Megatron-LM, Narayanan et al. 2021) */    \
+    /* interleaved-1F1B: any v; m a multiple of max(1, m/p rounded down), as in PyTorch. Bubble (p-1)S/v where m is a multiple of p     \
+       (Megatron-LM, Narayanan et al. 2021) */                                                                                            \
+    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                                                                  \
     X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")     /* any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                  \
     X(DDP_SCHEDULE_ZB_H1, "ZB-H1")               /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                       \
     X(DDP_SCHEDULE_ZB_H2, "ZB-H2")               /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                 \
@@ -158,7 +160,8 @@ typedef struct ddp_schedule_desc {
     int chunk_count;             /* v; 0 = 1, for the V kinds 2 */
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: weights change after so many micro-batches, a divisor of m; 0 = 1, for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Not kept */
-    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest one: ZB-1p; twice that: ZB-2p */
+    double memory_limit;         /* AUTO: per rank, in units of activation. 0 = p times the largest one, as ZB-1p; twice that
+                                    is ZB-2p. A larger limit never gives a slower schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -621,23 +624,32 @@ static int ddp__action_position(const ddp_schedule *s, int index) { return index
 
 #define DDP__SCHEDULE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
 
-/* What all kinds of the 1F1B family have in common: some forwards to fill the pipeline, then one forward and one backward in turn, then the backwards that are
-   left. Forward number k is chunk k/p mod v: p micro-batches of one chunk, the same p of the next one. Backwards take the chunks the other way round.
-   Split ones leave the weight gradient of a backward for `lag` backwards later. */
+/* Micro-batches go through the chunks in rounds, as in PyTorch's ScheduleInterleaved1F1B: one round where m < p. A round
+   has p micro-batches where m is a multiple of p, and otherwise up to 2p - 1. */
+static int ddp__rounds(int p, int m) { return m / p > 1 ? m / p : 1; }
+
+/* Action number k of a rank's forwards, or of its backwards, which take the chunks the other way round: a round of one
+   chunk, then the same micro-batches of the next one. */
+static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank, int k, int v, int round) {
+    int chunk = k / round % v, microbatch = k / (round * v) * round + k % round;
+    if (kind != DDP_ACTION_FORWARD) chunk = v - 1 - chunk;
+    ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
+}
+
+/* All kinds of the 1F1B family: `warmup` forwards fill the pipeline, then one forward and one backward alternate, then
+   the remaining backwards follow. With split, the weight gradient of a backward comes `lag` backwards later. */
 static void ddp__generate_1f1b(ddp_schedule *s, int rank, int m, int v, int64_t warmup, int split, int lag) {
-    int p = s->rank_count, total = m * v, fill = warmup < total ? (int)warmup : total, done = 0;
+    int round = m / ddp__rounds(s->rank_count, m), total = m * v, fill = warmup < total ? (int)warmup : total, done = 0;
     for (int k = 0; k < fill + total; k++) {
-        int b = k - fill, w = b - lag, turn;
-        if (k < total) ddp__schedule_push(s, DDP_ACTION_FORWARD, k / p % v * p + rank, k / (p * v) * p + k % p);
+        int b = k - fill, w = b - lag;
+        if (k < total) ddp__push_in_rounds(s, DDP_ACTION_FORWARD, rank, k, v, round);
         if (b < 0) continue;
-        turn = (v - 1 - b / p % v) * p + rank;
-        ddp__schedule_push(s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, turn, b / (p * v) * p + b % p);
+        ddp__push_in_rounds(s, split ? DDP_ACTION_INPUT_GRAD : DDP_ACTION_BACKWARD, rank, b, v, round);
         if (!split || w < 0) continue;
-        ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, (v - 1 - w / p % v) * p + rank, w / (p * v) * p + w % p);
+        ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
         done = w + 1;
     }
-    for (int w = done; split && w < total; w++)
-        ddp__schedule_push(s, DDP_ACTION_WEIGHT_GRAD, (v - 1 - w / p % v) * p + rank, w / (p * v) * p + w % p);
+    for (int w = done; split && w < total; w++) ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
 }
 
 /* All of a block of micro-batches forward, chunk by chunk, then all back. Blocks of m: GPipe and looped BFS; of 1: naive. */
@@ -780,6 +792,20 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
                              d->rank_count, least, nearest);
 }
 
+/* Rounds of interleaved-1F1B have one size. The error names the nearest m that works, of two a multiple of p. */
+static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
+    int p = d->rank_count, m = d->microbatch_count, rounds = ddp__rounds(p, m), nearest = 0;
+    if (m % rounds == 0) return DDP_OK;
+    for (int distance = 1; !nearest; distance++) { /* ends at a multiple of p; m > p, since rounds > 1 */
+        int below = m - distance, above = m + distance;
+        if (above % ddp__rounds(p, above) == 0) nearest = above;
+        if (below % ddp__rounds(p, below) == 0 && (!nearest || nearest % p != 0)) nearest = below;
+    }
+    return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks has %d rounds (microbatch_count / rank_count, rounded down) "
+                             "and takes multiples of that; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
+                             p, rounds, nearest);
+}
+
 static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
     int m = d->microbatch_count, two = d->kind == DDP_SCHEDULE_PIPEDREAM_2BW, least = two ? d->rank_count : 1;
     if (d->kind != DDP_SCHEDULE_PIPEDREAM && !two) {
@@ -823,7 +849,8 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
         return DDP__SCHEDULE_BAD("%d ranks times %d micro-batches times %d chunks are more than %d actions", p, m, d->chunk_count, DDP__MAX_ACTIONS);
     if (d->memory_limit < 0 || d->memory_limit != d->memory_limit) return DDP__SCHEDULE_BAD("memory_limit=%g; it is not negative, 0 = that of 1F1B", d->memory_limit);
     if (d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B || d->kind == DDP_SCHEDULE_INTERLEAVED_ZB_1P) {
-        ddp_result result = ddp__schedule_check_multiple(d, p, p);
+        int in_rounds = d->kind == DDP_SCHEDULE_INTERLEAVED_1F1B;
+        ddp_result result = in_rounds ? ddp__schedule_check_rounds(d) : ddp__schedule_check_multiple(d, p, p);
         if (result != DDP_OK) return result;
     }
     if (d->kind == DDP_SCHEDULE_DUALPIPE_V && m < 2 * p) return ddp__schedule_check_multiple(d, 1, 2 * p);
@@ -832,7 +859,7 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
 
 static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int r, int *waiting) {
     int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, late = p - 1 - r;
-    int64_t chunks = (int64_t)(v - 1) * p; /* forwards of the other chunks before the last one's first */
+    int64_t chunks = (int64_t)(v - 1) * (m / ddp__rounds(p, m)); /* forwards of the other chunks before the last one's first */
     switch (d->kind) {
     case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, r, m, v, 1); break;
     case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, r, m, v, m); break;
@@ -1338,85 +1365,170 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
     return DDP_OK;
 }
 
-//== schedules made to measure ================================================================ >>impl-schedule-auto
+//== cost-based schedules ===================================================================== >>impl-schedule-auto
+/* AUTO runs a list scheduler many times, each time with other rules, and keeps the list with the shortest span. Each
+   run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer or shorter than the
+   real ones. The other clock runs the same list with the real costs, as ddp_schedule_simulate does. A run stops as
+   soon as one rank has waited so long that its span cannot be shorter than that of the best list so far. */
 
 /* How one run of the list scheduler decides where more than one action is possible. */
 typedef struct ddp__auto_rules {
-    int turns;          /* forward and input gradient both ready: 0 = the gradient, 1 = what was not last, 2 = the forward */
-    int fill;           /* 1 = before a rank's first gradient, forwards may delay it */
-    double patience;    /* a weight gradient starts when nothing else can for this share of its time ... */
-    int even;           /* ... 1 = or for less, when waiting would make this rank the one that has waited longest */
+    int turns;        /* forward and input gradient both ready: 0 = the gradient, 1 = not the kind that was last,
+                         2 = the forward */
+    int fill;         /* 1 = before a rank's first gradient, forwards may delay it */
+    int even;         /* 1 = a rank that would have waited longest of all starts a weight gradient instead */
+    double patience;  /* a weight gradient starts when nothing else can for this share of its time */
+    double transfer;  /* the plan's transfers are the real ones times this */
 } ddp__auto_rules;
+
+/* Rules in the order of how much each added to those before it, over 400 random pipelines: a large pipeline has time for
+   the first ones only. After them come all combinations with the real transfers. */
+static const ddp__auto_rules ddp__auto_first_rules[] = {
+    {0, 0, 1, 1, 1}, {1, 0, 1, 0.25, 1}, {0, 0, 1, 1, 0.9}, {0, 1, 1, 0.75, 0.5}, {0, 1, 1, 1, 1},
+    {1, 0, 1, 0.75, 0.9}, {0, 0, 0, 0.9, 0.9}, {0, 1, 1, 0.25, 0.95}, {0, 0, 1, 0.9, 1}, {1, 0, 0, 0.25, 2},
+    {1, 1, 0, 0.25, 0.5}, {1, 0, 1, 0.9, 2}, {0, 0, 0, 0.75, 1.25}, {1, 1, 1, 0.25, 1.5},
+    {1, 0, 0, 0.25, 0.9}, {0, 1, 0, 0.75, 0.9}, {0, 0, 0, 0.25, 1.5}, {1, 1, 1, 0.75, 1.25},
+    {0, 1, 0, 0.25, 1.5}, {0, 1, 1, 0.9, 0.95}, {1, 0, 1, 0.75, 1.5}, {0, 0, 1, 0.25, 1.25},
+    {1, 0, 0, 0.75, 1.5}, {0, 1, 1, 0.25, 1.1}, {1, 1, 1, 0.25, 2}, {0, 1, 1, 0.25, 0.5},
+    {0, 1, 1, 0.75, 1.1}, {0, 0, 1, 1, 0.5}, {1, 0, 0, 0.9, 1.25}, {1, 0, 1, 0.75, 0.5},
+    {0, 0, 1, 0.75, 1.5}, {1, 0, 0, 0.25, 0.95}, {1, 1, 0, 0.75, 0.9}, {1, 0, 1, 0.9, 1.1},
+    {0, 1, 0, 0.75, 2}, {1, 0, 1, 0.25, 0.5}, {1, 0, 0, 0.9, 0.5}, {0, 0, 0, 0.75, 2}, {0, 1, 0, 0.25, 0.9},
+    {1, 1, 1, 0.25, 0.95}, {0, 0, 0, 0.25, 1.1}, {0, 0, 1, 0.25, 2}, {1, 1, 0, 0.25, 1.25},
+    {0, 1, 0, 0.25, 0.95}};
+enum {
+    DDP__AUTO_FIRST_RULES = (int)(sizeof ddp__auto_first_rules / sizeof ddp__auto_first_rules[0]),
+    DDP__AUTO_RULES = DDP__AUTO_FIRST_RULES + 48
+};
+
+static ddp__auto_rules ddp__auto_rules_at(int index) {
+    static const double patience[] = {1, 0.9, 0.75, 0.25};
+    ddp__auto_rules rules;
+    if (index < DDP__AUTO_FIRST_RULES) return ddp__auto_first_rules[index];
+    index -= DDP__AUTO_FIRST_RULES;
+    rules.turns = index % 3;
+    rules.fill = index / 3 % 2;
+    rules.even = index / 6 % 2;
+    rules.patience = patience[index / 12];
+    rules.transfer = 1;
+    return rules;
+}
 
 /* A rank while its list is made; kinds of actions are counted from F: 0, 1, 2. */
 typedef struct ddp__auto_rank {
     double cost[3], transfer;   /* F, I, W; to a neighbour */
+    double planned_transfer;
     double saved, left, keep;   /* memory from F to I, from I to W, and the larger one */
-    double first_gradient;      /* the earliest that one can come: all the way down and back up */
-    double begin, free_at, memory;
+    double work;                /* all of its actions */
+    double first_forward;       /* when its first forward begins, with the real transfers */
+    double round_trip;          /* from there to the earliest begin of its first gradient */
+    double first_gradient;      /* the earliest begin of its first gradient, with the planned transfers */
+    double free_at, memory;     /* by the plan's clock */
+    double begin, ran_until;    /* by the real one: of the first action; of the last one so far */
+    double waited;              /* by the plan's clock, since its first forward */
     int next[3], last;          /* so far of each kind; the last one, F or I */
-    int length, position;       /* of its list */
+    int length;                 /* of its list */
 } ddp__auto_rank;
 
-/* A rank's next action is chosen when it is free, ranks in order of time, so that all that can have an effect by then is known. Whose decision comes first is
-   the winner of a tournament: node n of the tree has the winner of nodes 2n and 2n+1, its leaves are the ranks. */
+/* When an F or an I ends. */
+typedef struct ddp__auto_end { double planned, real; } ddp__auto_end;
+
+/* The rank that is free first decides next, so that everything that can have an effect by then is known. A tournament
+   finds it: node n of the tree holds the winner of nodes 2n and 2n+1, its leaves are the ranks. */
 typedef struct ddp__auto {
     int p, m, leaves;
-    double limit, room;         /* room: the limit, and what rounding may add */
+    double largest;              /* memory of one micro-batch on the rank that needs most */
+    double room;                 /* of a rank, in this run */
+    double best_span;            /* of the list in best; HUGE_VAL: there is none */
     ddp__auto_rules rules;
     ddp__auto_rank *ranks;
-    double *end[2];             /* of F and I: rank * m + micro-batch; -1: not begun */
-    double *waited, *at;        /* of each rank; at: of its next decision, or DBL_MAX */
+    ddp__auto_end *end[2];       /* of F and I: rank * m + micro-batch */
+    int longest;                 /* the rank that has waited longest */
+    double *decides_at;          /* of each leaf; DBL_MAX when it has nothing to decide */
     int *tree;
     unsigned char *order, *best; /* of rank r from order[3 * m * r] on; micro-batches count up */
 } ddp__auto;
 
-/* When this rank's next F (0) or I (1) could start; infinite while what it needs has not begun, or memory is short. */
+/* When this rank's next F (0) or I (1) could start. DBL_MAX while its input has not begun, or memory is short. */
 static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
-    const ddp__auto_rank *r = &a->ranks[rank];
+    const ddp__auto_rank *r = &a->ranks[rank], *near;
     int from = which ? rank + 1 : rank - 1, i = r->next[which];
     double end;
-    if (i == (which ? r->next[0] : a->m) || (!which && r->memory + r->keep > a->room)) return DBL_MAX;
-    if (from < 0 || from == a->p) return r->free_at; /* the ends of the pipeline: the rank's own forward is over when it is free */
-    end = a->end[which][(size_t)from * (size_t)a->m + (size_t)i];
-    if (end < 0) return DBL_MAX;
-    end += a->ranks[from].transfer;
+    if (i == (which ? r->next[0] : a->m)) return DBL_MAX;
+    if (!which && r->memory + r->keep > a->room) return DBL_MAX;
+    if (from < 0 || from == a->p) return r->free_at; /* an end of the pipeline: nothing has to arrive */
+    near = &a->ranks[from];
+    if (near->next[which] <= i) return DBL_MAX;
+    end = a->end[which][(size_t)from * (size_t)a->m + (size_t)i].planned + near->planned_transfer;
     return end > r->free_at ? end : r->free_at;
 }
 
-static void ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
+enum { DDP__AUTO_WAITS = 3, DDP__AUTO_TOO_LATE = -1 };
+
+/* Appends an action to the rank's list. Returns the action, or DDP__AUTO_TOO_LATE when no span below that of the best
+   list can follow. */
+static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
     ddp__auto_rank *r = &a->ranks[rank];
-    int i = r->next[which]++;
+    int i = r->next[which]++, near = which == 0 ? rank - 1 : which == 1 ? rank + 1 : -1, waits = 0;
+    double begin = r->ran_until;
+    if (near >= 0 && near < a->p) {
+        const ddp__auto_end *end = &a->end[which][(size_t)near * (size_t)a->m + (size_t)i];
+        double arrival = end->real + a->ranks[near].transfer;
+        waits = arrival > begin;
+        if (waits) begin = arrival;
+    }
+    if (r->length == 0) r->begin = begin;
     r->free_at = at + r->cost[which];
+    r->ran_until = begin + r->cost[which];
+    if (which < 2) {
+        ddp__auto_end *end = &a->end[which][(size_t)rank * (size_t)a->m + (size_t)i];
+        end->planned = r->free_at;
+        end->real = r->ran_until;
+        r->last = which;
+    }
     r->memory += which == 0 ? r->keep : which == 1 ? r->left - r->keep : -r->left;
-    if (which < 2) a->end[which][(size_t)rank * (size_t)a->m + (size_t)i] = r->free_at, r->last = which;
     a->order[(size_t)rank * 3 * (size_t)a->m + (size_t)r->length++] = (unsigned char)which;
+    if (waits) {
+        double done = 0;
+        for (int kind = 0; kind < 3; kind++) done += r->next[kind] * r->cost[kind];
+        if (!(r->ran_until - r->begin - done + r->work < a->best_span)) return DDP__AUTO_TOO_LATE;
+    }
+    return which;
 }
 
-/* Whether no other rank would have waited as long as this one then. */
+/* Whether no other rank has waited that long. */
 static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) {
-    for (int other = 0; other < a->p; other++) if (other != rank && a->waited[other] >= waited) return 0;
-    return 1;
+    return a->longest == rank || a->ranks[a->longest].waited < waited;
 }
 
-/* The rank is free: starts what the rules say, or lets it wait for what comes first. */
-static void ddp__auto_decide(ddp__auto *a, int rank) {
+/* The rank is free: it starts what the rules say, or waits for what comes first. Returns DDP__AUTO_WAITS, or as
+   ddp__auto_start does. */
+static int ddp__auto_decide(ddp__auto *a, int rank) {
+    const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
     double now = r->free_at, forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank), soon;
-    if (!a->rules.fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
-        forward + r->cost[0] > r->first_gradient * (1 + 1e-12))
-        forward = gradient < DBL_MAX ? DBL_MAX : r->first_gradient > now ? r->first_gradient : forward;
+    if (!rules->fill && r->next[1] == 0 && r->next[0] > 0 && forward < DBL_MAX && gradient > forward &&
+        forward + r->cost[0] > r->first_gradient * (1 + 1e-12)) {
+        if (gradient < DBL_MAX) forward = DBL_MAX;
+        else if (r->first_gradient > now) forward = r->first_gradient;
+    }
     soon = forward < gradient ? forward : gradient;
-    if (soon > now && r->next[2] < r->next[1] &&
-        (soon - now >= a->rules.patience * r->cost[2] || (a->rules.even && ddp__auto_waits_longest(a, rank, a->waited[rank] + soon - now))))
-        ddp__auto_start(a, rank, 2, now);
-    else if (soon > now) {
-        a->waited[rank] += r->next[0] > 0 ? soon - now : 0;
+    if (soon > now && r->next[2] < r->next[1]) {
+        int long_enough = soon - now >= rules->patience * r->cost[2];
+        if (long_enough || (rules->even && ddp__auto_waits_longest(a, rank, r->waited + soon - now)))
+            return ddp__auto_start(a, rank, 2, now);
+    }
+    if (soon > now) {
+        if (r->next[0] > 0) r->waited += soon - now;
+        if (r->waited > a->ranks[a->longest].waited) a->longest = rank;
         r->free_at = soon;
-    } else ddp__auto_start(a, rank, !(forward <= now && (gradient > now || a->rules.turns == 2 || (a->rules.turns == 1 && r->last == 1))), now);
+        return DDP__AUTO_WAITS;
+    }
+    if (forward <= now && (gradient > now || rules->turns == 2 || (rules->turns == 1 && r->last == 1)))
+        return ddp__auto_start(a, rank, 0, now);
+    return ddp__auto_start(a, rank, 1, now);
 }
 
-/* When a rank decides next has changed, perhaps. */
+/* When a rank decides next may have changed. */
 static void ddp__auto_settle(ddp__auto *a, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank];
     double at = r->length == 3 * a->m ? DBL_MAX : r->free_at;
@@ -1424,74 +1536,125 @@ static void ddp__auto_settle(ddp__auto *a, int rank) {
         double forward = ddp__auto_ready(a, 0, rank), gradient = ddp__auto_ready(a, 1, rank);
         at = forward < gradient ? forward : gradient;
     }
-    if (at == a->at[rank]) return;
-    a->at[rank] = at;
+    if (at == a->decides_at[rank]) return;
+    a->decides_at[rank] = at;
     for (int node = (a->leaves + rank) / 2; node > 0; node /= 2) { /* of two at one time the later rank */
         int left = a->tree[2 * node], right = a->tree[2 * node + 1];
-        a->tree[node] = a->at[right] <= a->at[left] ? right : left;
+        int winner = a->decides_at[right] <= a->decides_at[left] ? right : left;
+        if (winner == a->tree[node] && winner != rank) break; /* further up nothing changes */
+        a->tree[node] = winner;
     }
 }
 
-static void ddp__auto_clear(ddp__auto *a) {
+/* The earliest that each rank's first gradient can arrive when transfers take so many times as long. */
+static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
+    double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
         ddp__auto_rank *r = &a->ranks[rank];
-        r->begin = r->free_at = r->memory = 0;
-        r->next[0] = r->next[1] = r->next[2] = r->last = r->position = 0;
+        r->planned_transfer = r->transfer * transfer;
+        at += r->cost[0] + (rank + 1 < a->p ? r->planned_transfer : 0);
+    }
+    for (int rank = a->p - 1; rank >= 0; rank--) {
+        ddp__auto_rank *r = &a->ranks[rank];
+        r->first_gradient = at;
+        at += r->cost[1] + (rank > 0 ? r->planned_transfer : 0);
     }
 }
 
-static void ddp__auto_run(ddp__auto *a) {
-    size_t cells = (size_t)a->p * (size_t)a->m;
-    ddp__auto_clear(a);
-    for (size_t i = 0; i < cells; i++) a->end[0][i] = a->end[1][i] = -1;
-    for (int i = 0; i < a->leaves; i++) a->at[i] = DBL_MAX, a->tree[a->leaves + i] = i;
+/* Makes the list of these rules in a->order. Returns its span, or HUGE_VAL when it is not below a->best_span. */
+static double ddp__auto_run(ddp__auto *a, int rules) {
+    double span = 0;
+    a->rules = ddp__auto_rules_at(rules);
+    a->longest = 0;
+    ddp__auto_first_gradients(a, a->rules.transfer);
+    for (int rank = 0; rank < a->p; rank++) {
+        ddp__auto_rank *r = &a->ranks[rank];
+        r->free_at = r->memory = r->begin = r->ran_until = r->waited = 0;
+        r->next[0] = r->next[1] = r->next[2] = r->last = r->length = 0;
+    }
+    for (int leaf = 0; leaf < a->leaves; leaf++) {
+        a->decides_at[leaf] = DBL_MAX;
+        a->tree[a->leaves + leaf] = leaf;
+    }
     for (int node = a->leaves - 1; node > 0; node--) a->tree[node] = a->tree[2 * node + 1];
-    for (int rank = 0; rank < a->p; rank++) a->ranks[rank].length = 0, a->waited[rank] = 0;
     for (int rank = 0; rank < a->p; rank++) ddp__auto_settle(a, rank);
-    while (a->at[a->tree[1]] < DBL_MAX) {
-        int rank = a->tree[1];
-        ddp__auto_decide(a, rank);
-        for (int near = rank > 0 ? rank - 1 : 0; near <= rank + 1 && near < a->p; near++) ddp__auto_settle(a, near);
+    while (a->decides_at[a->tree[1]] < DBL_MAX) {
+        int rank = a->tree[1], started = ddp__auto_decide(a, rank);
+        if (started == DDP__AUTO_TOO_LATE) return HUGE_VAL;
+        ddp__auto_settle(a, rank);
+        if (started == 0 && rank + 1 < a->p) ddp__auto_settle(a, rank + 1);
+        if (started == 1 && rank > 0) ddp__auto_settle(a, rank - 1);
     }
+    for (int rank = 0; rank < a->p; rank++) {
+        const ddp__auto_rank *r = &a->ranks[rank];
+        if (r->length < 3 * a->m) return HUGE_VAL;
+        if (r->ran_until - r->begin > span) span = r->ran_until - r->begin;
+    }
+    return span < a->best_span ? span : HUGE_VAL;
 }
 
-/* One rank's list as far as it goes, at the earliest times. Returns how many actions that were. */
-static int ddp__auto_replay(ddp__auto *a, int rank, double *peak) {
-    ddp__auto_rank *r = &a->ranks[rank];
-    const unsigned char *list = a->order + (size_t)rank * 3 * (size_t)a->m;
-    int from = r->position;
-    for (; r->position < r->length; r->position++) {
-        int which = list[r->position], i = r->next[which], near = which == 0 ? rank - 1 : which == 1 ? rank + 1 : -1;
-        double begin = r->free_at;
-        if (near >= 0 && near < a->p) {
-            double arrival;
-            if (a->ranks[near].next[which] <= i) break;
-            arrival = a->end[which][(size_t)near * (size_t)a->m + (size_t)i] + a->ranks[near].transfer;
-            if (arrival > begin) begin = arrival;
+/* No list that fits into the room has a shorter span than this. A rank's first gradient has to come all the way back,
+   and until then memory limits the number of its forwards. Each micro-batch holds memory for at least its round trip. */
+static double ddp__auto_bound(const ddp__auto *a) {
+    double bound = 0;
+    for (int rank = 0; rank < a->p; rank++) {
+        const ddp__auto_rank *r = &a->ranks[rank];
+        double forwards = floor(a->room / r->keep), wait, span;
+        double held = (r->round_trip + r->cost[1]) * r->saved + r->cost[2] * r->left; /* memory times time */
+        if (forwards > a->m) forwards = a->m;
+        wait = r->round_trip - forwards * r->cost[0];
+        span = wait > 0 ? r->work + wait : r->work;
+        if (span < a->m * held / a->room) span = a->m * held / a->room;
+        if (span > bound) bound = span;
+    }
+    return bound;
+}
+
+/* Runs the first `count` rules with that much memory per rank; a->best and a->best_span become the fastest. */
+static void ddp__auto_try(ddp__auto *a, double limit, int count) {
+    a->room = limit * (1 + 1e-12);
+    for (int i = 0; i < count; i++) {
+        double span;
+        if (ddp__auto_bound(a) >= a->best_span * (1 - 1e-12)) return;
+        span = ddp__auto_run(a, i);
+        if (span < a->best_span * (1 - 1e-12)) {
+            unsigned char *slower = a->best;
+            a->best = a->order;
+            a->order = slower;
+            a->best_span = span;
         }
-        if (r->position == 0) r->begin = begin;
-        r->free_at = begin + r->cost[which];
-        if (which < 2) a->end[which][(size_t)rank * (size_t)a->m + (size_t)i] = r->free_at;
-        r->memory -= which == 0 ? -r->saved : which == 1 ? r->saved - r->left : r->left;
-        if (r->memory > *peak) *peak = r->memory;
-        r->next[which]++;
     }
-    return r->position - from;
 }
 
-/* The span that ddp_schedule_simulate finds for the lists; infinite when they do not end, or take more memory than there is. */
-static double ddp__auto_span(ddp__auto *a) {
-    double span = 0, peak = 0;
-    int left = 3 * a->m * a->p, moved = 1;
-    ddp__auto_clear(a);
-    while (moved) {
-        moved = 0;
-        for (int k = 0; k < 2 * a->p; k++) moved += ddp__auto_replay(a, k < a->p ? k : 2 * a->p - 1 - k, &peak);
-        left -= moved;
+/* Step number i of memory; step 0 is the unit, and there are per_octave steps per factor of 2. */
+static double ddp__auto_step(double unit, int i, int per_octave) {
+    int octave = i >= 0 ? i / per_octave : -((per_octave - 1 - i) / per_octave);
+    return ldexp(unit * (1 + (double)(i - octave * per_octave) / per_octave), octave);
+}
+
+/* Tries every step of memory up to the limit, from the largest down. Neither the steps nor the rules that are tried with
+   each depend on the limit: a larger limit only adds steps, and so never gives a slower list. p times the largest
+   micro-batch is a step; so are fractions and multiples of it, down to one micro-batch and up to all of them. Small
+   pipelines have more steps. Every so often a step is a main one, for which more rules are tried. */
+static void ddp__auto_try_steps(ddp__auto *a, double limit) {
+    double actions = 3.0 * a->p * a->m, unit = a->largest * a->p, all = a->largest * a->m;
+    int per_octave = actions > 3e5 ? 4 : 16, top = 0, many = 8, few = 1;
+    if (actions < 1e3) per_octave = 64;
+    if (actions * many < 24e6) many = (int)(24e6 / actions);
+    if (many > DDP__AUTO_RULES) many = DDP__AUTO_RULES;
+    if (actions < 3e5) few = (int)(3e5 / actions);
+    if (few > 24) few = 24;
+    while (top < 64 * per_octave && ddp__auto_step(unit, top, per_octave) < all) top++;
+    while (top > -32 * per_octave && ddp__auto_step(unit, top - 1, per_octave) >= all) top--;
+    for (int i = top;; i--) {
+        double step = ddp__auto_step(unit, i, per_octave);
+        int last = step <= a->largest || i <= -32 * per_octave; /* 2^-32: below one micro-batch on any number of ranks */
+        int main_step = i == top || last || i % (per_octave > 4 ? per_octave / 4 : 2) == 0;
+        if (step > all) step = all;
+        if (last) step = a->largest;
+        if (step <= limit * (1 + 1e-12) && (main_step || i < 2 * per_octave)) ddp__auto_try(a, step, main_step ? many : few);
+        if (last) return;
     }
-    for (int rank = 0; rank < a->p; rank++)
-        if (a->ranks[rank].free_at - a->ranks[rank].begin > span) span = a->ranks[rank].free_at - a->ranks[rank].begin;
-    return left || peak > a->limit * (1 + 1e-9) ? HUGE_VAL : span;
 }
 
 static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
@@ -1509,7 +1672,8 @@ static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc
 }
 
 /* The schedule of a known kind, if it fits into the limit and is faster than *span; otherwise *out stays. */
-static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule_kind kind, double *span, ddp_schedule **out) {
+static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
+                                  double *span, ddp_schedule **out) {
     ddp_schedule_desc like = *d;
     ddp_schedule_report report = DDP_ZERO;
     ddp_schedule *s = ddp__schedule_new(d, a->p), *other = NULL;
@@ -1522,7 +1686,7 @@ static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d
     }
     result = ddp__schedule_finish(&other, s, DDP_OK);
     if (result == DDP_OK) result = ddp_schedule_simulate(other, d->costs, &report);
-    if (result == DDP_OK && report.peak_memory <= a->limit * (1 + 1e-9) && report.span < *span * (1 - 1e-12)) {
+    if (result == DDP_OK && report.peak_memory <= limit * (1 + 1e-9) && report.span < *span * (1 - 1e-12)) {
         ddp_schedule *slower = *out;
         *out = other, *span = report.span;
         other = slower;
@@ -1531,38 +1695,24 @@ static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d
     return result;
 }
 
-/* Every combination of rules, then what is known; the first of the fastest. */
-static ddp_result ddp__auto_try(ddp__auto *a, const ddp_schedule_desc *d, ddp_schedule **out) {
-    static const double patience[] = {1, 0.9, 0.75, 0.25};
-    ddp_schedule_report report = DDP_ZERO;
-    double best = HUGE_VAL;
-    ddp_result result;
-    for (int k = 0; k < 48; k++) {
-        double span;
-        a->rules.turns = k % 3;
-        a->rules.fill = k / 3 % 2;
-        a->rules.even = k / 6 % 2;
-        a->rules.patience = patience[k / 12];
-        ddp__auto_run(a);
-        span = ddp__auto_span(a);
-        if (span < best * (1 - 1e-12)) {
-            unsigned char *slower = a->best;
-            a->best = a->order, a->order = slower;
-            best = span;
-        }
-    }
-    if (best < HUGE_VAL) {
+/* The fastest list that the rules make, or the known kind that is faster. */
+static ddp_result ddp__auto_fastest(ddp__auto *a, const ddp_schedule_desc *d, double limit, ddp_schedule **out) {
+    double span = HUGE_VAL;
+    ddp_result result = DDP_OK;
+    a->best_span = HUGE_VAL;
+    ddp__auto_try_steps(a, limit);
+    if (a->best_span < HUGE_VAL) {
         result = ddp__auto_schedule(a, d, out);
-        if (result == DDP_OK) result = ddp_schedule_simulate(*out, d->costs, &report);
-        if (result != DDP_OK) return result;
+        span = a->best_span;
     }
-    result = ddp__auto_known(a, d, DDP_SCHEDULE_ZB_H1, &best, out);
-    if (result == DDP_OK) result = ddp__auto_known(a, d, DDP_SCHEDULE_ZB_H2, &best, out);
-    if (result == DDP_OK && !*out) return DDP__SCHEDULE_BAD("costs: %d micro-batches take longer than a number tells; give smaller ones", a->m);
+    if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H1, &span, out);
+    if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H2, &span, out);
+    if (result == DDP_OK && !*out)
+        return DDP__SCHEDULE_BAD("costs: the time of %d micro-batches is not a finite number; give smaller costs", a->m);
     return result;
 }
 
-/* What ranks take, and the earliest that each one's first gradient can come. */
+/* What ranks take, and how long the first micro-batch takes to come back to each. */
 static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1571,21 +1721,25 @@ static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
         r->cost[1] = costs ? costs[rank].input_grad : 1;
         r->cost[2] = costs ? costs[rank].weight_grad : 1;
         r->transfer = costs ? costs[rank].transfer : 0;
-        r->saved = ddp__cost_activation(costs, rank), r->left = ddp__cost_weight_activation(costs, rank);
+        r->saved = ddp__cost_activation(costs, rank);
+        r->left = ddp__cost_weight_activation(costs, rank);
         r->keep = r->left > r->saved ? r->left : r->saved;
-        at += r->cost[0] + (rank + 1 < a->p ? r->transfer : 0);
+        r->work = a->m * (r->cost[0] + r->cost[1] + r->cost[2]);
+        r->first_forward = at;
+        at += r->cost[0] + r->transfer;
     }
-    for (int rank = a->p - 1; rank >= 0; rank--) {
-        a->ranks[rank].first_gradient = at;
-        at += a->ranks[rank].cost[1] + (rank > 0 ? a->ranks[rank].transfer : 0);
+    ddp__auto_first_gradients(a, 1);
+    for (int rank = 0; rank < a->p; rank++) {
+        ddp__auto_rank *r = &a->ranks[rank];
+        r->round_trip = r->first_gradient - r->first_forward;
     }
 }
 
 static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc *d) {
-    size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1;
+    size_t p = (size_t)d->rank_count, cells = p * (size_t)d->microbatch_count, leaves = 1, bytes;
     ddp_schedule shape, *best = NULL;
     ddp__auto a;
-    double most = 0;
+    double limit;
     ddp_result result;
     memset(&a, 0, sizeof a);
     memset(&shape, 0, sizeof shape);
@@ -1594,27 +1748,31 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     if (result != DDP_OK) return result;
     for (int rank = 0; rank < d->rank_count; rank++) {
         double saved = ddp__cost_activation(d->costs, rank), left = ddp__cost_weight_activation(d->costs, rank);
-        most = saved > most ? saved : most;
-        most = left > most ? left : most;
+        a.largest = saved > a.largest ? saved : a.largest;
+        a.largest = left > a.largest ? left : a.largest;
     }
-    a.p = d->rank_count, a.m = d->microbatch_count;
-    a.limit = d->memory_limit > 0 ? d->memory_limit : most * a.p;
-    a.room = a.limit * (1 + 1e-12);
-    if (a.limit < most) return DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", a.limit, most, most);
+    a.p = d->rank_count;
+    a.m = d->microbatch_count;
+    limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
+    if (limit < a.largest)
+        return DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit,
+                                 a.largest, a.largest);
     shape.alloc_fn = d->alloc_fn ? d->alloc_fn : ddp__schedule_malloc;
     shape.free_fn = d->alloc_fn ? d->free_fn : ddp__schedule_mfree;
     shape.user = d->user;
     while (leaves < p) leaves *= 2;
     a.leaves = (int)leaves;
-    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, p * sizeof *a.ranks + (2 * cells + p + leaves) * sizeof(double) +
-                                                    2 * leaves * sizeof(int) + 6 * cells);
+    bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int)) + 6 * cells;
+    a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, bytes);
     if (!a.ranks) return DDP_ERR_NO_MEMORY;
-    a.end[0] = (double *)(a.ranks + p), a.end[1] = a.end[0] + cells;
-    a.waited = a.end[1] + cells, a.at = a.waited + p;
-    a.tree = (int *)(a.at + leaves);
-    a.order = (unsigned char *)(a.tree + 2 * leaves), a.best = a.order + 3 * cells;
+    a.end[0] = (ddp__auto_end *)(a.ranks + p);
+    a.end[1] = a.end[0] + cells;
+    a.decides_at = (double *)(a.end[1] + cells);
+    a.tree = (int *)(a.decides_at + leaves);
+    a.order = (unsigned char *)(a.tree + 2 * leaves);
+    a.best = a.order + 3 * cells;
     ddp__auto_costs(&a, d->costs);
-    result = ddp__auto_try(&a, d, &best);
+    result = ddp__auto_fastest(&a, d, limit, &best);
     ddp__schedule_free(&shape, a.ranks);
     if (result == DDP_OK) *out = best;
     else ddp_schedule_destroy(best);

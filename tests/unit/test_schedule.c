@@ -8,6 +8,7 @@
 #include "../support/unit.h"
 #include "../support/watchdog.h"
 #include <math.h>
+#include <time.h>
 
 static const ddp_schedule_kind kinds[] = {
     DDP_SCHEDULE_1F1B, DDP_SCHEDULE_NAIVE, DDP_SCHEDULE_GPIPE, DDP_SCHEDULE_INTERLEAVED_1F1B, DDP_SCHEDULE_LOOPED_BFS, DDP_SCHEDULE_ZB_H1, DDP_SCHEDULE_ZB_H2,
@@ -89,6 +90,15 @@ static void worked_examples(void **state) {
     line_is(DDP_SCHEDULE_ZB_V, 2, 4, 2, 1, "1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1F3,1I1,1W1,2F3,2I2,2W2,1I2,2I3,1I3,1W2,2W3,1W3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 0, "0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 1, "1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3");
+    /* rounds of 6, 5 and 3 micro-batches, as ScheduleInterleaved1F1B of PyTorch 2.6 has them */
+    line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 6, 2, 0,
+            "0F0,0F1,0F2,0F3,0F4,0F5,4F0,4F1,4F2,4F3,4F4,4F5,4B0,4B1,4B2,4B3,4B4,4B5,0B0,0B1,0B2,0B3,0B4,0B5");
+    line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 6, 2, 3,
+            "3F0,3F1,3F2,3F3,3F4,3F5,7F0,7B0,7F1,7B1,7F2,7B2,7F3,7B3,7F4,7B4,7F5,7B5,3B0,3B1,3B2,3B3,3B4,3B5");
+    line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 10, 2, 2,
+            "2F0,2F1,2F2,2F3,2F4,6F0,6F1,6F2,6B0,6F3,6B1,6F4,6B2,2F5,6B3,2F6,6B4,2F7,2B0,2F8,2B1,2F9,2B2,6F5,2B3,6F6,2B4,"
+            "6F7,6B5,6F8,6B6,6F9,6B7,6B8,6B9,2B5,2B6,2B7,2B8,2B9");
+    line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 3, 2, 1, "1F0,1F1,1F2,5F0,5F1,5F2,5B0,5B1,5B2,1B0,1B1,1B2");
     line_is(DDP_SCHEDULE_GPIPE, 3, 3, 1, 1, "1F0,1F1,1F2,1B0,1B1,1B2");
     line_is(DDP_SCHEDULE_NAIVE, 2, 2, 2, 1, "1F0,3F0,3B0,1B0,1F1,3F1,3B1,1B1");
     line_is(DDP_SCHEDULE_LOOPED_BFS, 2, 2, 2, 0, "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1");
@@ -109,7 +119,8 @@ static void worked_examples(void **state) {
 static int is_legal(ddp_schedule_kind kind, int p, int m, int v) {
     switch (kind) {
     case DDP_SCHEDULE_NAIVE: case DDP_SCHEDULE_LOOPED_BFS: return 1;
-    case DDP_SCHEDULE_INTERLEAVED_1F1B: case DDP_SCHEDULE_INTERLEAVED_ZB_1P: return m % p == 0;
+    case DDP_SCHEDULE_INTERLEAVED_1F1B: return m % (m < p ? 1 : m / p) == 0; /* PyTorch's rounds have one size */
+    case DDP_SCHEDULE_INTERLEAVED_ZB_1P: return m % p == 0;
     case DDP_SCHEDULE_ZB_V: return v == 2;
     case DDP_SCHEDULE_DUALPIPE_V: return v == 2 && m >= 2 * p;
     case DDP_SCHEDULE_PIPEDREAM_2BW: return v == 1 && m >= p;
@@ -185,8 +196,14 @@ static void grid(void **state) {
 
 static void nearest(void **state) {
     static const struct { ddp_schedule_kind kind; int p, m, v, interval; const char *says; } cases[] = {
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 9, 2, 0, "microbatch_count=9, interleaved-1F1B on 4 ranks takes multiples of 4; the nearest that works is 8"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 9, 2, 0,
+         "microbatch_count=9, interleaved-1F1B on 4 ranks has 2 rounds (microbatch_count / rank_count, rounded down) and "
+         "takes multiples of that; the nearest that works is 8"},
         {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 11, 2, 0, "the nearest that works is 12"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "has 3 rounds"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 14, 2, 0, "the nearest that works is 15"},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 8, 1000003, 2, 0, "the nearest that works is 1000000"},
+        {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 9, 2, 0, "takes multiples of 4; the nearest that works is 8"},
         {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 4, 1, 2, 0, "the nearest that works is 4"},
         {DDP_SCHEDULE_DUALPIPE_V, 4, 7, 2, 0, "takes at least 8; the nearest that works is 8"},
         {DDP_SCHEDULE_PIPEDREAM_2BW, 4, 3, 1, 0, "takes at least 4; the nearest that works is 4"},
@@ -371,7 +388,8 @@ static void costs_count(void **state) {
 static void made_to_measure(void **state) {
     static const struct { int p, m; double f, i, w, transfer, left, rate[2]; } rows[] = {
         {8, 24, 18.522, 18.086, 9.337, 0.601, 32 / 87.333, {0.1585, 0.0433}}, {8, 32, 29.802, 29.428, 19.530, 0.577, 32 / 74.0, {0.1045, 0.0022}},
-        {16, 48, 11.347, 11.248, 8.132, 0.377, 32 / 74.0, {0.1397, 0.0066}}, {32, 96, 10.419, 10.207, 7.715, 0.408, 32 / 74.0, {0.1421, 0.0038}}};
+        {16, 48, 11.347, 11.248, 8.132, 0.377, 32 / 74.0, {0.1397, 0.0066}}, {32, 96, 10.419, 10.207, 7.715, 0.408, 32 / 74.0, {0.1421, 0.0038}},
+        {32, 256, 10.402, 10.248, 7.698, 0.460, 32 / 74.0, {0.0594, 0.0018}}};
     (void)state;
     for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
         ddp_stage_cost costs[32] = {{0, 0, 0, 0, 0, 0, 0}};
@@ -421,6 +439,94 @@ static void made_to_any_measure(void **state) {
         ddp_schedule_destroy(other);
         ddp_schedule_destroy(s);
     }
+}
+
+/* A larger memory limit never gives a slower schedule, whatever the two limits and the costs are. */
+static void more_memory_helps(void **state) {
+    (void)state;
+    for (int round = 0; round < 20; round++) {
+        int p = 2 + (int)(random_u64() % 8), m = 1 + (int)(random_u64() % 30), equal = round % 2;
+        ddp_stage_cost costs[9];
+        double before = HUGE_VAL, activation = 1;
+        memset(costs, 0, sizeof costs);
+        for (int stage = 0; stage < p; stage++) {
+            double slower = equal ? 1 : 1 + (double)(random_u64() % 40) / 100;
+            costs[stage].forward = slower;
+            costs[stage].input_grad = slower * (0.9 + (double)(round % 7) / 20);
+            costs[stage].weight_grad = slower * (0.4 + (double)(round % 5) / 7);
+            costs[stage].transfer = (double)(round % 4) / 40;
+            costs[stage].weight_activation = (double)(round % 3) / 3;
+            if (round % 3 == 2) costs[stage].activation = 1 + (double)(random_u64() % 4) / 4;
+            if (costs[stage].activation > activation) activation = costs[stage].activation;
+        }
+        for (double limit = activation; limit < 4 * activation * p; limit += activation * (0.1 + (double)(random_u64() % 100) / 90)) {
+            ddp_schedule_desc desc = DDP_ZERO;
+            ddp_schedule_report report;
+            ddp_schedule *s;
+            desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = p, desc.microbatch_count = m;
+            desc.costs = costs, desc.memory_limit = limit;
+            ok(ddp_schedule_create(&s, &desc));
+            report = simulated(s, costs, NULL);
+            assert_true(report.peak_memory <= limit * (1 + 1e-9));
+            if (report.span > before * (1 + 1e-9))
+                fail_msg("p=%d m=%d: span %.9g with memory_limit %g, %.9g with less", p, m, report.span, limit, before);
+            before = report.span;
+            ddp_schedule_destroy(s);
+        }
+    }
+}
+
+/* The span that AUTO works with is that of the simulator: it stops early only where nothing faster could follow. */
+static void auto_spans(void **state) {
+    ddp_schedule_desc desc = DDP_ZERO;
+    ddp_stage_cost costs[4];
+    ddp_schedule *s;
+    (void)state;
+    memset(costs, 0, sizeof costs);
+    for (int stage = 0; stage < 4; stage++) costs[stage].forward = 1, costs[stage].activation = 1e308;
+    desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = 4, desc.microbatch_count = 8, desc.costs = costs;
+    ok(ddp_schedule_create(&s, &desc)); /* the memory of four micro-batches is no finite number */
+    ok(ddp_schedule_check(s));
+    ddp_schedule_destroy(s);
+    for (int stage = 0; stage < 4; stage++) costs[stage].forward = 0, costs[stage].activation = 0;
+    ok(ddp_schedule_create(&s, &desc)); /* nothing takes any time */
+    ok(ddp_schedule_check(s));
+    ddp_schedule_destroy(s);
+    for (int stage = 0; stage < 4; stage++) costs[stage].forward = 1e308;
+    refused(ddp_schedule_create(&s, &desc), "the time of 8 micro-batches is not a finite number; give smaller costs");
+}
+
+/* Seconds of CPU time, which other programs on the machine change little. */
+static double cpu_seconds(void) { return (double)clock() / CLOCKS_PER_SEC; }
+
+/* Large schedules. Times are compared with each other: lowering was 250 times as slow as the check when every rank looked
+   at all messages, and AUTO 60 times as slow as the simulation. */
+static void large(void **state) {
+    ddp_schedule_desc desc = DDP_ZERO;
+    ddp_schedule_report report = DDP_ZERO;
+    ddp_schedule *s, *low;
+    double begin, check, lower, simulate, make;
+    (void)state;
+    s = made(DDP_SCHEDULE_1F1B, 4096, 64, 1);
+    begin = cpu_seconds();
+    ok(ddp_schedule_check(s));
+    check = cpu_seconds() - begin;
+    begin = cpu_seconds();
+    ok(ddp_schedule_lower(&low, s, 0));
+    lower = cpu_seconds() - begin;
+    if (lower > 40 * check + 0.1) fail_msg("lowering takes %.3f s, the check %.3f s", lower, check);
+    ok(ddp_schedule_check(low));
+    ddp_schedule_destroy(low);
+    ddp_schedule_destroy(s);
+    desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = 512, desc.microbatch_count = 512;
+    begin = cpu_seconds();
+    ok(ddp_schedule_create(&s, &desc));
+    make = cpu_seconds() - begin;
+    begin = cpu_seconds();
+    ok(ddp_schedule_simulate(s, NULL, &report));
+    simulate = cpu_seconds() - begin;
+    if (make > 30 * simulate + 0.1) fail_msg("AUTO takes %.3f s, the simulation %.3f s", make, simulate);
+    ddp_schedule_destroy(s);
 }
 
 /* --- the checker --- */
@@ -983,6 +1089,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(worked_examples), cmocka_unit_test(grid), cmocka_unit_test(nearest), cmocka_unit_test(published_rates), cmocka_unit_test(formulas),
         cmocka_unit_test(pairs_as_one), cmocka_unit_test(spans), cmocka_unit_test(costs_count), cmocka_unit_test(made_to_measure), cmocka_unit_test(made_to_any_measure),
+        cmocka_unit_test(more_memory_helps), cmocka_unit_test(auto_spans), cmocka_unit_test(large),
         cmocka_unit_test(checker_against_executor), cmocka_unit_test(checker_says), cmocka_unit_test(csv), cmocka_unit_test(pytorch_lists),
         cmocka_unit_test(lowering), cmocka_unit_test(pictures), cmocka_unit_test(names), cmocka_unit_test(out_of_memory), cmocka_unit_test(partition),
         cmocka_unit_test(partition_refuses), cmocka_unit_test(profile)};
