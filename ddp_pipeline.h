@@ -136,7 +136,7 @@ typedef struct ddp_action {
 typedef enum ddp_schedule_format {
     DDP_SCHEDULE_CSV = 0, /* a line per rank, cells such as 2F0 between commas: PyTorch's grammar */
     DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank, a column per unit of time */
-    DDP_SCHEDULE_SVG,     /* coloured by action, with numbers, legend and bubble rate */
+    DDP_SCHEDULE_SVG,     /* coloured by action, with numbers, a time axis, legend and bubble rate; at most 2,000 px wide */
     DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
 } ddp_schedule_format;
 
@@ -304,6 +304,7 @@ typedef struct ddp_profile_desc {
 DDPDEF ddp_result ddp_schedule_create(ddp_schedule **out, const ddp_schedule_desc *desc);
 
 /* Reads a CSV file's text: any number of ranks (lines), stages and micro-batches. Blanks around cells and lines without text at the end are ignored.
+   So is a byte-order mark of UTF-8 at the start. A cell may stand in double quotes, as spreadsheets write it.
    It is synchronous: one update at the end. Its lists need not make sense: ddp_schedule_check tells. Errors: DDP_ERR_INVALID names line, cell and
    what is wrong; DDP_ERR_NO_MEMORY. */
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
@@ -1838,7 +1839,15 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     ddp_result result;
     int pair;
     ddp__csv_skip(c);
+    while (c->end > c->at && ddp__csv_is_blank(c->end[-1])) c->end--;
     begin = c->at;
+    if (begin < c->end && *begin == '"') {
+        if (c->end - begin < 2 || c->end[-1] != '"') return ddp__csv_wrong(c, begin, "the quote does not end in this cell");
+        c->at++;
+        c->end--;
+        ddp__csv_skip(c);
+        begin = c->at;
+    }
     if (begin == c->end) {
         ddp__schedule_push(s, DDP_ACTION_IDLE, -1, -1);
         return DDP_OK;
@@ -1870,6 +1879,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     int lines = 1;
     if (out) *out = NULL;
     if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
+    if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* the byte-order mark of UTF-8 */
     end = csv + strlen(csv);
     while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--; /* an idle cell at the end of the last line has its comma */
     if (end == csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
@@ -2112,7 +2122,26 @@ typedef struct ddp__picture {
     const ddp_action_time *times;
     ddp_schedule_report report;
     double begin, shortest;
+    double unit;              /* of the time axis, in the unit of times */
+    const char *unit_name;    /* "" where the caller's costs have no known unit */
+    const char *axis;         /* what the axis says below its numbers */
 } ddp__picture;
+
+/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of costs is the
+   caller's. Without costs, F, I and W take 1. */
+static void ddp__picture_unit(ddp__picture *picture, int has_costs, int has_times) {
+    double span = picture->report.makespan;
+    picture->unit = 1;
+    picture->unit_name = "";
+    picture->axis = has_costs ? "time, in the unit of the costs" : "time; F, I and W take 1 each";
+    if (!has_times) return;
+    picture->axis = "time in seconds";
+    picture->unit_name = " s";
+    if (span >= 1 || span <= 0) return;
+    picture->unit = span >= 1e-3 ? 1e-3 : 1e-6;
+    picture->unit_name = span >= 1e-3 ? " ms" : " us";
+    picture->axis = span >= 1e-3 ? "time in milliseconds" : "time in microseconds";
+}
 
 static void ddp__picture_measure(ddp__picture *picture, const ddp_stage_cost *costs) {
     const ddp_schedule *s = picture->s;
@@ -2217,19 +2246,33 @@ static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_ac
                        ddp__decimal(y + height / 2 + 0.36 * size, 2).text, (int)size, number.text);
 }
 
-/* What the colours mean, of the kinds that there are. */
+/* The frame around two actions that overlap. */
+static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height, const char *title) {
+    ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" ", ddp__decimal(x, 2).text, ddp__decimal(y, 2).text);
+    ddp__sheet_put(sheet, "width=\"%s\" height=\"%s\" ", ddp__decimal(width, 2).text, ddp__decimal(height, 2).text);
+    ddp__sheet_put(sheet, "fill=\"none\" stroke=\"#202020\" stroke-width=\"1.5\"><title>%s</title></rect>\n", title);
+}
+
+/* What the colours and frames mean, of those that there are. */
 static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x, double y) {
+    static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
+    int pairs = 0;
     for (int kind = DDP_ACTION_FORWARD; kind <= DDP_ACTION_BACKWARD; kind++) {
         ddp_action sample = {(ddp_action_kind)kind, 0, 0, 0};
         int used = 0;
         for (int i = 0; i < s->count && !used; i++) used = (int)s->actions[i].kind == kind;
         if (!used) continue;
         ddp__draw_box(sheet, s, &sample, x, y, 22, 18);
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n", (int)x + 28, (int)y + 13, ddp__action_words[kind]);
+        ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, ddp__action_words[kind]);
         x += 48 + 8 * (double)strlen(ddp__action_words[kind]);
     }
-    if (s->stage_count > s->rank_count)
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">darker: every second chunk</text>\n", (int)x, (int)y + 13);
+    for (int i = 0; i < s->count && !pairs; i++) pairs = s->actions[i].overlaps;
+    if (pairs) {
+        ddp__draw_frame(sheet, x, y, 22, 18, "a pair that overlaps");
+        ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, "overlapped pair");
+        x += 48 + 8 * (double)strlen("overlapped pair");
+    }
+    if (s->stage_count > s->rank_count) ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
 }
 
 /* Whether the action runs beside the one before it. */
@@ -2237,34 +2280,89 @@ static int ddp__picture_second(const ddp__picture *picture, int rank, int i) {
     return i > picture->s->first[rank] && picture->s->actions[i - 1].overlaps && picture->times[i].begin < picture->times[i - 1].end;
 }
 
+/* 1, 2 or 5 times a power of ten: the distance of two marks of an axis, about 80 px or more. */
+static double ddp__axis_step(double span, double pixels) {
+    double step = 1;
+    if (!(span > 1e-300 && span <= DBL_MAX)) return 1;
+    while (step * pixels / span >= 80) step /= 10;
+    while (step * pixels / span < 80) step *= 10;
+    if (step / 5 * pixels / span >= 80) return step / 5;
+    return step / 2 * pixels / span >= 80 ? step / 2 : step;
+}
+
+/* Lines through the rows, with their times below. scale: pixels per unit of time. */
+static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top, double bottom, double scale) {
+    double span = picture->report.makespan / picture->unit, pixels = scale * picture->report.makespan;
+    double step = ddp__axis_step(span, pixels);
+    int decimals = 0;
+    for (double smaller = step; smaller < 0.999 && decimals < 9; smaller *= 10) decimals++;
+    for (int i = 0; i * step <= span * (1 + 1e-9) && i <= 100; i++) {
+        ddp__action_text x = ddp__decimal(left + i * step * picture->unit * scale, 2), number;
+        number = ddp__decimal(i * step, decimals);
+        if (!decimals) *strchr(number.text, '.') = 0;
+        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n", x.text, (int)top, (int)bottom + 4);
+        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n", x.text, (int)bottom + 16, number.text);
+    }
+    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s</text>\n", (int)left, (int)bottom + 31,
+                   picture->axis);
+}
+
+/* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
+static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int rank, int i, double left, double y, double row,
+                             double scale) {
+    const ddp_schedule *s = picture->s;
+    const ddp_action *a = &s->actions[i];
+    int second = ddp__picture_second(picture, rank, i), last = i + 1 == s->first[rank + 1];
+    int half = second || (!last && ddp__picture_second(picture, rank, i + 1));
+    double x = left + scale * (picture->times[i].begin - picture->begin);
+    double length = scale * (picture->times[i].end - picture->times[i].begin), gap = length > 4 ? 1 : length / 4;
+    double top = second ? y + row / 2 : y;
+    if (!ddp__action_computes(a->kind)) return;
+    length -= gap;
+    ddp__draw_box(sheet, s, a, x, top, length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
+    if (i > s->first[rank] && a[-1].overlaps) {
+        double begin = left + scale * (picture->times[i - 1].begin - picture->begin), end = x + length;
+        double first_end = left + scale * (picture->times[i - 1].end - picture->begin) - gap;
+        ddp__action_text first = ddp__action_label(a - 1);
+        char title[160];
+        if (first_end > end) end = first_end;
+        snprintf(title, sizeof title, "%s overlaps with %s", first.text, ddp__action_label(a).text);
+        if (end - begin > 2) ddp__draw_frame(sheet, begin, y + 0.75, end - begin, row - 1.5, title);
+    }
+}
+
+enum { DDP__SVG_WIDTH = 2000 };
+
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
-    const double left = 64, top = 34, row = 26, gap = 4;
-    double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860, bottom = top + s->rank_count * (row + gap); /* the legend fits */
+    const double left = 64, right = 16, top = 34, row = 26, gap = 4, most = DDP__SVG_WIDTH - left - right;
+    double scale = 22 / picture->shortest, span = picture->report.makespan, width = 860; /* the legend fits */
+    double bottom = top + s->rank_count * (row + gap);
+    int height = (int)bottom + 72;
     char title[256];
-    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s",
-             ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count, ddp__decimal(picture->report.bubble_rate, 4).text,
-             picture->report.peak_in_flight, ddp__decimal(span, 3).text);
-    if (scale * span > 16000) scale = 16000 / span;
-    if (left + 8.5 * (double)strlen(title) + 16 > width) width = left + 8.5 * (double)strlen(title) + 16;
-    if (left + scale * span + 16 > width) width = left + scale * span + 16;
-    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" "
-                   "text-anchor=\"middle\">\n", (int)width, (int)bottom + 34, (int)width, (int)bottom + 34);
+    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s%s",
+             ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
+             ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight,
+             ddp__decimal(span / picture->unit, 3).text, picture->unit_name);
+    if (scale * span > most) scale = most / span;
+    if (left + 8.5 * (double)strlen(title) + right > width) width = left + 8.5 * (double)strlen(title) + right;
+    if (left + scale * span + right > width) width = left + scale * span + right;
+    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" ",
+                   (int)(width + 0.5), height, (int)(width + 0.5), height);
+    ddp__sheet_put(sheet, "font-family=\"sans-serif\" text-anchor=\"middle\">\n");
     ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n", (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
-        double y = top + rank * (row + gap);
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, (int)(y + 17), rank);
-        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, (int)y, ddp__decimal(scale * span, 2).text, (int)row);
-        for (int i = s->first[rank]; i < s->first[rank + 1]; i++) {
-            int second = ddp__picture_second(picture, rank, i), half = second || (i + 1 < s->first[rank + 1] && ddp__picture_second(picture, rank, i + 1));
-            double length = scale * (picture->times[i].end - picture->times[i].begin) - 1;
-            if (!ddp__action_computes(s->actions[i].kind)) continue;
-            ddp__draw_box(sheet, s, &s->actions[i], left + scale * (picture->times[i].begin - picture->begin), y + (second ? row / 2 : 0),
-                          length > 0.2 ? length : 0.2, half ? row / 2 - 0.5 : row);
-        }
+        int y = (int)(top + rank * (row + gap));
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, y + 17, rank);
+        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, y,
+                       ddp__decimal(scale * span, 2).text, (int)row);
     }
-    ddp__draw_legend(s, sheet, left, bottom + 8);
+    ddp__draw_axis(picture, sheet, left, top, bottom, scale);
+    for (int rank = 0; rank < s->rank_count; rank++)
+        for (int i = s->first[rank]; i < s->first[rank + 1]; i++)
+            ddp__draw_action(picture, sheet, rank, i, left, top + rank * (row + gap), row, scale);
+    ddp__draw_legend(s, sheet, left, bottom + 44);
     ddp__sheet_put(sheet, "</svg>\n");
 }
 
@@ -2319,6 +2417,7 @@ DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_f
         picture.s = schedule;
         picture.times = times ? times : play.times;
         ddp__picture_measure(&picture, costs);
+        ddp__picture_unit(&picture, costs != NULL, times != NULL);
     }
     for (int pass = 0; pass < 2; pass++) { /* the first one counts */
         sheet.out = out, sheet.room = pass ? *size_bytes : 0, sheet.used = 0;

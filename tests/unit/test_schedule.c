@@ -750,7 +750,12 @@ static void csv(void **state) {
         {"0F16777216", "micro-batch, 0 to 16777215"}, {"0F99999999999999999999", "micro-batch, 0 to 16777215"}, {"00F0", "an action starts with its stage"},
         {"0F01", "after the action stands its micro-batch"}, {"-1F0", "an action starts with its stage"}, {"0BW0", "BW is an older spelling"},
         {"(0F0;1B0)", "a pair reads (0F7;7B3)OVERLAP_F_B"}, {"(0F0)OVERLAP_F_B", "a pair reads"}, {"(0F0;1B0)OVERLAP_F_BB", "something follows"},
-        {"0f0", "there is no such action"}, {"0F0;", "something follows"}, {"0F0\t\x01", "\"0F0\t?\""}};
+        {"0f0", "there is no such action"}, {"0F0;", "something follows"}, {"0F0\t\x01", "\"0F0\t?\""},
+        {"\xef\xbb\xbf", "there is no text"}, {"\xef\xbb\xbf\n", "there is no text"}, {"\xef\xbb", "line 1 cell 1"},
+        {"0F0\n\xef\xbb\xbf""0B0", "line 2 cell 1"}, {"\"0F0", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"},
+        {"\"0F0,0B0\"", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"}, {"\"", "the quote does not end"},
+        {"\"0F0\"x", "the quote does not end"}, {"\"\"0F0\"\"", "an action starts with its stage"},
+        {"0F0,\"0X0\"", "line 1 cell 2 \"0X0\": there is no such action"}};
     ddp_schedule *s;
     char *text;
     int count;
@@ -775,6 +780,17 @@ static void csv(void **state) {
     ok(ddp_schedule_parse(&s, "  0F0 ,\t0B0\r\n 1F0,1B0\n\n  \n"));
     text = written(s, DDP_SCHEDULE_CSV);
     assert_string_equal(text, "0F0,0B0\n1F0,1B0\n");
+    free(text);
+    ddp_schedule_destroy(s);
+    /* as a spreadsheet writes it */
+    ok(ddp_schedule_parse(&s, "\xef\xbb\xbf\"0F0\",\"\", \" 0B0 \" \r\n\"1F0\",1B0\r\n"));
+    text = written(s, DDP_SCHEDULE_CSV);
+    assert_string_equal(text, "0F0,,0B0\n1F0,1B0\n");
+    free(text);
+    ddp_schedule_destroy(s);
+    ok(ddp_schedule_parse(&s, "\xef\xbb\xbf""0F0,\"(0F1;0B0)OVERLAP_F_B\",0B1"));
+    text = written(s, DDP_SCHEDULE_CSV);
+    assert_string_equal(text, "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
     free(text);
     ddp_schedule_destroy(s);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -842,6 +858,18 @@ static int occurrences(const char *text, const char *what) {
     return n;
 }
 
+/* The picture of a run whose 24 actions took `unit` seconds for each second of times. */
+static char *drawn_times(const ddp_schedule *s, const ddp_action_time *times, double unit) {
+    ddp_action_time scaled[24];
+    size_t size = 0;
+    char *text;
+    for (int i = 0; i < 24; i++) scaled[i].begin = times[i].begin * unit, scaled[i].end = times[i].end * unit;
+    ok(ddp_schedule_draw(s, DDP_SCHEDULE_SVG, NULL, scaled, NULL, &size));
+    text = (char *)malloc(size);
+    ok(ddp_schedule_draw(s, DDP_SCHEDULE_SVG, NULL, scaled, text, &size));
+    return text;
+}
+
 static void pictures(void **state) {
     ddp_stage_cost costs[4] = {{0, 0, 0, 0, 0, 0, 0}};
     ddp_schedule *s = made(DDP_SCHEDULE_1F1B, 3, 4, 1);
@@ -860,10 +888,13 @@ static void pictures(void **state) {
     refused(ddp_schedule_write(s, DDP_SCHEDULE_CSV, small, NULL), "size_bytes is NULL");
     text = written(s, DDP_SCHEDULE_SVG);
     assert_int_equal(occurrences(text, "<title>"), 24 + 2); /* and two of the legend */
-    assert_int_equal(occurrences(text, "<text "), 3 + 1 + 24 + 2 * 2);
+    assert_int_equal(occurrences(text, "<text "), 3 + 1 + 24 + 2 * 2 + 4 + 1); /* 4 numbers of the axis, and its name */
+    assert_non_null(strstr(text, ">time; F, I and W take 1 each</text>"));
+    assert_non_null(strstr(text, "<text x=\"174.00\" y=\"140\" font-size=\"11\">5</text>")); /* 5 units of 22 px */
+    assert_int_equal(occurrences(text, "stroke=\"#202020\""), 0); /* no pair overlaps */
     assert_non_null(strstr(text, "1F1B: 3 ranks, 3 stages, 4 micro-batches; bubble rate 0.3333, 3 in flight, makespan 18.000"));
     assert_string_equal(text + strlen(text) - 7, "</svg>\n");
-    assert_non_null(strstr(text, " viewBox=\"0 0 860 158\""));
+    assert_non_null(strstr(text, " viewBox=\"0 0 860 196\""));
     free(text);
     text = written(s, DDP_SCHEDULE_TRACE);
     assert_int_equal(occurrences(text, "\"ph\":\"X\""), 24);
@@ -876,6 +907,18 @@ static void pictures(void **state) {
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, text, &size));
     assert_non_null(strstr(text, "rank 2   F0 .  B0 .  F1 .  B1 .  F2 .  B2 .  F3 .  B3\n"));
     assert_non_null(strstr(text, "makespan 7.500, bubble 0.4667"));
+    free(text);
+    text = drawn_times(s, times, 1); /* seconds */
+    assert_non_null(strstr(text, "makespan 7.500 s</text>"));
+    assert_non_null(strstr(text, ">time in seconds</text>"));
+    free(text);
+    text = drawn_times(s, times, 1e-3);
+    assert_non_null(strstr(text, "makespan 7.500 ms</text>"));
+    assert_non_null(strstr(text, ">time in milliseconds</text>"));
+    free(text);
+    text = drawn_times(s, times, 1e-5);
+    assert_non_null(strstr(text, "makespan 75.000 us</text>"));
+    assert_non_null(strstr(text, ">time in microseconds</text>"));
     free(text);
     times[3].end = 0;
     refused(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size), "times[3] is from 8 to 0");
@@ -897,6 +940,23 @@ static void pictures(void **state) {
     assert_int_equal(occurrences(text, "\"thread_name\""), 4);
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"name\":\"rank 1, overlapped\"}}"));
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"sort_index\":3}}"));
+    free(text);
+    for (int together = 0; together < 2; together++) { /* each pair has a frame, drawn beside each other or not; so has the legend */
+        int pairs = 0;
+        for (int i = 0; i < s->count; i++) pairs += s->actions[i].overlaps;
+        assert_true(pairs > 0);
+        text = drawn(s, DDP_SCHEDULE_SVG, together ? costs : NULL);
+        assert_int_equal(occurrences(text, "stroke=\"#202020\""), pairs + 1);
+        assert_int_equal(occurrences(text, " overlaps with "), pairs);
+        assert_non_null(strstr(text, ">overlapped pair</text>"));
+        if (together) assert_non_null(strstr(text, ">time, in the unit of the costs</text>"));
+        free(text);
+    }
+    ddp_schedule_destroy(s);
+    s = made(DDP_SCHEDULE_ZB_H1, 8, 400, 1); /* 1,200 actions on a rank still fit into 2,000 px */
+    text = written(s, DDP_SCHEDULE_SVG);
+    assert_int_equal(atoi(strstr(text, " width=\"") + 8), 2000);
+    assert_int_equal(occurrences(text, "<title>"), s->count + 3);
     free(text);
     ddp_schedule_destroy(s);
 }
