@@ -243,7 +243,10 @@ typedef struct ddp_reducer_desc {
     int micro_batch_count;     /* 0 = 1; gradients are sums over so many per rank: the average divides once, by world_size * micro_batch_count */
     int find_unused;           /* 1 = parameters that no rank used are found and reported; unused here means zeros */
     int static_graph;          /* 1 = the same parameters are used in every step: what the first step did not use is not waited for */
-    ddp_dtype comm_dtype;      /* 0 = the gradient's; DDP_F16 or DDP_BF16: half the bytes, added in f32, rounded once */
+    /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Their sums over micro-batches, from a
+       ddp_accumulator, travel in f32. DDP_F16 or DDP_BF16: every gradient and every such sum is rounded to 16 bits before it is
+       sent. This halves the bytes, and is outside the promise of equal bits */
+    ddp_dtype comm_dtype;
     ddp_bucket_hook hook;      /* NULL = all-reduce */
     void *hook_user;
     int skip_initial_broadcast; /* 1 = values and buffers are equal on all ranks already */
@@ -259,7 +262,7 @@ typedef struct ddp_reducer_stats {
     int unused_count;       /* find_unused: parameters that no rank used in the last step */
     uint64_t steps;
     size_t gradient_bytes;  /* of all parameters */
-    size_t bytes_reduced;   /* in the last step, as sent (comm_dtype) */
+    size_t bytes_reduced;   /* in the last step, as sent: in comm_dtype, or f32 for an accumulator's sums of 16-bit gradients */
     size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
     size_t largest_bucket_bytes;
     double comm_seconds;    /* last step: carrying out the buckets; 0, as is overlap, on a backend that enqueues: no host waits for it */
@@ -272,7 +275,9 @@ typedef struct ddp_accumulator_desc {
     ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create */
     int param_count;
     int micro_batch_count;  /* required; per rank and step, at least 1 */
-    ddp_reducer *reducer;   /* NULL = none; otherwise told as soon as a parameter's sum over micro-batches is final */
+    /* NULL = none. Otherwise told as soon as a parameter's sum over micro-batches is final. It takes the f32 sums of 16-bit
+       gradients from the accumulator that was created last; those of an earlier one are rounded to 16 bits first */
+    ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
 /* Ranks without a batch answer with zeros until the last rank is done, or everybody stops as soon as one rank has none. */
@@ -474,18 +479,19 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memor
 
 /* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so
    that one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each
-   micro-batch's backward overwrites params[i].grad; the last one leaves the sum there. Keeps up to floor(log2 m) more buffers of
-   gradient size, allocated in create. Not collective. */
+   micro-batch's backward overwrites params[i].grad. 16-bit gradients are added in f32. After the last micro-batch the sum is in
+   params[i].grad, rounded once; with a reducer, whose comm_dtype is 0, the reducer takes the f32 sum instead and leaves there the
+   average, rounded once. Allocates floor(log2 m) buffers in create, of the gradients' size, in f32 for 16-bit ones. Not collective. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
 
 /* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch
-   the sum is left there, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in
+   the sum becomes final, and ddp_reducer_ready is called for it. Errors: DDP_ERR_INVALID for a second call in
    a micro-batch, and while ddp_reducer_wait has not ended the step before. */
 DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_index);
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator); /* not collective; NULL is ignored */
+DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator); /* between steps; not collective; NULL is ignored */
 
 /* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. Not collective. Copies the desc. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
@@ -7310,6 +7316,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 typedef struct ddp__grad {
     unsigned char *data;
+    unsigned char *sum;     /* where the accumulator leaves the f32 sum of a 16-bit gradient; NULL = in data */
     size_t count, size_bytes;
     size_t range;           /* elements of the range that begins here; 0 = none does */
     ddp_dtype dtype;
@@ -7319,6 +7326,7 @@ typedef struct ddp__grad {
     unsigned char in_place; /* how its range is reduced */
     unsigned char placed;   /* in the reducer's arena, 64-byte aligned; zeros up to the next one */
     unsigned char ready;    /* announced in this step */
+    unsigned char summed;   /* this step's gradient is in sum */
     unsigned char expected; /* waited for: 0 when static_graph has seen that this rank does not use it */
     unsigned char unused;   /* no rank used it in the last step */
 } ddp__grad;
@@ -7327,7 +7335,7 @@ typedef struct ddp__bucket {
     ddp_reducer *reducer;
     int index, first, last; /* its part of walk */
     int pending;            /* parameters still to be announced in this step */
-    ddp_dtype dtype, wire;  /* gradients; what is sent */
+    ddp_dtype dtype, wire;  /* gradients; what is sent: of f32 sums decided when it is issued */
     size_t flat_count;      /* elements packed; 0 = everything in place */
     uint64_t divisor;
     ddp_work work;
@@ -7340,6 +7348,7 @@ struct ddp_reducer {
     int active;                /* ranks that the average is over: world_size, or fewer inside a join */
     int shadow;                /* 1 = this step stands in for a rank without a batch */
     int no_sync;
+    ddp_accumulator *accumulator; /* whose f32 sums are taken; NULL = none */
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
@@ -7363,6 +7372,14 @@ static ddp_dtype ddp__wire_dtype(const ddp_reducer *reducer, ddp_dtype dtype) {
     ddp_dtype comm = reducer->group->world_size > 1 ? reducer->desc.comm_dtype : DDP_DTYPE_DEFAULT;
     return comm != DDP_DTYPE_DEFAULT && ddp_dtype_size(comm) < ddp_dtype_size(dtype) ? comm : dtype;
 }
+
+/* Whether an accumulator's sums of these gradients are taken in f32. */
+static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
+    return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
+}
+
+/* A bucket of 16-bit gradients whose sums over micro-batches are in f32: it is reduced in f32, and each average is rounded once. */
+static int ddp__bucket_is_wide(const ddp__bucket *bucket) { return ddp_dtype_size(bucket->wire) > ddp_dtype_size(bucket->dtype); }
 
 /* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
@@ -7388,14 +7405,14 @@ static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first,
         grad->in_place = bucket->wire == dtype && (ranges == 1 || large || ddp__reducer_is_alone(reducer));
         if (!grad->in_place) bucket->flat_count += grad->range;
     }
-    return bucket->flat_count * ddp_dtype_size(bucket->wire);
+    return bucket->flat_count * ddp_dtype_size(ddp__takes_f32_sums(reducer, dtype) ? DDP_F32 : bucket->wire);
 }
 
 static void ddp__buckets_reset(ddp_reducer *reducer) {
     for (int i = 0; i < reducer->stats.bucket_count; i++) reducer->buckets[i].pending = 0;
     for (int i = 0; i < reducer->desc.param_count; i++) {
         ddp__grad *grad = &reducer->grads[i];
-        grad->ready = 0;
+        grad->ready = grad->summed = 0;
         if (grad->bucket >= 0) reducer->buckets[grad->bucket].pending += grad->expected;
     }
     reducer->next_bucket = reducer->ready_count = 0;
@@ -7476,6 +7493,31 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
+/* The same for a bucket in f32. Ranges that are reduced in place are where the accumulator keeps them, laid out as the gradients
+   are, element by element. Gradients that did not come through the accumulator are cast. */
+static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
+    ddp_reducer *reducer = bucket->reducer;
+    const ddp_device *device = reducer->device;
+    const ddp__grad *head = NULL; /* the first of the range */
+    unsigned char *flat = (unsigned char *)reducer->flat, *range = flat;
+    for (int k = bucket->first; k <= bucket->last; k++) {
+        const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
+        if (!grad->count) continue;
+        if (grad->range) {
+            head = grad;
+            range = flat;
+            if (!grad->in_place) flat += grad->range * sizeof(float);
+        }
+        size_t at = (size_t)(grad->data - head->data) / ddp_dtype_size(bucket->dtype) * sizeof(float);
+        unsigned char *wide = head->in_place ? grad->sum : range + at;
+        if (pack && grad->summed && wide == grad->sum) continue;
+        if (!pack) device->cast(grad->data, bucket->dtype, wide, DDP_F32, grad->count);
+        else if (grad->summed) device->copy(wide, grad->sum, grad->count * sizeof(float));
+        else device->cast(wide, DDP_F32, grad->data, bucket->dtype, grad->count);
+        reducer->copied += grad->count * sizeof(float);
+    }
+}
+
 /* One bucket from start to end; a task of the group. */
 static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     ddp__bucket *bucket = (ddp__bucket *)argument;
@@ -7484,15 +7526,16 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     if (bucket->flat_count && !reducer->flat) /* everybody's: group memory is there for all ranks or for none */
         return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "%s", "reducer: no room was found for the packed gradients of the rebuilt "
                               "buckets; free group memory and make a new reducer");
-    if (bucket->flat_count) {
-        ddp__bucket_copy(bucket, 1);
-        DDP__TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
-        ddp__bucket_copy(bucket, 0);
-    }
+    int wide = ddp__bucket_is_wide(bucket);
+    if (wide) ddp__bucket_copy_wide(bucket, 1);
+    else if (bucket->flat_count) ddp__bucket_copy(bucket, 1);
+    if (bucket->flat_count) DDP__TRY(ddp__bucket_reduce(bucket, reducer->flat, bucket->flat_count));
+    if (bucket->flat_count && !wide) ddp__bucket_copy(bucket, 0);
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, grad->data, grad->range));
+        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, wide ? grad->sum : grad->data, grad->range));
     }
+    if (wide) ddp__bucket_copy_wide(bucket, 0);
     if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
     return ddp__device_check(group);
 }
@@ -7507,8 +7550,10 @@ static ddp_result ddp__bucket_issue(ddp_reducer *reducer, int now) {
         if (!grad->ready && grad->count) reducer->device->fill_zero(grad->data, grad->size_bytes);
     }
     bucket->divisor = reducer->desc.per_token ? 1 : (uint64_t)reducer->active * (uint64_t)reducer->desc.micro_batch_count;
+    int wide = ddp__takes_f32_sums(reducer, bucket->dtype) && reducer->accumulator;
+    bucket->wire = wide ? DDP_F32 : ddp__wire_dtype(reducer, bucket->dtype);
     if (!ddp__reducer_is_alone(reducer)) result = ddp_group_enqueue(reducer->group, ddp__bucket_run, bucket, now ? NULL : &bucket->work);
-    else if (bucket->divisor != 1) result = ddp__bucket_run(reducer->group, bucket);
+    else if (bucket->divisor != 1 || wide) result = ddp__bucket_run(reducer->group, bucket);
     reducer->next_bucket += result == DDP_OK;
     return result;
 }
@@ -8019,9 +8064,12 @@ DDPDEF ddp_result ddp_reducer_get_stats(const ddp_reducer *reducer, ddp_reducer_
     return DDP_OK;
 }
 
+static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator);
+
 DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
     if (!reducer) return;
     ddp__reducer_drain(reducer, 0);
+    ddp__reducer_attach(reducer, NULL);
     for (int i = 0; i < reducer->desc.param_count; i++) if (reducer->grads[i].placed) reducer->desc.params[i].grad.data = NULL;
     ddp__reducer_free(reducer);
 }
@@ -8036,16 +8084,57 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
        t = 6 = 110b     level[0] = ((g0+g1)+(g2+g3))     level[1] = (g4+g5)
 
    The gradient that arrives as number t joins the last c of them, c = trailing ones of t, or all of them when it is the step's last. Earlier
-   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m. */
+   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m.
+
+   16-bit gradients are added in f32: levels hold f32, each gradient is cast to `scratch` when it arrives, and the step's sum stays
+   in level[0]. There the reducer takes it; without one it is rounded to the gradient. Gradients that the reducer reduces as one
+   range are one range of the level too. */
 struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
     unsigned char *announced;  /* per parameter, in this micro-batch */
     size_t *first;             /* per parameter, byte offset in each level */
-    void *levels;
+    void *levels, *scratch;    /* one allocation */
     size_t level_bytes;
+    int attached;              /* 1 = the reducer takes its f32 sums */
     int micro_batch;           /* t */
 };
+
+static ddp_dtype ddp__sum_dtype(ddp_dtype dtype) { return ddp__is_half(dtype) ? DDP_F32 : dtype; }
+
+/* From now on the reducer takes f32 sums of 16-bit gradients from this accumulator; NULL: from none. */
+static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulator) {
+    if (reducer->accumulator) reducer->accumulator->attached = 0;
+    if (reducer->accumulator && !accumulator) reducer->accumulator->desc.reducer = NULL;
+    reducer->accumulator = accumulator;
+    for (int i = 0; i < reducer->desc.param_count; i++) {
+        int takes = accumulator && ddp__takes_f32_sums(reducer, reducer->grads[i].dtype);
+        reducer->grads[i].sum = takes ? (unsigned char *)accumulator->levels + accumulator->first[i] : NULL;
+    }
+    if (accumulator) accumulator->attached = 1;
+}
+
+/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs beside the levels. */
+static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratch) {
+    const ddp_accumulator_desc *desc = &accumulator->desc;
+    const ddp__grad *grads = desc->reducer ? desc->reducer->grads : NULL;
+    *scratch = 0;
+    for (int i = 0; i < desc->param_count; i++) {
+        ddp_tensor tensor = ddp__param_grad(&desc->params[i]);
+        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp__sum_dtype(tensor.dtype)), end = accumulator->level_bytes;
+        int ranged = grads && wide > size;
+        if (ranged && grads[i].previous >= 0) continue; /* placed with the first of its range */
+        for (int k = i; k >= 0; k = ranged ? grads[k].next : -1) {
+            ddp_tensor member = ddp__param_grad(&desc->params[k]);
+            size_t count = (size_t)ddp_tensor_count(&member), block = accumulator->group->device->enter ? count : DDP__ACCUMULATE_BLOCK;
+            size_t distance = k == i ? 0 : (size_t)(grads[k].data - grads[i].data) / size * wide;
+            accumulator->first[k] = accumulator->level_bytes + distance;
+            end = accumulator->first[k] + count * wide;
+            if (wide > size && block * wide > *scratch) *scratch = block * wide;
+        }
+        accumulator->level_bytes = ddp__round_up(end, DDP__ALIGN);
+    }
+}
 
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc) {
     const ddp_reducer_desc *reduced = desc && desc->reducer ? &desc->reducer->desc : NULL;
@@ -8071,39 +8160,46 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     accumulator->desc = *desc;
     accumulator->first = (size_t *)(accumulator + 1);
     accumulator->announced = (unsigned char *)(accumulator->first + desc->param_count);
-    for (int i = 0; i < desc->param_count; i++) {
-        ddp_tensor grad = ddp__param_grad(&desc->params[i]);
-        accumulator->first[i] = accumulator->level_bytes;
-        accumulator->level_bytes += ddp__round_up(ddp__tensor_bytes(&grad), DDP__ALIGN);
-    }
-    size_t depth = 0;
+    size_t depth = 0, scratch;
+    ddp__accumulator_layout(accumulator, &scratch);
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
     depth *= accumulator->level_bytes;
-    ddp_result result = depth > 0 ? group->device->alloc(group, depth, &accumulator->levels) : DDP_OK;
-    if (result == DDP_OK) *out = accumulator;
-    else ddp_group_mfree(group, accumulator);
-    return result;
+    ddp_result result = depth > 0 ? group->device->alloc(group, depth + scratch, &accumulator->levels) : DDP_OK;
+    if (result != DDP_OK) {
+        ddp_group_mfree(group, accumulator);
+        return result;
+    }
+    accumulator->scratch = (unsigned char *)accumulator->levels + depth;
+    if (desc->reducer && desc->micro_batch_count > 1) ddp__reducer_attach(desc->reducer, accumulator);
+    *out = accumulator;
+    return DDP_OK;
 }
 
-/* Lets the gradient join levels; the sum goes to where the first of those began, or, in the step's last micro-batch, back to the gradient. */
-static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last) {
+/* Lets the gradient join levels. The sum goes to where the first of those began; in the step's last micro-batch back to the
+   gradient, except an f32 sum of 16-bit gradients that the reducer takes (handed_over). */
+static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last, int handed_over) {
     const ddp_device *device = accumulator->group->device;
     unsigned t = (unsigned)accumulator->micro_batch;
     int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t); /* levels there are; the first one joined */
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
-    size_t size = ddp_dtype_size(tensor.dtype), count = (size_t)ddp_tensor_count(&tensor);
+    ddp_dtype wide = ddp__sum_dtype(tensor.dtype);
+    size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide), count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
     DDP__TRY(ddp__compute(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
         size_t n = count - done < block ? count - done : block;
-        unsigned char *grad = (unsigned char *)tensor.data + done * size, *left = levels + (size_t)depth * accumulator->level_bytes + done * size;
-        if (lowest == depth) device->copy(left, grad, n * size);
+        unsigned char *grad = (unsigned char *)tensor.data + done * size, *newest = grad;
+        unsigned char *left = levels + (size_t)depth * accumulator->level_bytes + done * wide_size;
+        if (wide != tensor.dtype) newest = lowest == depth ? left : (unsigned char *)accumulator->scratch;
+        if (wide != tensor.dtype) device->cast(newest, wide, grad, tensor.dtype, n);
+        else if (lowest == depth) device->copy(left, grad, n * size);
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
-            device->add(k == lowest && !last ? left : grad, left, grad, n, tensor.dtype);
+            device->add(k == lowest && (!last || wide != tensor.dtype) ? left : newest, left, newest, n, wide);
         }
+        if (last && wide != tensor.dtype && !handed_over) device->cast(grad, tensor.dtype, left, wide, n);
     }
     return ddp__device_check(accumulator->group);
 }
@@ -8123,7 +8219,10 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
         desc->reducer->averaged = 0;
     }
     accumulator->announced[param_index] = 1;
-    DDP__TRY(ddp__accumulate(accumulator, param_index, last));
+    ddp__grad *grad = accumulator->attached && !desc->reducer->no_sync ? &desc->reducer->grads[param_index] : NULL;
+    int handed_over = last && grad && grad->sum;
+    DDP__TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
+    if (handed_over) grad->summed = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
 
@@ -8140,6 +8239,7 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
+    if (accumulator->attached) ddp__reducer_attach(accumulator->desc.reducer, NULL);
     accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_group_mfree(accumulator->group, accumulator);
 }

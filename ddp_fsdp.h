@@ -61,7 +61,8 @@ CONCEPTS
     Micro-batch  SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches, pairwise like a binary counter;
                the others add over micro-batches first. In both ways the sum is the tree over the micro-batches of the step, where rank
                r's micro-batch k is number kW + r in the first way (W a power of two), and a block of 2^k per rank is given in the second.
-               So W ranks under any strategy end with the bits of one.
+               So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32 everywhere. Outside this
+               promise: reduce_dtype, sequential accumulation (plain_accumulation), quantize_gather.
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). A mistake in a desc names the unit and the parameter. What fails while ranks
@@ -210,7 +211,10 @@ typedef struct ddp_fsdp_desc {
     ddp_group *replicas;           /* hybrid: the ranks that hold the same shard. While ddp_fsdp lives, only it issues calls there between the first
                                       ddp_fsdp_unit_reduce of a step and the end of ddp_fsdp_step. NULL = none */
     ddp_dtype param_dtype;         /* what is gathered: 0 = as the parameter. DDP_BF16, DDP_F16: the master copy is f32 */
-    ddp_dtype reduce_dtype;        /* what gradients are added in: 0 = as the gradient. Gradients are of param_dtype, unless param.grad.dtype says otherwise */
+    /* What gradients are added in over ranks: 0 = f32 (f64 for f64 parameters), whatever dtype backward writes. Gradients have
+       param_dtype, unless param.grad.dtype says otherwise. DDP_BF16 or DDP_F16 halves the bytes of each reduce-scatter: every
+       gradient is rounded before it is sent, and every sum over ranks once more. This is outside the promise of equal bits */
+    ddp_dtype reduce_dtype;
     int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_unit_reduce comes so often for each unit */
     int per_token;                 /* 1 = gradients are of a loss summed over tokens; see ddp_fsdp_mean */
     int plain_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
@@ -220,7 +224,8 @@ typedef struct ddp_fsdp_desc {
     int keep_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
     int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise every gather, a forward's too, clears their memory */
     int quantize_gather;           /* FULL_SHARD: 1 = parameters travel in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al. 2023). A value is off by
-                                      at most 1/254 of the largest magnitude in its block, alike on every rank; master values stay exact. CPU memory alone */
+                                      at most 1/254 of the largest magnitude in its block, alike on every rank; master values stay exact. CPU memory alone.
+                                      Outside the promise of equal bits: blocks begin where shards do */
     ddp_fsdp_offload offload;
     const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, nothing stays behind */
     ddp_optimizer_desc optimizer;  /* zero = AdamW; its params, shard_group and allocators are not read */
@@ -282,8 +287,8 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit);
 DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit);
 
 /* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective; grad.data is this object's from here on. Does
-   not block, except where gradients are cast on their way (reduce_dtype): until all ranks have read the last ones that were. Call it with the unit
-   gathered. More often than micro_batch_count in one step is DDP_ERR_INVALID. */
+   not block, with one exception: SHARD_OPTIM with several micro-batches of gradients whose dtype is not reduce_dtype waits until all ranks have read the last
+   unit's sums. Call it with the unit gathered. More often than micro_batch_count in one step is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit);
 
 /* on = 1: forward alone. Gathers bring no gradients and releases free, whatever keep_after_forward says; the order of gathers is not recorded. */
@@ -2708,6 +2713,7 @@ typedef struct ddp__unit {
     char name[64];
     int index, count, trained;
     int layout;                    /* of its gradients when they are added over ranks */
+    int converts;                  /* 1 = some of its gradients have another dtype than what is added over ranks */
     ddp__weight *weights;
     size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, sum_bytes, master_bytes, gather_bytes;
     size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
@@ -2743,8 +2749,8 @@ struct ddp_fsdp {
     int unit_count, weight_count;
     ddp__slot *whole_slots, *grad_slots;
     size_t whole_slot_bytes, grad_slot_bytes;
-    unsigned char *cast, *narrow, *send, *receive; /* staging, see impl-reduce */
-    size_t cast_bytes, narrow_bytes, send_bytes, receive_bytes;
+    unsigned char *cast, *tile, *send, *receive; /* staging, see impl-shard-reduce */
+    size_t cast_bytes, tile_bytes, send_bytes, receive_bytes;
     int *order, order_count, now_count, order_cap; /* units in the order of gathers: of the last step, over which this one writes its own */
     int following;                 /* this step has had the last one's order so far: what is behind now_count still is the last one's */
     int most_in_use, in_use, slots_ready;
@@ -2978,9 +2984,7 @@ static ddp_result ddp__weight_describe(ddp_fsdp *f, ddp__weight *w) {
     w->master_dtype = value->dtype == DDP_F64 ? DDP_F64 : DDP_F32;
     w->dtype = f->desc.param_dtype != DDP_DTYPE_DEFAULT ? f->desc.param_dtype : value->dtype;
     w->grad_dtype = grad != DDP_DTYPE_DEFAULT ? grad : w->dtype;
-    w->wire_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : w->grad_dtype;
-    if (f->world == 1 && !f->copy_count && w->wire_dtype == w->master_dtype && (f->reduces_each || f->desc.micro_batch_count == 1) && f->device != ddp_device_cpu())
-        w->wire_dtype = w->grad_dtype; /* nothing travels: one cast gives the sum */
+    w->wire_dtype = f->desc.reduce_dtype != DDP_DTYPE_DEFAULT ? f->desc.reduce_dtype : w->master_dtype;
     return ddp__weight_find_source(f, w);
 }
 
@@ -3009,8 +3013,16 @@ static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
     return f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype);
 }
 
+/* Whether whole gradients are cast before anything is added: where micro-batches are added first, and where copies are added in
+   another dtype than the master's. Everywhere else the cast is a part of the addition, or of the copy that is sent. */
+static int ddp__casts_whole(const ddp_fsdp *f, const ddp__weight *w) {
+    int adds_whole = !f->reduces_each && f->desc.micro_batch_count > 1;
+    return w->wire_dtype != w->grad_dtype && (adds_whole || (f->world == 1 && w->wire_dtype != w->master_dtype));
+}
+
 /* Where the parts of a unit lie in its memory of each kind. */
 static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
+    DDP__EACH_TRAINED(unit, w) unit->converts |= w->wire_dtype != w->grad_dtype;
     DDP__EACH_WEIGHT(unit, w) {
         size_t shard_count = w->chunk * w->row_count;
         if (w->source == w) {
@@ -3023,10 +3035,11 @@ static void ddp__unit_layout(ddp_fsdp *f, ddp__unit *unit) {
         } else if (w->source->unit == unit) w->whole_at = w->source->whole_at;
         if (!ddp__is_trained(w)) continue;
         unit->trained++;
-        if (w->wire_dtype != w->grad_dtype) unit->layout = DDP__CASTED;
+        if (ddp__casts_whole(f, w)) unit->layout = DDP__CASTED;
         w->grad_at = ddp__lay(&unit->grad_bytes, ddp__weight_bytes(w, w->rows, w->grad_dtype));
         w->cast_at = ddp__lay(&unit->cast_bytes, ddp__weight_bytes(w, w->rows, w->wire_dtype));
         w->in_place = !f->reduces_each && w->grad_dtype == w->master_dtype && w->wire_dtype == w->master_dtype && (f->world == 1 || f->copy_count == 0);
+        if (f->world == 1 && unit->converts) w->in_place = 0; /* all sums of the unit are together */
         if (!w->in_place) w->sum_at = ddp__lay(&unit->sum_bytes, shard_count * ddp_dtype_size(w->master_dtype));
         w->wire_at = unit->wire_count[w->wire_dtype];
         unit->wire_count[w->wire_dtype] += shard_count;
@@ -3271,7 +3284,16 @@ static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
 
        whole gradients --(cast, if the wire has another dtype)--> added over ranks --> this rank's rows --(cast)--> level 0 --> pairs of micro-batches
                                                                   direct: read where they lie, otherwise reduce_scatter of blocks
-       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the shard add up theirs afterwards. */
+       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the shard add up theirs afterwards.
+
+   16-bit gradients are cast to f32 on their way, without memory for a whole unit wherever that is possible:
+
+       direct        a tile of each rank's gradients at a time       cast by the rank that adds
+       packed        into the block that is sent                     twice the bytes of the gradients travel
+       one rank, or NO_SHARD with one micro-batch                    into the sums; copies are added there
+       micro-batches added first (SHARD_OPTIM, NO_SHARD)             into `cast`, which all units share */
+
+enum { DDP__TILE = 1024 }; /* elements of each rank */
 
 static unsigned char *ddp__weight_sum(const ddp__weight *w, int level) {
     const ddp__unit *unit = w->unit;
@@ -3307,13 +3329,36 @@ static void ddp__unit_add(ddp_fsdp *f, const ddp__unit *unit, unsigned char *dst
 static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char *const *theirs) {
     const void *sources[DDP_MAX_LOCAL_RANKS];
     DDP__EACH_TRAINED(unit, w) {
-        size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w);
-        unsigned char *sum = ddp__weight_sum(w, unit->depth), *out = w->wire_dtype == w->master_dtype ? sum : f->narrow;
-        if (!count) continue;
-        for (int r = 0; r < f->world; r++) sources[r] = theirs[r] + at;
-        ddp_reduce_tree(out, sources, f->world, count, w->wire_dtype, DDP_OP_SUM, 1);
-        if (out != sum) f->device->cast(sum, w->master_dtype, out, w->wire_dtype, count);
+        ddp_dtype from = unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
+        size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w), n;
+        size_t from_size = ddp_dtype_size(from), wire_size = ddp_dtype_size(w->wire_dtype), sum_size = ddp_dtype_size(w->master_dtype);
+        int casts = from != w->wire_dtype || w->wire_dtype != w->master_dtype;
+        unsigned char *sum = ddp__weight_sum(w, unit->depth);
+        for (size_t done = 0; done < count; done += n) {
+            unsigned char *out = sum + done * sum_size;
+            n = casts && count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : count - done;
+            for (int r = 0; r < f->world; r++) {
+                unsigned char *tile = f->tile + (size_t)r * DDP__TILE * wire_size;
+                sources[r] = theirs[r] + at + done * from_size;
+                if (from == w->wire_dtype) continue;
+                f->device->cast(tile, w->wire_dtype, sources[r], from, n);
+                sources[r] = tile;
+            }
+            if (w->wire_dtype != w->master_dtype) out = f->tile + (size_t)f->world * DDP__TILE * wire_size;
+            ddp_reduce_tree(out, sources, f->world, n, w->wire_dtype, DDP_OP_SUM, 1);
+            if (w->wire_dtype != w->master_dtype) f->device->cast(sum + done * sum_size, w->master_dtype, out, w->wire_dtype, n);
+        }
     }
+}
+
+/* This rank's gradients of rank r's rows, as they are sent. */
+static void ddp__block_fill(ddp_fsdp *f, const ddp__weight *w, int r, unsigned char *out, const unsigned char *whole) {
+    ddp_dtype from = w->unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
+    const unsigned char *rows = whole + ddp__rows_at(w, w->unit->layout, ddp__rows_first(w, r));
+    size_t count = ddp__rows_of(w, r) * w->row_count;
+    if (!count) return;
+    if (from == w->wire_dtype) f->device->copy(out, rows, count * ddp_dtype_size(from));
+    else f->device->cast(out, w->wire_dtype, rows, from, count);
 }
 
 /* Sums over ranks by a reduce_scatter per dtype on the wire. */
@@ -3325,9 +3370,7 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
         f->device->fill_zero(f->send + send_at, n * size * (size_t)f->world);
         DDP__EACH_TRAINED(unit, w)
             for (int r = 0; r < f->world && w->wire_dtype == (ddp_dtype)d; r++)
-                if (ddp__rows_of(w, r))
-                    f->device->copy(f->send + send_at + ((size_t)r * n + w->wire_at) * size,
-                                    from + ddp__rows_at(w, unit->layout, ddp__rows_first(w, r)), ddp__weight_bytes(w, ddp__rows_of(w, r), w->wire_dtype));
+                ddp__block_fill(f, w, r, f->send + send_at + ((size_t)r * n + w->wire_at) * size, from);
         DDP__FSDP_TRY(ddp_reduce_scatter(f->group, f->send + send_at, f->receive + receive_at, n, (ddp_dtype)d, DDP_OP_SUM, NULL));
         DDP__EACH_TRAINED(unit, w)
             if (w->wire_dtype == (ddp_dtype)d && ddp__mine(w))
@@ -3409,14 +3452,16 @@ static ddp_result ddp__unit_reduce_now(ddp_fsdp *f, ddp__unit *unit) {
     unsigned char *from = ddp__unit_cast(f, unit);
     ddp__casting run = DDP_ZERO;
     if (!from) return ddp__fsdp_check(f->group);
-    if (f->world == 1) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
-    else DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
+    int casts_first = f->world == 1 && unit->converts && unit->layout == DDP__GRADS;
+    if (f->world > 1) DDP__FSDP_TRY(ddp__reduce_packed(f, unit, from));
+    else if (!casts_first) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, from, unit->layout));
     if (f->world == 1) DDP__EACH_TRAINED(unit, w) {
         size_t at, count;
         ddp_dtype dtype = ddp__grads_at(w, unit->layout, &at, &count);
         if (!w->in_place || unit->layout == DDP__CASTED) ddp__cast_next(f->device, &run, ddp__weight_sum(w, unit->depth), w->master_dtype, from + at, dtype, count);
     }
     ddp__cast_next(f->device, &run, NULL, DDP_F32, NULL, DDP_F32, 0);
+    if (casts_first) DDP__FSDP_TRY(ddp__reduce_copies(f, unit, unit->level[unit->depth], DDP__SUMS));
     return ddp__reduce_rest(f, unit);
 }
 
@@ -4120,7 +4165,9 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
         size_t bytes = f->reduces_each ? unit->sum_bytes : l < levels ? unit->cast_bytes : 0;
         if (l == 0 && bytes < unit->sum_bytes) bytes = unit->sum_bytes;
-        if (unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_DEVICE, bytes, &unit->level[l]));
+        int in_sums = f->world == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS; /* copies are added there */
+        int kind = in_sums ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+        if (unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, kind, bytes, &unit->level[l]));
     }
     return DDP_OK;
 }
@@ -4150,9 +4197,11 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     DDP__EACH_UNIT(f, unit) {
         ddp__size_at_least(&f->whole_slot_bytes, f->in_shard ? 0 : unit->whole_bytes);
         ddp__size_at_least(&f->grad_slot_bytes, unit->grad_bytes);
+        if (unit->layout == DDP__CASTED) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
         DDP__EACH_TRAINED(unit, w) {
-            if (w->wire_dtype != w->grad_dtype) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
-            if (w->wire_dtype != w->master_dtype && f->world > 1) ddp__size_at_least(&f->narrow_bytes, w->chunk * w->row_count * ddp_dtype_size(w->wire_dtype));
+            size_t tiles = (size_t)(f->world + 1) * DDP__TILE * ddp_dtype_size(w->wire_dtype);
+            int casts = w->wire_dtype != w->grad_dtype || w->wire_dtype != w->master_dtype;
+            if (casts && f->world > 1 && f->direct) ddp__size_at_least(&f->tile_bytes, tiles);
         }
         if (!packs) continue;
         ddp__size_at_least(&f->send_bytes, unit->gather_bytes);
@@ -4161,7 +4210,7 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
         ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
     }
     if (f->cast_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
-    if (f->narrow_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->narrow_bytes, &f->narrow));
+    if (f->tile_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
     if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
     if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
@@ -4358,14 +4407,17 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         if (!ddp__is_alias(f, p)) sum_whole += count * (double)ddp_dtype_size(p->dtype);
         if (!ddp__is_trained(p)) continue;
         if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * count * wide / w;
-        else bytes[DDP__OF_GRADIENTS] += (1 + levels) * count * (double)ddp_dtype_size(p->grad_dtype) + (p->in_place || levels > 0 ? 0 : count * wide / w);
+        else {
+            bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(p->grad_dtype) + levels * count * (double)ddp_dtype_size(p->wire_dtype);
+            if (!p->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += count * wide / w;
+        }
     }
     if (window > f->unit_count) window = f->unit_count;
     if (f->desc.keep_after_forward && !f->keeps_whole && !f->in_shard) bytes[DDP__OF_GATHERED] += sum_whole;
     else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->host_sums_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->narrow_bytes + f->send_bytes + f->receive_bytes + f->host_rows_bytes);
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->tile_bytes + f->send_bytes + f->receive_bytes + f->host_rows_bytes);
     for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }

@@ -232,7 +232,9 @@ typedef struct ddp_pipeline_stage {
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
     /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to
-       param->grad.data, the runner adds them pairwise by index and leaves the sum there. Each is &param or &fsdp_param.param; its pointers are read anew for
+       param->grad.data, the runner adds them pairwise by index and leaves the sum there: 16-bit gradients are added and divided in f32 and rounded once.
+       Replicas (reduce_grad) then add what has been rounded: set grad.dtype = DDP_F32 for the same bits on any number of them.
+       Each is &param or &fsdp_param.param; its pointers are read anew for
        each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; with unshard: what that sets, until
        reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes older ones, value.data is a copy */
     ddp_param *const *params;
@@ -2619,8 +2621,9 @@ typedef struct ddp__pipe_stream {
     int count, next;
 } ddp__pipe_stream;
 
-/* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update; level -1: the buffer is free. */
+/* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update. */
 typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
+enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 }; /* levels; the sum that the latest micro-batch has joined, of 16-bit gradients */
 
 typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
 
@@ -2633,7 +2636,7 @@ typedef struct ddp__pipe_stage {
     int first, last, last_forward; /* positions in this rank's list */
     int has_unshard, has_reshard, has_reduce;
     int summed;                /* micro-batches of the update whose gradients are added */
-    size_t grad_bytes;         /* of all parameters, each padded */
+    size_t grad_bytes;         /* of sums of all parameters, each padded; 16-bit gradients are added in f32 */
     ddp__pipe_sum *sums;       /* buffers of grad_bytes each */
     unsigned char *sum_memory;
     int sum_room, sum_count;
@@ -2668,6 +2671,7 @@ struct ddp_pipeline {
     void **values;                /* pointers of parameters while older values stand in for them */
     unsigned char **scratch;      /* of each link: outputs of a forward that runs again; or NULL */
     void *squares;                /* a ddp_exact_sum on the device */
+    unsigned char *wide;          /* one parameter's 16-bit gradient in f32 */
     int one_lane;                 /* messages, both ways, run in the order issued */
     int in_place;                 /* ranks read each other's shared memory */
     int works;                    /* messages that may be under way at once; after create, of any rank */
@@ -2759,6 +2763,13 @@ static ddp_tensor ddp__pipe_grad(const ddp_param *param) {
 static size_t ddp__pipe_bytes(const ddp_tensor *tensor) {
     int64_t count = ddp_tensor_count(tensor);
     return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
+}
+
+static int ddp__pipe_is_half(const ddp_tensor *tensor) { return tensor->dtype == DDP_F16 || tensor->dtype == DDP_BF16; }
+
+/* Bytes of a sum of such gradients: 16-bit ones are added in f32. */
+static size_t ddp__pipe_sum_bytes(const ddp_tensor *grad) {
+    return ddp__pipe_bytes(grad) / ddp_dtype_size(grad->dtype) * (ddp__pipe_is_half(grad) ? sizeof(float) : ddp_dtype_size(grad->dtype));
 }
 
 //== runner: bad input ============================================================================= >>impl-pipeline-check
@@ -3030,7 +3041,7 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
     s->saved.stride = ddp__pipe_pad(s->desc.saved_bytes);
     if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_tables(p, &s->saved));
     DDP__PIPE_NEW(p, s->sums, ddp__pipe_sum, half);
-    for (int i = 0; i < half; i++) s->sums[i].level = -1;
+    for (int i = 0; i < half; i++) s->sums[i].level = DDP__PIPE_FREE;
     s->sum_room = half;
     DDP__PIPE_NEW(p, s->version, uint64_t, p->microbatch_count);
     s->stash_room = p->interval < p->microbatch_count || p->schedule->kind == DDP_SCHEDULE_PIPEDREAM_2BW ? ddp__pipe_in_flight(p->schedule, number) + 1 : 0;
@@ -3038,7 +3049,7 @@ static ddp_result ddp__pipe_stage_open(ddp_pipeline *p, int number) {
     DDP__PIPE_NEW(p, s->placed, unsigned char, s->desc.param_count);
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        s->grad_bytes += ddp__pipe_pad(ddp__pipe_bytes(&grad));
+        s->grad_bytes += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
         s->value_bytes += ddp__pipe_pad(ddp__pipe_bytes(&s->desc.params[i]->value));
     }
     return DDP_OK;
@@ -3140,6 +3151,20 @@ static ddp_result ddp__pipe_stage_memory(ddp_pipeline *p, ddp__pipe_stage *s) {
     return DDP_OK;
 }
 
+/* Room for the largest 16-bit gradient in f32, where such gradients are added. */
+static ddp_result ddp__pipe_wide_memory(ddp_pipeline *p) {
+    size_t most = 0;
+    for (int stage = 0; stage < p->stage_count; stage++) {
+        const ddp__pipe_stage *s = &p->stages[stage];
+        for (int i = 0; i < s->desc.param_count && s->sum_count; i++) {
+            ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+            if (ddp__pipe_is_half(&grad) && ddp__pipe_sum_bytes(&grad) > most) most = ddp__pipe_sum_bytes(&grad);
+        }
+    }
+    p->stats.accumulation_bytes += most;
+    return most ? ddp__pipe_device(p, most, (void **)&p->wide) : DDP_OK;
+}
+
 static ddp_result ddp__pipe_walk(ddp_pipeline *p, const char *who);
 
 /* Where the numbers inside shares begin. */
@@ -3190,6 +3215,7 @@ static ddp_result ddp__pipe_layout(ddp_pipeline *p, const ddp_pipeline_edge *edg
         if (s->saved.kind) DDP__PIPE_TRY(ddp__pipe_pool_slots(p, &s->saved, &unused));
         DDP__PIPE_TRY(ddp__pipe_stage_memory(p, s));
     }
+    DDP__PIPE_TRY(ddp__pipe_wide_memory(p));
     DDP__PIPE_NEW(p, p->ties, ddp_pipeline_tie, p->desc.tie_count);
     DDP__PIPE_NEW(p, p->tie_groups, ddp_group *, p->desc.tie_count);
     for (int i = 0; i < p->desc.tie_count; i++) p->ties[i] = p->desc.ties[i];
@@ -3336,15 +3362,44 @@ static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
 
 //== runner: gradients =========================================================================== >>impl-pipeline-gradients
 
-/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1). The sum stays in grad.data. */
-static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, int k, int side) {
+/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1). The sum stays in
+   grad.data. 16-bit gradients have theirs in f32: in buffer `newest`, or, where that is -1, in grad.data alone so far; then the sum
+   takes the place of buffer k. */
+static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, int k, int side, int newest) {
     unsigned char *buffer = s->sum_memory + (size_t)k * s->grad_bytes;
+    unsigned char *sum = newest < 0 ? NULL : s->sum_memory + (size_t)newest * s->grad_bytes;
+    size_t at = 0;
     for (int i = 0; i < s->desc.param_count; i++) {
         ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        size_t bytes = ddp__pipe_bytes(&grad);
-        if (bytes && side < 0) p->device->copy(buffer, grad.data, bytes);
-        else if (bytes) p->device->add(grad.data, side ? buffer : grad.data, side ? grad.data : buffer, (size_t)ddp_tensor_count(&grad), grad.dtype);
-        buffer += ddp__pipe_pad(bytes);
+        size_t bytes = ddp__pipe_bytes(&grad), count = bytes / ddp_dtype_size(grad.dtype);
+        unsigned char *kept = buffer + at, *out = (unsigned char *)grad.data, *right = out;
+        ddp_dtype dtype = ddp__pipe_is_half(&grad) ? DDP_F32 : grad.dtype;
+        at += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
+        if (!bytes) continue;
+        if (dtype != grad.dtype) {
+            right = sum ? sum + (kept - buffer) : side < 0 ? kept : p->wide;
+            out = sum ? right : kept;
+            if (!sum) p->device->cast(right, DDP_F32, grad.data, grad.dtype, count);
+        } else if (side < 0) p->device->copy(kept, grad.data, bytes);
+        if (side >= 0) p->device->add(out, side ? kept : right, side ? right : kept, count, dtype);
+    }
+}
+
+static int ddp__pipe_divides(const ddp_pipeline *p, const ddp__pipe_stage *s) {
+    return p->interval > 1 && !p->desc.no_divide && (!s->desc.reduce_grad || s->desc.divide);
+}
+
+/* Ends the sums of 16-bit gradients, which are in buffer k: divided where the runner divides, then rounded once. */
+static void ddp__pipe_round(const ddp_pipeline *p, const ddp__pipe_stage *s, int k) {
+    unsigned char *sum = s->sum_memory + (size_t)k * s->grad_bytes;
+    for (int i = 0; i < s->desc.param_count; i++) {
+        ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
+        size_t count = ddp__pipe_bytes(&grad) / ddp_dtype_size(grad.dtype);
+        if (count && ddp__pipe_is_half(&grad)) {
+            if (ddp__pipe_divides(p, s)) p->device->divide(sum, count, DDP_F32, (uint64_t)p->interval);
+            p->device->cast(grad.data, grad.dtype, sum, DDP_F32, count);
+        }
+        sum += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
     }
 }
 
@@ -3359,27 +3414,31 @@ static int ddp__pipe_find_sum(const ddp__pipe_stage *s, int level, int index) {
 
    A block meets its neighbour, or waits for it in a buffer; one that has none, at the end, goes up alone. */
 static void ddp__pipe_accumulate(const ddp_pipeline *p, ddp__pipe_stage *s, int microbatch) {
-    int n = p->interval, index = microbatch % n;
+    int n = p->interval, index = microbatch % n, newest = -1;
     for (int level = 0; 1 << level < n; level++, index >>= 1) {
         int neighbour = index ^ 1, k;
         if (neighbour << level >= n) continue;
         k = ddp__pipe_find_sum(s, level, neighbour);
         if (k < 0) {
-            k = ddp__pipe_find_sum(s, -1, 0);
+            k = newest < 0 ? ddp__pipe_find_sum(s, DDP__PIPE_FREE, 0) : newest;
             s->sums[k].level = level, s->sums[k].index = index;
             if (k >= s->sum_count && p->rehearsing) s->sum_count = k + 1;
-            if (!p->rehearsing) ddp__pipe_combine(p, s, k, -1);
+            if (!p->rehearsing) ddp__pipe_combine(p, s, k, -1, newest);
             return;
         }
-        if (!p->rehearsing) ddp__pipe_combine(p, s, k, index & 1);
-        s->sums[k].level = -1;
+        if (!p->rehearsing) ddp__pipe_combine(p, s, k, index & 1, newest);
+        s->sums[k].level = newest < 0 ? DDP__PIPE_NEWEST : DDP__PIPE_FREE;
+        if (newest < 0) newest = k;
     }
+    if (newest < 0) return;
+    if (!p->rehearsing) ddp__pipe_round(p, s, newest);
+    s->sums[newest].level = DDP__PIPE_FREE;
 }
 
 static void ddp__pipe_divide(const ddp_pipeline *p, const ddp__pipe_stage *s) {
-    for (int i = 0; i < s->desc.param_count && !p->desc.no_divide && (!s->desc.reduce_grad || s->desc.divide); i++) {
+    for (int i = 0; i < s->desc.param_count && ddp__pipe_divides(p, s); i++) {
         ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-        if (p->interval > 1 && ddp_tensor_count(&grad) > 0)
+        if (ddp_tensor_count(&grad) > 0 && !ddp__pipe_is_half(&grad)) /* those are divided already */
             p->device->divide(grad.data, (size_t)ddp_tensor_count(&grad), grad.dtype, (uint64_t)p->interval);
     }
 }
