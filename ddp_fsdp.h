@@ -340,7 +340,8 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
 /* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype; or a model of another program, in safetensors: moments
-   become zero then, steps start anew. Collective, between steps. Errors on every rank, with
+   become zero then, steps start anew. A tied weight may have the name of any of its uses. Where files have several of them, their
+   bytes must be equal. Files must be regular files: symbolic links are not followed. Collective, between steps. Errors on every rank, with
    the model as it was: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and
    byte range; DDP_ERR_SYSTEM. AdamW and LAMB take each other's moments, SGD and LARS too; of other kinds they are missing or extra. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
@@ -1548,6 +1549,7 @@ typedef struct ddp__slice {
     int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
     void *data;
     int file_kind; /* 0 = model-*, 1 = optimizer-* */
+    int tied_to;   /* loading: number of an earlier tensor that may have this name in the files too, plus one; data is NULL. 0 = none */
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
@@ -1607,11 +1609,39 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
     return result;
 }
 
-/* Leaves the path in path. */
+/* What is at path is not a regular file. */
+static ddp_result ddp__file_is_other(const char *path, mode_t mode) {
+    const char *kind = "a device or a socket";
+    if (S_ISLNK(mode)) kind = "a symbolic link";
+    if (S_ISFIFO(mode)) kind = "a FIFO";
+    if (S_ISDIR(mode)) kind = "a folder";
+    ddp_fail(DDP_ERR_SYSTEM, "%s is %s, not a regular file; put the file itself there", path, kind);
+    errno = EINVAL;
+    return DDP_ERR_SYSTEM;
+}
+
+/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic link or a device lets
+   others choose what is read or overwritten. Leaves the path in path, and errno. */
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
+    struct stat info;
     snprintf(path, DDP__PATH_MAX, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
-    *fd = open(path, flags | O_CLOEXEC, 0666);
-    return *fd >= 0 ? DDP_OK : ddp__file_fail("opening", path);
+    *fd = open(path, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    if (*fd < 0) {
+        ddp_result result = ddp__file_fail("opening", path);
+        int error = errno;
+        if (lstat(path, &info) == 0 && !S_ISREG(info.st_mode)) return ddp__file_is_other(path, info.st_mode);
+        errno = error;
+        return result;
+    }
+    ddp_result result = fstat(*fd, &info) == 0 ? DDP_OK : ddp__file_fail("opening", path);
+    if (result == DDP_OK && !S_ISREG(info.st_mode)) result = ddp__file_is_other(path, info.st_mode);
+    if (result != DDP_OK) {
+        int error = errno;
+        close(*fd);
+        *fd = -1;
+        errno = error;
+    }
+    return result;
 }
 
 /* Ends the writing of a file or a folder: on disk, and closed. EINVAL: a file system that does not know how to sync a folder. */
@@ -2470,6 +2500,29 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
     return DDP_OK;
 }
 
+/* Two names of one tied weight differ in the file. */
+static ddp_result ddp__tied_fail(const ddp__loading *l, int index, const char *what) {
+    const ddp__source *source = &l->sources[index];
+    char text[400];
+    snprintf(text, sizeof text, "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the files, or do not tie them",
+             l->task.slices[l->task.slices[index].tied_to - 1].name, what);
+    return ddp__source_fail(l, DDP_ERR_MISMATCH, source->file, source->record, text);
+}
+
+/* A tied weight has several names, of which files have one or more. The first that is there is read; the others must have its bytes. */
+static ddp_result ddp__load_ties(ddp__loading *l) {
+    for (int i = 0; i < l->task.count; i++) {
+        ddp__source *source = &l->sources[i];
+        if (!l->task.slices[i].tied_to || !source->file) continue;
+        ddp__source *first = &l->sources[l->task.slices[i].tied_to - 1];
+        if (!first->file) {
+            *first = *source;
+            memset(source, 0, sizeof *source);
+        } else if (first->record->dtype != source->record->dtype) return ddp__tied_fail(l, i, "their dtypes differ");
+    }
+    return DDP_OK;
+}
+
 /* Finds, opens and checks all that can be checked without the data. */
 static ddp_result ddp__load_open(ddp__loading *l) {
     size_t length = 0;
@@ -2478,9 +2531,10 @@ static ddp_result ddp__load_open(ddp__loading *l) {
     for (int f = 0; f < l->file_count; f++) DDP__FSDP_TRY(ddp__in_file_open(l, &l->files[f]));
     for (int f = 0; f < l->file_count; f++)
         for (int i = 0; i < l->files[f].header.count; i++) DDP__FSDP_TRY(ddp__load_match(l, &l->files[f], &l->files[f].header.records[i]));
+    DDP__FSDP_TRY(ddp__load_ties(l));
     for (int i = 0; i < l->task.count; i++) {
         const ddp__slice *s = &l->task.slices[i];
-        if (!l->sources[i].file && !(l->foreign && s->file_kind != 0))
+        if (!l->sources[i].file && !s->tied_to && !(l->foreign && s->file_kind != 0))
             return ddp_fail(DDP_ERR_MISMATCH, "%s: tensor '%.100s' (%s) is in none of the files", l->task.dir, s->name,
                             ddp__show(ddp__file_dtype_name(s->dtype), s->ndim, s->shape).text);
     }
@@ -2509,6 +2563,7 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
     for (int i = 0; i < l->task.count && together; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
         const ddp__source *source = &l->sources[i];
+        const ddp__source *first = l->task.slices[i].tied_to ? &l->sources[l->task.slices[i].tied_to - 1] : NULL; /* has the same bytes */
         uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
         uint64_t each = together ? all / ranks + 1 : (rows + ranks - 1) / ranks * (total / rows);
         uint64_t at = ddp__place_in(each * rank, before, total), end = ddp__place_in(each * (rank + 1), before, total);
@@ -2518,6 +2573,10 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
             if (ahead && __atomic_load_n(&l->stops, __ATOMIC_RELAXED)) return DDP_OK;
             DDP__FSDP_TRY(ddp__load_touch(l, source, at, at + piece));
             if (ahead) continue;
+            if (first && source->file) {
+                DDP__FSDP_TRY(ddp__load_touch(l, first, at, at + piece));
+                if (memcmp(first->data + at, source->data + at, (size_t)piece) != 0) return ddp__tied_fail(l, i, "their bytes differ");
+            }
             l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->data + at, (size_t)piece);
             sem_post(&l->room);
         }
@@ -2706,6 +2765,7 @@ typedef struct ddp__weight { /* a parameter of a unit: one use */
     int in_place;                /* the sum of its gradients lies in the whole gradients */
     int is_slice;                /* of a larger tensor */
     int master_number;           /* what the optimizer knows it by: a source that is trained */
+    int listed;                  /* its number in the list of tensors of a checkpoint: a source */
 } ddp__weight;
 
 typedef struct ddp__unit {
@@ -3887,14 +3947,19 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
         slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
 }
 
-/* Every tensor of the checkpoint, the same list on every rank. */
+/* Every tensor of the checkpoint, the same list on every rank. A tied weight is saved under the name of its first use; a load takes
+   the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
     f->saver->count = 0;
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
         const char *name = NULL;
         ddp_tensor tensor = ddp__weight_rows(w);
+        int first = f->saver->count;
+        if (w->source != w && list != DDP__LIST_ALL) continue;
+        ddp__saver_add(f, w, NULL, &tensor, w->source == w ? list : DDP__LIST_NOTHING);
+        if (w->source == w) w->listed = first;
+        else f->saver->slices[first].tied_to = w->source->listed + 1;
         if (w->source != w) continue;
-        ddp__saver_add(f, w, NULL, &tensor, list);
         for (int k = 0; ddp__is_trained(w) && k < f->optimizer->state_count; k++) {
             (void)ddp_optimizer_get_state(f->optimizer, w->master_number, k, &name, &tensor);
             ddp__saver_add(f, w, name, &tensor, list);

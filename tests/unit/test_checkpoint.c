@@ -44,15 +44,44 @@ static long test_syscall(long number, ...) {
     return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4]);
 }
 
+static __thread const char *other_folder[2]; /* this rank finds the second where it opens files of the first, as on a disk of its own */
+
+static int test_open(const char *path, int flags, ...) {
+    char other[1500];
+    va_list args;
+    va_start(args, flags);
+    int mode = flags & O_CREAT ? va_arg(args, int) : 0;
+    va_end(args);
+    const char *at = other_folder[0] ? strstr(path, other_folder[0]) : NULL;
+    if (!at) return open(path, flags, mode);
+    snprintf(other, sizeof other, "%.*s%s%s", (int)(at - path), path, other_folder[1], at + strlen(other_folder[0]));
+    return open(other, flags, mode);
+}
+
+static int cut_mapped; /* 1 = the next file that is mapped is cut short behind the map */
+
+static void *test_mmap(void *address, size_t length, int protection, int flags, int fd, off_t at) {
+    void *map = mmap(address, length, protection, flags, fd, at);
+    char path[64];
+    if (!__atomic_exchange_n(&cut_mapped, 0, __ATOMIC_RELAXED) || map == MAP_FAILED) return map;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (truncate(path, 4096) != 0) perror(path);
+    return map;
+}
+
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #define pwrite test_pwrite
 #define fsync test_fsync
 #define syscall test_syscall
+#define open test_open
+#define mmap test_mmap
 #include "../../ddp_fsdp.h"
 #undef pwrite
 #undef fsync
 #undef syscall
+#undef open
+#undef mmap
 
 #include "../support/checkpoints.h"
 
@@ -79,6 +108,7 @@ typedef struct job {
     rlim_t largest_file;                   /* 0 = no limit */
     void (*twist)(ckpt_rank *k, int rank); /* changes what a rank asks for */
     int no_check;                          /* the twist moved what ckpt_has compares */
+    const char *other;                     /* rank 1 finds this folder in place of dir */
     int64_t step;                          /* after a load */
     ddp_result result[4];
     char text[4][512];
@@ -93,6 +123,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     ckpt_open(&k, rank, ddp_world_size(group), j->whole, fill);
     if (!j->load) ckpt_fill(&k, j->version);
     if (j->twist) j->twist(&k, rank);
+    if (j->other && rank == 1) other_folder[0] = strrchr(j->dir, '/'), other_folder[1] = strrchr(j->other, '/');
     failing_write = rank == j->fail_rank ? j->fail_at : 0;
     failing_sync = rank == j->fail_rank ? j->fail_sync : 0;
     getrlimit(RLIMIT_FSIZE, &limit);
@@ -105,6 +136,7 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     j->result[rank] = j->load ? ddp__checkpoint_load(group, NULL, j->dir, k.slices, k.count, NULL, &k.state)
                               : ddp__checkpoint_save(group, j->dir, k.slices, k.count, &k.state, j->max_file_bytes, j->keep);
     failing_write = failing_sync = 0;
+    other_folder[0] = NULL;
     if (j->largest_file) setrlimit(RLIMIT_FSIZE, &limit);
     snprintf(j->text[rank], sizeof j->text[rank], "%s", j->result[rank] == DDP_OK ? "" : ddp_last_error());
     j->fine[rank] = !j->load ? 1 : j->result[rank] != DDP_OK ? ckpt_untouched(&k, fill) : j->no_check ? 1 : ckpt_has(&k, j->version);
@@ -443,6 +475,90 @@ static void test_other_model(void) {
     }
 }
 
+//== disks ==================================================================================
+
+static void another_state(ckpt_rank *k, int rank) { (void)rank; k->state.step = 99; }
+
+/* A folder that is not shared: each rank finds a whole checkpoint, and only their states differ. */
+static void test_folders_of_ranks(void) {
+    job j = job_of(in("here"), 0, 1);
+    scenario = "each rank has a folder of its own";
+    run(&j, 2, DDP_OK, "");
+    j.dir = in("there");
+    j.twist = another_state;
+    run(&j, 2, DDP_OK, "");
+    j = job_of(in("here"), 1, 1);
+    j.other = in("there");
+    run(&j, 2, DDP_ERR_MISMATCH, "/here|another checkpoint than rank 0|is the folder shared");
+    load(in("here"), 2, 1);
+}
+
+/* Somebody writes the file again while ranks read it. */
+static void test_cut_while_mapped(void) {
+    job j = job_of(in("cut"), 0, 3);
+    scenario = "a file is cut short while it is mapped";
+    void *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int knows = madvise(page, 4096, DDP__POPULATE_READ) == 0; /* before Linux 5.14 this is a signal */
+    munmap(page, 4096);
+    if (!knows) return;
+    for (int w = 1; w <= 2; w++) {
+        j = job_of(in("cut"), 0, 3);
+        run(&j, w, DDP_OK, "");
+        cut_mapped = 1;
+        j = job_of(in("cut"), 1, 3);
+        run(&j, w, DDP_ERR_SYSTEM, "cut/model-|cannot be read|cut short");
+    }
+}
+
+/* No file is larger than max_file_bytes, except one that holds a single tensor. Headers count: names are long here. */
+static void test_file_sizes(void) {
+    enum { TENSORS = 40, LIMIT = 3000 };
+    static char names[TENSORS][200];
+    static float values[TENSORS][1000];
+    ddp_group_desc alone = DDP_ZERO;
+    ddp_fsdp_state state = DDP_ZERO;
+    ddp_group *group = NULL;
+    ddp__slice slices[TENSORS];
+    int files = 0, full = 0;
+    scenario = "max_file_bytes";
+    memset(slices, 0, sizeof slices);
+    for (int i = 0; i < TENSORS; i++) {
+        memset(names[i], 'a' + i % 26, 150);
+        snprintf(names[i] + 150, 50, "%d", i);
+        slices[i].name = names[i];
+        slices[i].dtype = DDP_F32;
+        slices[i].ndim = 1;
+        slices[i].shape[0] = slices[i].extent[0] = i == 20 ? 1000 : i % 3 ? 1 : 150;
+        slices[i].data = values[i];
+    }
+    alone.init_method = "self://";
+    EXPECT(ddp_group_create(&group, &alone) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(ddp__checkpoint_save(group, in("sizes"), slices, TENSORS, &state, LIMIT, 1) == DDP_OK, "%s", ddp_last_error());
+    for (int f = 1, count = 1; f <= count; f++) {
+        DIR *open_folder = opendir(in("sizes"));
+        char wanted[64];
+        size_t bytes = 0;
+        int tensors = 0;
+        struct dirent *entry;
+        snprintf(wanted, sizeof wanted, "model-%05d-of-", f);
+        while ((entry = readdir(open_folder)) != NULL) {
+            char path[600], *text;
+            if (strncmp(entry->d_name, wanted, strlen(wanted)) != 0) continue;
+            count = atoi(entry->d_name + strlen(wanted));
+            snprintf(path, sizeof path, "%s/%s", in("sizes"), entry->d_name);
+            text = ckpt_read(path, &bytes);
+            for (size_t i = 0; i + 5 < bytes; i++) tensors += memcmp(text + i, "dtype", 5) == 0;
+            free(text);
+        }
+        closedir(open_folder);
+        EXPECT(tensors >= 1 && (bytes <= LIMIT || tensors == 1), "file %d of %d has %d tensors in %zu bytes", f, count, tensors, bytes);
+        files++;
+        full += tensors > 1;
+    }
+    EXPECT(files >= 10 && full >= 3, "%d files, %d with several tensors", files, full);
+    ddp_group_destroy(group);
+}
+
 //== models from elsewhere ==================================================================
 
 /* A file of one tensor "w", as other programs write it. */
@@ -518,9 +634,14 @@ static void test_foreign(void) {
     scenario = "an index from elsewhere";
     write_foreign(in("foreign/part.safetensors"), "{\"w\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", foreign_values, 24);
     {
-        static const struct { const char *index, *words; } indexes[] = {
+        char here[400], absolute[700];
+        EXPECT(getcwd(here, sizeof here) != NULL, "getcwd");
+        snprintf(absolute, sizeof absolute, "{\"weight_map\":{\"w\":\"%s/%s/part.safetensors\"}}", here, in("foreign"));
+        EXPECT(mkdir(in("foreign/sub"), 0777) == 0 && ckpt_shell("cp %s %s", in("foreign/part.safetensors"), in("foreign/sub")) == 0, "cp");
+        const struct { const char *index, *words; } indexes[] = {
             {"{\"metadata\":{\"total_size\":24.0,\"x\":[{}]},\"weight_map\":{\"w\":\"part.safetensors\"}}", NULL}, {"{\"metadata\":{}}", "weight_map is missing"},
-            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}", "name of a file"},
+            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}", "name of a file"}, {"{\"weight_map\":{\"w\":\"sub/../part.safetensors\"}}", "name of a file"},
+            {"{\"weight_map\":{\"w\":\"sub/part.safetensors\"}}", "name of a file"}, {absolute, "name of a file"},
             {"{\"weight_map\":{\"w\":\"other.safetensors\"}}", "other.safetensors is missing"}, {"{\"weight_map\":{\"w\":3}}", "string"}, {"{\"weight_map\":{}}", "'w'"},
             {"{\"weight_map\":{},\"weight_map\":{}}", "twice"}, {"", "object"}};
         for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
@@ -530,7 +651,7 @@ static void test_foreign(void) {
             EXPECT(fine && (indexes[i].words ? result < 0 && strstr(ddp_last_error(), indexes[i].words) : result == DDP_OK), "%s: %s", indexes[i].index, ddp_last_error());
         }
     }
-    EXPECT(ckpt_shell("rm %s %s", in("foreign/model.safetensors.index.json"), file) == 0, "rm");
+    EXPECT(ckpt_shell("rm -r %s %s %s", in("foreign/model.safetensors.index.json"), in("foreign/sub"), file) == 0, "rm");
     EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine, "%s", ddp_last_error());
 }
 
@@ -546,6 +667,9 @@ int main(void) {
     test_bad_lists();
     test_damage();
     test_other_model();
+    test_folders_of_ranks();
+    test_cut_while_mapped();
+    test_file_sizes();
     test_foreign();
     EXPECT(ckpt_shell("rm -rf %s", folder) == 0, "rm");
     printf(failures ? "%d failures\n" : "ok\n", failures);

@@ -1276,6 +1276,34 @@ static ddp_result quantized_learns(ddp_group *group) {
 
 //== scaler, offload, neighbours ============================================================
 
+/* A gradient that is not finite makes the norm infinite: clipping leaves every gradient as it is. */
+static ddp_result infinite_norm(ddp_group *group) {
+    for (int strategy = DDP_FSDP_FULL_SHARD; strategy <= DDP_FSDP_NO_SHARD; strategy++) {
+        model m;
+        ddp_fsdp *fsdp;
+        ddp_tensor grad;
+        float norm = 0;
+        int64_t first;
+        memset(&m, 0, sizeof m);
+        add(&m, "u", "w", DDP_F32, 9, 3);
+        m.desc.init_fn = fill;
+        m.desc.strategy = (ddp_fsdp_strategy)strategy;
+        RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
+        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        for (int i = 0; i < 27; i++) ((float *)m.params[0].param.grad.data)[i] = i == 13 ? INFINITY : (float)i;
+        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
+        RANKS_CHECK(group, isinf(norm), "strategy %d: the norm is %g", strategy, (double)norm);
+        RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, &first));
+        for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++) {
+            float want = first * 3 + i == 13 ? INFINITY : (float)(first * 3 + i), have = ((const float *)grad.data)[i];
+            RANKS_CHECK(group, have == want, "strategy %d: gradient %d is %g", strategy, (int)(first * 3 + i), (double)have);
+        }
+        ddp_fsdp_destroy(fsdp);
+    }
+    return DDP_OK;
+}
+
 /* An infinity on one rank leaves the step out on all; the scaler may move on to other groups. */
 static ddp_result scaled(ddp_group *group) {
     ddp_scaler scaler;
@@ -1928,6 +1956,7 @@ static ddp_result cases(ddp_group *world, void *user) {
     CASE(no_memory_somewhere);
     CASE(quantized);
     CASE(quantized_learns);
+    CASE(infinite_norm);
     CASE(scaled);
     CASE(offloaded);
     CASE(offload_fails);

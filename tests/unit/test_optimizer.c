@@ -231,6 +231,36 @@ static void zeros_have_no_trust_ratio(void **state) {
     ddp_group_destroy(group);
 }
 
+/* nesterov belongs to SGD: LARS ends with the same bits with and without it. */
+static void lars_ignores_nesterov(void **state) {
+    ddp_group *group = alone(NULL);
+    float w[2][4] = {{1, -2, 3, 0.5f}, {1, -2, 3, 0.5f}}, g[4] = {0.3f, -1, 2, 0.7f};
+    (void)state;
+    for (int k = 0; k < 2; k++) {
+        ddp_optimizer *optimizer;
+        ddp_param param;
+        ddp_optimizer_desc d = option(DDP_OPTIMIZER_LARS);
+        memset(&param, 0, sizeof param);
+        param.value.data = w[k];
+        param.value.dtype = DDP_F32;
+        param.value.ndim = 2;
+        param.value.shape[0] = param.value.shape[1] = 2;
+        d.params = &param;
+        d.param_count = 1;
+        d.nesterov = k;
+        for (int step = 0; step < 3; step++) {
+            float grad[4];
+            memcpy(grad, g, sizeof grad);
+            param.grad.data = grad;
+            if (step == 0) expect_ok(ddp_optimizer_create(&optimizer, group, &d));
+            expect_ok(ddp_optimizer_step(optimizer, 0.5f));
+        }
+        ddp_optimizer_destroy(optimizer);
+    }
+    assert_memory_equal(w[0], w[1], sizeof w[0]);
+    ddp_group_destroy(group);
+}
+
 //== bits by sharding =======================================================================
 
 /* One piece of memory with all values and state, tensor by tensor, where ranks leave their rows. */
@@ -580,6 +610,12 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
         }
     d = schedule(DDP_LR_WSD); /* a tenth of 24 is 2 */
     assert_true(ddp_lr_at(&d, 22) == 1 && ddp_lr_at(&d, 23) == 0.625f && ddp_lr_at(&d, 24) == 0.25f);
+    for (int64_t total = 1; total < 10; total++) { /* a tenth of few steps is one */
+        d = schedule(DDP_LR_WSD);
+        d.warmup_steps = 0;
+        d.total_steps = total;
+        for (int64_t step = 0; step <= total; step++) assert_true(ddp_lr_at(&d, step) == (step < total ? 1 : 0.25f));
+    }
     d = schedule(DDP_LR_POLYNOMIAL); /* power 0 is 1 */
     assert_true(ddp_lr_at(&d, 14) == 0.625f);
     d = schedule(DDP_LR_LINEAR);
@@ -810,7 +846,7 @@ static void bad_scalers_are_told_what_is_wrong(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_kind_and_option_follows_its_formula),
-        cmocka_unit_test(zeros_have_no_trust_ratio),
+        cmocka_unit_test(zeros_have_no_trust_ratio), cmocka_unit_test(lars_ignores_nesterov),
         cmocka_unit_test(bits_do_not_depend_on_the_sharding),
         cmocka_unit_test(a_loaded_state_goes_on_with_the_same_bits),
         cmocka_unit_test(state_comes_from_the_users_allocator),
