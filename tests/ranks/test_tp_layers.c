@@ -570,6 +570,14 @@ static ddp_result bad_embedding(const place *at) {
     RANKS_OK(at->group, ddp_tp_embedding_backward(layer, NULL, NULL, 0, weight));
     ddp_tp_embedding_destroy(layer);
     ddp_tp_embedding_destroy(NULL);
+    desc.padded_vocab = 16; /* rows 10 to 15 belong to no token */
+    RANKS_OK(at->group, ddp_tp_embedding_create(&layer, at->tp, &desc));
+    tokens[5] = 10;
+    FAILS(at, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y), "tokens[5]=10", "0 to 9");
+    FAILS(at, ddp_tp_embedding_backward(layer, tokens, y, ROWS, weight), "tokens[5]=10", "0 to 9");
+    tokens[5] = 9;
+    RANKS_OK(at->group, ddp_tp_embedding_forward(layer, weight, tokens, ROWS, y));
+    ddp_tp_embedding_destroy(layer);
     return DDP_OK;
 }
 

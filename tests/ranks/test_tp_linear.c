@@ -488,6 +488,39 @@ static ddp_result normal_values(ddp_group *group) {
     return DDP_OK;
 }
 
+/* The random stream is fixed: every later version initialises a model with a given key the same way. The numbers come from a Python
+   program with Philox 4x32-10 (Salmon et al. 2011; it gives the published vectors). The counter is {index, index >> 32, 1, 0}. */
+static ddp_result normal_known_answers(ddp_group *group) {
+    static const struct { uint64_t key; double first[4], far_away; } table[] = {
+        {0,
+         {1.071173269799861, -0.6843032830356064, 0.183440826885244, -0.8094038377646908},
+         -0.4984185758172026},
+        {5,
+         {-1.3763539768601099, -0.24634243104525688, -0.2647214007548103, -0.2217184738630448},
+         -0.5201779593840008},
+        {UINT64_C(0x123456789abcdef0),
+         {-1.66644111567869, -0.35063627425631505, 1.1430090986442714, -1.96935589302499},
+         -0.7797708697979044}};
+    for (size_t t = 0; t < sizeof table / sizeof *table; t++) {
+        ddp_tensor_box box = DDP_ZERO;
+        double have[4], one;
+        float have32[4];
+        box.ndim = 1;
+        box.global_shape[0] = INT64_C(1) << 34;
+        box.shape[0] = 4;
+        RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 0, 1, have));
+        RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F32, table[t].key, 0, 1, have32));
+        for (int i = 0; i < 4; i++)
+            RANKS_CHECK(group, fabs(have[i] - table[t].first[i]) < 1e-13 && have32[i] == (float)have[i],
+                        "row %d: value %d is %.17g", (int)t, i, have[i]);
+        box.offset[0] = (INT64_C(1) << 33) + 12345; /* both words of the counter */
+        box.shape[0] = 1;
+        RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 0, 1, &one));
+        RANKS_CHECK(group, fabs(one - table[t].far_away) < 1e-13, "row %d: far away it is %.17g", (int)t, one);
+    }
+    return DDP_OK;
+}
+
 //== bad input =============================================================================
 
 #define FAILS(group, result, call, ...)                                                                                                           \
@@ -817,6 +850,7 @@ static ddp_result cases(ddp_group *group, void *user) {
     RANKS_RUN(group, bad_contexts(group));
     RANKS_RUN(group, bad_normal(group));
     RANKS_RUN(group, normal_values(group));
+    RANKS_RUN(group, normal_known_answers(group));
     RANKS_RUN(group, mismatches(group));
     RANKS_RUN(group, in_contexts(group, DDP_F64, 0, 0));
     RANKS_RUN(group, in_contexts(group, DDP_F64, 1, 0));

@@ -64,11 +64,43 @@ static ddp_result beside_a_receive(ddp_group *world) {
     return DDP_OK;
 }
 
+/* A sender sleeps until the receiver takes a large message, or frees a place for a small one. Nothing else happens that could wake it.
+   A sender that is not woken sleeps for 10 s. */
+static ddp_result send_and_sleep(ddp_group *world) {
+    enum { LARGE = 1 << 20, SMALL_MESSAGES = 200 };
+    int rank = ddp_rank(world);
+    int32_t small = 0;
+    double start = ranks_now();
+    char *large = (char *)calloc(LARGE, 1);
+    RANKS_CHECK(world, large, "no memory");
+    for (int i = 0; i < 3; i++) {
+        RANKS_OK(world, ddp_barrier(world));
+        if (rank == 0) RANKS_OK(world, ddp_send(world, large, LARGE, DDP_U8, 1, LAST_TAG, NULL));
+        if (rank == 1) {
+            ranks_sleep_us(100000); /* the sender is asleep */
+            RANKS_OK(world, ddp_recv(world, large, LARGE, DDP_U8, 0, LAST_TAG, NULL));
+            ranks_sleep_us(100000); /* and gets no other reason to wake */
+        }
+    }
+    free(large);
+    RANKS_OK(world, ddp_barrier(world));
+    if (rank == 0)
+        for (int i = 0; i < SMALL_MESSAGES; i++)
+            RANKS_OK(world, ddp_send(world, &i, 1, DDP_I32, 1, LAST_TAG, NULL));
+    for (int i = 0; rank == 1 && i < SMALL_MESSAGES; i++) {
+        if (i < 3) ranks_sleep_us(100000);
+        RANKS_OK(world, ddp_recv(world, &small, 1, DDP_I32, 0, LAST_TAG, NULL));
+    }
+    RANKS_CHECK(world, rank > 1 || ranks_now() - start < 9, "a sleep of %.1f s", ranks_now() - start);
+    return ddp_barrier(world);
+}
+
 static ddp_result rank_main(ddp_group *world, void *user) {
     lane *lanes = (lane *)calloc(2, sizeof *lanes);
     ddp_result result = lanes ? chain(world, lanes) : DDP_ERR_NO_MEMORY;
     (void)user;
     if (result == DDP_OK) result = beside_a_receive(world);
+    if (result == DDP_OK) result = send_and_sleep(world);
     free(lanes);
     return result;
 }

@@ -363,6 +363,41 @@ static void test_failures(void **state) {
         }
 }
 
+/* Two workers fetch two pieces of one batch. The earlier sample fails first, the later one second. The error names the earlier one. */
+enum { EARLY = 3, LATE = 100 };
+typedef struct race { int late_began, early_over; } race;
+
+static ddp_result race_fetch(void *user, int64_t index, void *const *fields) {
+    race *r = (race *)user;
+    (void)fields;
+    if (index == EARLY) {
+        while (!__atomic_load_n(&r->late_began, __ATOMIC_SEQ_CST)) usleep(1000);
+        __atomic_store_n(&r->early_over, 1, __ATOMIC_SEQ_CST);
+        return ddp_fail(DDP_ERR_CORRUPT, "early");
+    }
+    if (index == LATE) {
+        __atomic_store_n(&r->late_began, 1, __ATOMIC_SEQ_CST);
+        while (!__atomic_load_n(&r->early_over, __ATOMIC_SEQ_CST)) usleep(1000);
+        usleep(100000); /* the loader notes the earlier failure */
+        return ddp_fail(DDP_ERR_CORRUPT, "late");
+    }
+    return DDP_OK;
+}
+
+static void test_first_failure_is_named(void **state) {
+    race r = {0, 0};
+    ddp_loader_desc desc = desc_of(NULL, 256, 256, 2); /* pieces of 64 */
+    ddp_loader *l;
+    ddp_batch b;
+    (void)state;
+    desc.sampler.no_shuffle = 1;
+    desc.fetch = race_fetch;
+    desc.fetch_user = &r;
+    OK(ddp_loader_create(&l, &desc));
+    says(ddp_loader_next(l, &b), DDP_ERR_CORRUPT, "sample 3: early");
+    ddp_loader_destroy(l);
+}
+
 /* Memory that is counted, and runs out. */
 typedef struct memory { pthread_mutex_t lock; int live, calls, room; } memory;
 
@@ -620,6 +655,7 @@ static int remove_folder(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_order), cmocka_unit_test(test_hold), cmocka_unit_test(test_places), cmocka_unit_test(test_tokens),
+        cmocka_unit_test(test_first_failure_is_named),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_blocked), cmocka_unit_test(test_memory), cmocka_unit_test(test_pinned),
         cmocka_unit_test(test_refused)};
     data_fields[0].dtype = DDP_I64;

@@ -513,6 +513,32 @@ static void test_save_inside_a_batch_that_a_load_cut(void **state) {
     ddp_sampler_free(&s);
 }
 
+/* The last batch is short: rank 0 has 3 samples of it, rank 1 none. A state that rank 0 saved after 2 of them leaves rank 1 none. */
+static void test_resume_in_a_short_batch(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    ddp_sampler_state at, again;
+    (void)state;
+    d.dataset_size = 11;
+    d.num_replicas = 2;
+    d.global_batch = 8;
+    d.no_pad = 1;
+    start(&s, &d);
+    for (int k = 0; k < 6; k++) assert_true(ddp_sampler_next(&s, NULL) >= 0);
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+    assert_int_equal(at.position, 8);
+    assert_int_equal(at.block_offset, 2);
+    ddp_sampler_free(&s);
+    d.rank = 1;
+    start(&s, &d);
+    assert_int_equal(ddp_sampler_load(&s, &at), DDP_OK);
+    assert_int_equal(ddp_sampler_length(&s), 0);
+    assert_int_equal(ddp_sampler_next(&s, NULL), -1);
+    assert_int_equal(ddp_sampler_save(&s, &again), DDP_OK);
+    assert_int_equal(again.position, 11);
+    ddp_sampler_free(&s);
+}
+
 /* -- HASHED -- */
 
 static void test_hashed_is_a_bijection(void **state) {
@@ -832,6 +858,7 @@ int main(void) {
         cmocka_unit_test(test_load_on_the_same_world_changes_nothing),
         cmocka_unit_test(test_ranks_of_uneven_length_agree_at_the_end),
         cmocka_unit_test(test_save_inside_a_batch_that_a_load_cut),
+        cmocka_unit_test(test_resume_in_a_short_batch),
         cmocka_unit_test(test_hashed_is_a_bijection),
         cmocka_unit_test(test_hashed_at_the_largest_size),
         cmocka_unit_test(test_hashed_mixes),

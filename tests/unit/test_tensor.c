@@ -11,9 +11,32 @@
 #include "../support/watchdog.h"
 #include <fcntl.h>
 #include <math.h>
+#include <dirent.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 static char path[64]; /* of a file that tests may write */
+
+/* Calls of the library for files, noted in the order in which they come. */
+static char file_calls[64];
+static void note_file_call(char letter) {
+    size_t length = strlen(file_calls);
+    if (length + 1 < sizeof file_calls) {
+        file_calls[length] = letter;
+        file_calls[length + 1] = 0;
+    }
+}
+
+int fsync(int fd) {
+    note_file_call('s');
+    return (int)syscall(SYS_fsync, fd);
+}
+int rename(const char *from, const char *to) {
+    note_file_call('r');
+    return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
+}
 
 static void ok(ddp_result result) {
     if (result != DDP_OK) fail_msg("%s: %s", ddp_result_name(result), ddp_last_error());
@@ -676,6 +699,34 @@ static void npy_damaged(void **state) {
     }
 }
 
+/* A file gets its name after its bytes are on the disk. A save that fails leaves no other file in the folder. */
+static void npy_is_whole_or_not_there(void **state) {
+    char folder[64], inside[96];
+    float data[4] = {1, 2, 3, 4};
+    ddp_tensor t = tensor_of(data, DDP_F32, 2, 2, 2, 0, 0);
+    struct dirent *entry;
+    int entries = 0;
+    DIR *list;
+    (void)state;
+    file_calls[0] = 0;
+    ok(ddp_tensor_save_npy(NULL, &t, path));
+    assert_string_equal(file_calls, "sr");
+    unlink(path);
+
+    snprintf(folder, sizeof folder, "/tmp/ddp_test_npy_folder_%d", (int)getpid());
+    snprintf(inside, sizeof inside, "%s/name.npy", folder);
+    assert_int_equal(mkdir(folder, 0700), 0);
+    assert_int_equal(mkdir(inside, 0700), 0); /* a folder of that name: the rename fails */
+    says(ddp_tensor_save_npy(NULL, &t, inside), DDP_ERR_SYSTEM, "renaming to");
+    list = opendir(folder);
+    assert_non_null(list);
+    while ((entry = readdir(list)) != NULL) entries += entry->d_name[0] != '.';
+    closedir(list);
+    assert_int_equal(entries, 1);
+    assert_int_equal(rmdir(inside), 0);
+    assert_int_equal(rmdir(folder), 0);
+}
+
 //== placements ===============================================================================================
 
 static void placements(void **state) {
@@ -804,6 +855,12 @@ static void layouts(void **state) { /* without axes, and what is wrong with one 
     ddp_tensor_free(NULL, &out);
     ok(ddp_tensor_relayout(&in, &a, &a, &in, &plan));
     assert_string_equal(plan.collective, "none");
+    out = in;
+    out.data = data + 4;
+    in.shape[0] = out.shape[0] = a.shape[0] = 2; /* elements 0 to 7 and 4 to 11 */
+    REFUSED(ddp_tensor_relayout(&in, &a, &a, &out, &plan), "in and out overlap");
+    in.shape[0] = a.shape[0] = 3;
+    memset(&out, 0, sizeof out);
     REFUSED(ddp_tensor_layout_box(NULL, &box), "layout is NULL");
     REFUSED(ddp_tensor_layout_box(&a, NULL), "box is NULL");
     REFUSED(ddp_tensor_relayout(NULL, &a, &a, &out, NULL), "in is NULL");
@@ -880,7 +937,8 @@ int main(void) {
         cmocka_unit_test(create), cmocka_unit_test(views), cmocka_unit_test(copies), cmocka_unit_test(boxes), cmocka_unit_test(transposes),
         cmocka_unit_test(vast_and_empty),
         cmocka_unit_test(fills_and_pads), cmocka_unit_test(text), cmocka_unit_test(npy_there_and_back), cmocka_unit_test(npy_as_others_write),
-        cmocka_unit_test(npy_damaged), cmocka_unit_test(placements), cmocka_unit_test(one_rank), cmocka_unit_test(layouts), cmocka_unit_test(without_memory)};
+        cmocka_unit_test(npy_damaged), cmocka_unit_test(npy_is_whole_or_not_there),
+        cmocka_unit_test(placements), cmocka_unit_test(one_rank), cmocka_unit_test(layouts), cmocka_unit_test(without_memory)};
     watchdog_start(60);
     return cmocka_run_group_tests(tests, setup, teardown);
 }
