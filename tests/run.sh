@@ -3,6 +3,7 @@
 #   sh tests/run.sh           every test with gcc, clang, as C++, and under the sanitizers
 #   sh tests/run.sh --quick   the plain build alone, without MPI, CUDA and what is long
 # Further arguments go to ctest: sh tests/run.sh --quick -R unit
+# Tests that need Python's safetensors and PyTorch run with DDP_TEST_PYTHON=/path/to/venv/bin/python; bench/README.md makes one.
 # Packages are installed only when missing, with apt as root or through sudo. Everything is built below build/.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -10,7 +11,7 @@ cd "$(dirname "$0")/.." || exit 1
 quick=
 case ${1:-} in
 --quick) quick=1; shift ;;
--h | --help) sed -n '2,6s/^# \{0,1\}//p' tests/run.sh; exit 0 ;;
+-h | --help) sed -n '2,7s/^# \{0,1\}//p' tests/run.sh; exit 0 ;;
 esac
 
 #== what is missing ==========================================================================================
@@ -18,6 +19,14 @@ esac
 have() { command -v "$1" >/dev/null 2>&1; }
 have_header() { printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' "#include <$1>" |
     gcc -fsyntax-only -x c - 2>/dev/null; }
+
+# The package is for the system's Python, which need not be the first one in PATH.
+have_numpy() {
+    for python in "${DDP_TEST_PYTHON:-}" python3 /usr/bin/python3; do
+        [ -n "$python" ] && "$python" -c 'import numpy' 2>/dev/null && return 0
+    done
+    return 1
+}
 
 missing_packages() { # one line with the packages that this machine lacks
     list=
@@ -28,6 +37,7 @@ missing_packages() { # one line with the packages that this machine lacks
     have cmake || list="$list cmake"
     have ninja || list="$list ninja-build"
     have python3 || list="$list python3"
+    have_numpy || list="$list python3-numpy"
     have pkg-config || list="$list pkg-config"
     have_header cmocka.h || list="$list libcmocka-dev"
     have mpirun || list="$list openmpi-bin"
@@ -96,11 +106,16 @@ fi
 log=$build/configure.log
 mkdir -p "$build"
 echo "Configuring and building in $build"
-if ! CC=gcc CXX=g++ cmake -G Ninja -S . -B "$build" "-DDDP_TEST_FLAVOURS=$flavours" -DDDP_TEST_LONG=$long -DDDP_BUILD_TESTS=ON -DDDP_BUILD_EXAMPLES=OFF >"$log" 2>&1; then
+if ! CC=gcc CXX=g++ cmake -G Ninja -S . -B "$build" "-DDDP_TEST_FLAVOURS=$flavours" -DDDP_TEST_LONG=$long "-DDDP_TEST_PYTHON=${DDP_TEST_PYTHON:-}" -DDDP_BUILD_TESTS=ON -DDDP_BUILD_EXAMPLES=OFF >"$log" 2>&1; then
     cat "$log" >&2
     exit 1
 fi
 cmake --build "$build" -j "$jobs" -- -k 0 || exit 1 # -k 0: every error at once
 cd "$build" || exit 1
 # Tests of many ranks sleep a good part of their time, and there is always one that does little else.
-exec ctest --output-on-failure --no-tests=error -j "$((2 * jobs + 1))" "$@"
+ctest --output-on-failure --no-tests=error -j "$((2 * jobs + 1))" "$@"
+status=$?
+if [ -z "${DDP_TEST_PYTHON:-}" ]; then
+    echo "Disabled tests were not run: they need Python's safetensors and PyTorch 2.6. bench/README.md shows how to give them a virtual environment."
+fi
+exit $status
