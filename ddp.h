@@ -1122,7 +1122,8 @@ typedef struct ddp__vote {
 
 struct ddp_group {
     ddp_group_desc desc;         /* defaults resolved */
-    ddp__vote *votes;            /* world_size of them, behind this struct */
+    ddp__vote *votes;            /* world_size of them, after this struct */
+    const int *in_rank;          /* 1; 0 in a process that the rank has forked: a page of its own, which fork clears */
     char name[32];
     int rank, world_size, local_rank, local_world_size;
     const ddp_backend *backend;
@@ -1178,6 +1179,16 @@ static ddp_result ddp__bad_in(const char *who, const ddp_group *group) {
     return DDP__RANK_FAIL(group, DDP_ERR_INVALID, "%s group=%s: %s", who, group->name, ddp_last_error());
 }
 #define ddp__bad(who, group, ...) (ddp_fail(DDP_ERR_INVALID, __VA_ARGS__), ddp__bad_in(who, group))
+
+/* A process forked inside a rank shares its memory and sockets: a call there would be taken for one of the rank. */
+static ddp_result ddp__forked(const ddp_group *group, const char *who) {
+    return DDP__RANK_FAIL(group, DDP_ERR_INVALID,
+                          "%s group=%s: process %d was forked from the rank and is not part of the group; make the "
+                          "call in the rank's own process",
+                          who, group->name, (int)getpid());
+}
+#define DDP__NOT_FORKED(group, who) \
+    do { if (__builtin_expect(!*(group)->in_rank, 0)) return ddp__forked(group, who); } while (0)
 
 /* Leave the function unless the condition holds; what follows it is what to tell. DDP__NEED: of the public function it stands in. */
 #define DDP__CHECK(who, group, condition, ...) do { if (!(condition)) return ddp__bad(who, group, __VA_ARGS__); } while (0)
@@ -3929,6 +3940,7 @@ static ddp_result ddp__hand_out(ddp_group *group, ddp__op *op, ddp_work *work) {
 /* A checked collective, or a task: carried out here when it blocks and nothing is ahead, or when this thread is the one that works off the queue
    or has no peers, or the backend enqueues; queued otherwise. */
 static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task, void *argument, ddp_work *work) {
+    DDP__NOT_FORKED(group, task ? "ddp_group_enqueue" : ddp__call_title(call));
     if (work) memset(work, 0, sizeof *work);
     else if (!task && !group->queued) return ddp__deliver(group, ddp__execute(group, call)); /* there is no queue */
     int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
@@ -3988,6 +4000,7 @@ static ddp_result ddp__p2p_no_memory(ddp_group *group, const ddp_call *call) {
 
 /* Starts a checked send or receive. Inside a batch it joins the batch; without work it is waited for here. */
 static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *work) {
+    DDP__NOT_FORKED(group, ddp_call_name(call->kind));
     int enqueues = group->backend->enqueues;
     if (!enqueues && !group->backend->p2p_start)
         return DDP__RANK_FAIL(group, DDP_ERR_UNSUPPORTED, "%s group=%s: the %s backend sends no messages", ddp_call_name(call->kind), group->name,
@@ -4027,6 +4040,7 @@ static ddp__op *ddp__op_of(ddp_group *group, const ddp_work *work, const char *w
 
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
     DDP__NEED(group && work, "group or work is NULL");
+    DDP__NOT_FORKED(group, __func__);
     if (!work->op) return DDP_OK;
     ddp__op *op = ddp__op_of(group, work, __func__);
     memset(work, 0, sizeof *work);
@@ -4036,6 +4050,7 @@ DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work) {
 DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     DDP__NEED(group && work && done, "group, work or done is NULL");
     *done = 1;
+    DDP__NOT_FORKED(group, __func__);
     if (!work->op) return DDP_OK;
     ddp__op *op = ddp__op_of(group, work, __func__);
     if (!op) return DDP_ERR_INVALID;
@@ -4050,6 +4065,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
 
 DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
     DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
     DDP__CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
     group->in_batch = 1;
     return DDP_OK;
@@ -4069,6 +4085,7 @@ DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
     ddp__outcome first;
     first.result = DDP_OK;
     DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
     DDP__CHECK(__func__, group, group->in_batch, "no batch is open");
     group->in_batch = 0;
     if (group->batch && group->backend->enqueues) {
@@ -5944,6 +5961,7 @@ static void ddp__group_delete(ddp_group *group) {
     pthread_cond_destroy(&group->done_cond);
     pthread_cond_destroy(&group->work_cond);
     pthread_mutex_destroy(&group->lock);
+    munmap((void *)(uintptr_t)group->in_rank, DDP__PAGE);
     ddp__aligned_free(desc.free_fn, desc.user, group);
 }
 
@@ -5958,6 +5976,14 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
                         size + votes);
     memset(group, 0, size + votes);
     group->votes = (ddp__vote *)((unsigned char *)group + size);
+    int *in_rank = (int *)mmap(NULL, DDP__PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (in_rank == MAP_FAILED) {
+        ddp__aligned_free(desc->free_fn, desc->user, group);
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_group_create: a page could not be mapped: %s", strerror(errno));
+    }
+    madvise(in_rank, DDP__PAGE, 18 /* MADV_WIPEONFORK; Linux before 4.14 does without */);
+    *in_rank = 1;
+    group->in_rank = in_rank;
     group->desc = *desc;
     snprintf(group->name, sizeof group->name, "%s", desc->name);
     group->desc.name = group->name;
@@ -6178,6 +6204,7 @@ DDPDEF ddp_result ddp_group_split(ddp_group *group, int color, int key, ddp_grou
 
 DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
     DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
     ddp_result result = ddp_group_cause(group);
     return result == DDP_OK ? DDP_OK : DDP__GROUP_FAIL(group, result, "%s", ddp_last_error());
 }
@@ -6185,13 +6212,14 @@ DDPDEF ddp_result ddp_group_status(const ddp_group *group) {
 DDPDEF ddp_result ddp_group_abort(ddp_group *group) {
     char text[96];
     DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
     snprintf(text, sizeof text, "rank %d (pid %d) called ddp_group_abort", group->rank, (int)getpid());
     ddp_group_poison(group, DDP_ERR_POISONED, text);
     return DDP_OK;
 }
 
 DDPDEF void ddp_group_destroy(ddp_group *group) {
-    if (!group) return;
+    if (!group || !*group->in_rank) return; /* in a forked process all of it is the rank's */
     if (group->thread_started || group->no_thread) {
         char text[96];
         snprintf(text, sizeof text, "rank %d (pid %d) destroyed the group with work pending", group->rank, (int)getpid());
@@ -6258,6 +6286,7 @@ DDPDEF ddp_result ddp_group_alloc(ddp_group *group, size_t size_bytes, void **ou
 
 DDPDEF ddp_result ddp_group_free(ddp_group *group, void *memory) {
     DDP__NEED(group, "group is NULL");
+    DDP__NOT_FORKED(group, __func__);
     return memory ? group->backend->free(group, group->state, memory) : DDP_OK;
 }
 
