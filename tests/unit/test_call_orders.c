@@ -76,13 +76,15 @@ static ddp_group *alone(void) {
 
 //== reducer ================================================================================
 
-enum { READY0, READY1, WAIT, CLIP, NO_SYNC, SYNC, WAIT_MEAN, REDUCER_CALLS };
+enum { READY0, READY1, WAIT, CLIP, NO_SYNC, SYNC, WAIT_MEAN, WAIT_NEGATIVE, REDUCER_CALLS };
 static const char *const reducer_calls[REDUCER_CALLS] = {
     "ddp_reducer_ready(0)",   "ddp_reducer_ready(1)",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
-    "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)", "ddp_reducer_wait_mean"};
+    "ddp_reducer_no_sync(1)", "ddp_reducer_no_sync(0)", "ddp_reducer_wait_mean",
+    "ddp_reducer_wait_mean with a negative count"};
 static const char *const reducer_names[REDUCER_CALLS] = {
     "ddp_reducer_ready",   "ddp_reducer_ready",   "ddp_reducer_wait",     "ddp_reducer_clip_grad_norm",
-    "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean"};
+    "ddp_reducer_no_sync", "ddp_reducer_no_sync", "ddp_reducer_wait_mean",
+    "ddp_reducer_wait_mean"};
 typedef struct reducer_case {
     ddp_group *group;
     int find_unused, per_token;
@@ -119,18 +121,19 @@ static void reducer_sequence(const int *calls, int length, void *user) {
     desc.per_token = c->per_token;
     WORKS(ddp_reducer_create(&reducer, group, &desc));
     for (int i = 0; i < length; i++) {
-        int call = calls[i], waits = call == WAIT || call == WAIT_MEAN,
+        int call = calls[i], takes_mean = call == WAIT_MEAN || call == WAIT_NEGATIVE,
+            waits = call == WAIT || takes_mean,
             missing = !c->find_unused && !(ready[0] && ready[1]);
         ddp_result result = DDP_OK, wanted = DDP_OK;
         ddp_mean loss = DDP_ZERO;
         float norm = -1;
         add_to_sequence(reducer_calls[call]);
-        ddp_mean_add(&loss, 1.0, 2);
+        ddp_mean_add(&loss, 1.0, call == WAIT_NEGATIVE ? -2 : 2);
         if (call == READY0 || call == READY1)
             result = ddp_reducer_ready(reducer, call - READY0);
         else if (call == WAIT)
             result = ddp_reducer_wait(reducer);
-        else if (call == WAIT_MEAN)
+        else if (takes_mean)
             result = ddp_reducer_wait_mean(reducer, &loss);
         else if (call == CLIP)
             result = ddp_reducer_clip_grad_norm(reducer, 1e30f, &norm);
@@ -142,7 +145,7 @@ static void reducer_sequence(const int *calls, int length, void *user) {
             ready[call - READY0] = 1;
             averaged = 0;
         }
-        if (waits && call == WAIT_MEAN && !c->per_token)
+        if (takes_mean && !c->per_token)
             wanted = DDP_ERR_INVALID;
         else if (waits && !no_sync) {
             double divisor = call == WAIT_MEAN ? 2.0 * w : c->per_token ? 1 : w;
@@ -154,6 +157,10 @@ static void reducer_sequence(const int *calls, int length, void *user) {
             first = 0;
             averaged = !missing;
             ready[0] = ready[1] = 0;
+            if (call == WAIT_NEGATIVE) { /* gradients are sums over ranks, and stay so */
+                wanted = DDP_ERR_INVALID;
+                averaged = known = 0;
+            }
         }
         if (call == CLIP && (no_sync || !averaged)) wanted = DDP_ERR_INVALID;
         if (call == NO_SYNC || call == SYNC) {
@@ -163,8 +170,8 @@ static void reducer_sequence(const int *calls, int length, void *user) {
                 no_sync = call == NO_SYNC;
             if (call == NO_SYNC && wanted == DDP_OK) averaged = 0;
         }
-        /* an error that ddp_reducer_wait finds for ddp_reducer_wait_mean has that name */
-        expect(call == WAIT_MEAN && c->per_token ? "ddp_reducer_wait" : reducer_names[call], result, wanted);
+        /* an error that another public call finds for ddp_reducer_wait_mean may have its name */
+        expect(takes_mean && c->per_token ? "ddp_" : reducer_names[call], result, wanted);
         if (call == CLIP && result == DDP_OK && known)
             expect_number("the norm", (double)norm, (double)(float)sqrt(sum[0] * sum[0] + sum[1] * sum[1]));
     }
