@@ -658,7 +658,8 @@ static void test_false_rank0(void) {
         if (i > 0) send_frame(fd, INNER_CHALLENGE, 0, INNER_TEXT, NULL, INNER_TEXT, "");
         if (i > 0) EXPECT(read_bytes(fd, bytes, letter) == letter, "there is no proof");
         send_frame(fd, INNER_NEWS, 1, INNER_TEXT, NULL, INNER_TEXT, i == 1 ? bytes + head_size() : zeros);
-        EXPECT(read_bytes(fd, bytes, 1) == 0, "the rank goes on");
+        send_frame(fd, INNER_NEWS, 0, INNER_TEXT, NULL, INNER_TEXT, "pid 1 on nowhere");
+        EXPECT(read_bytes(fd, bytes, 1) == 0, "the rank joins it");
         close(fd);
         close(listener);
         reap(1, 1);
