@@ -4674,7 +4674,7 @@ static int ddp__is_other_byte_order(const ddp__peer *p) {
     return p->in.magic == __builtin_bswap64(DDP__MAGIC);
 }
 
-enum { DDP__NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
+enum { DDP__MAX_NOTICES = 256 }; /* about closed connections: a flood must not fill the disk with log lines */
 
 /* Closes the connection of an unauthenticated peer and reports it. tell: not 0 = the peer gets this result
    and why. */
@@ -4683,9 +4683,9 @@ static void ddp__turn_away(ddp__venue *v, ddp__peer *p, const char *why, int tel
     snprintf(text, sizeof text, "hung up on %s: %.320s", p->who, why);
     if (tell) ddp__send_news(p->fd, tell, why, -1);
     if (tell < 0) snprintf(v->refused, sizeof v->refused, "%.199s", why);
-    if (v->notices == DDP__NOTICES)
+    if (v->notices == DDP__MAX_NOTICES)
         snprintf(text, sizeof text, "more connections were closed than are reported here");
-    if (v->notices <= DDP__NOTICES) ddp_group_log(v->group, text);
+    if (v->notices <= DDP__MAX_NOTICES) ddp_group_log(v->group, text);
     v->notices++;
     ddp__peer_close(p);
 }
