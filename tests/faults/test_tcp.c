@@ -470,7 +470,7 @@ static void test_strangers(void) {
     static unsigned char garbage[4096];
     for (size_t i = 0; i < sizeof garbage; i++) garbage[i] = (unsigned char)ranks_mix(i);
     for (int kind = 0; kind < 4; kind++) {
-        job j = {{TORCH, "MASTER_ADDR=127.0.0.1"}, NULL, 3, 0, 40000, work};
+        job j = {{TORCH, "MASTER_ADDR=127.0.0.1", kind == 0 || kind == 3 ? SECRET : NULL}, NULL, 3, 0, 40000, work};
         int count = kind == 3 ? 400 : kind == 2 ? 50 : 5, fds[400];
         char letter[4096];
         faults_begin(what[kind]);
