@@ -2358,7 +2358,7 @@ static ddp_result ddp__nccl_status(const ddp_group *, void *state) {
 static void ddp__nccl_set_cause(ddp__nccl *n, ddp_result cause, const char *text, int is_peers) {
     pthread_mutex_lock(&n->lock);
     if (n->cause == DDP_OK) {
-        snprintf(n->text, sizeof n->text, "%s", text);
+        snprintf(n->text, sizeof n->text, "%.*s", (int)sizeof n->text - 1, text);
         n->cause_is_peers = is_peers;
         __atomic_store_n(&n->cause, cause, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&n->changed);
@@ -2774,7 +2774,7 @@ static void ddp__nccl_behind(const ddp__nccl *n, const ddp__nccl_word *words, co
 /* The group fails with "WHAT; seq=3 ddp_all_reduce f32 count=1000 sum of group dp is under way on rank 0; behind is rank 1, whose last was ...". A call that
    has just come may be known to the others by now: until their next words nobody is behind. */
 static void ddp__nccl_report(ddp__nccl *n, const ddp__nccl_word *words, ddp_result cause, const char *what) {
-    char text[DDP__CUDA_TEXT], call[160], behind[300] = "";
+    char text[640], call[160], behind[300] = "";
     ddp__cuda_mark first = DDP_ZERO;
     int heard = cause == DDP_ERR_TIMEOUT;
     pthread_mutex_lock(&n->lock);
