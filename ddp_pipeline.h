@@ -1873,6 +1873,19 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     return DDP_OK;
 }
 
+/* Where the text ends, without lines at the end that are blank or hold one empty quoted cell. */
+static const char *ddp__csv_end(const char *csv) {
+    const char *end = csv + strlen(csv);
+    for (;;) {
+        const char *line;
+        int quotes = 0;
+        while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--; /* an idle cell at the end has its comma */
+        for (line = end; line > csv && (ddp__csv_is_blank(line[-1]) || line[-1] == '"'); line--) quotes += line[-1] == '"';
+        if (quotes != 2 || (line > csv && line[-1] != '\n')) return end;
+        end = line;
+    }
+}
+
 DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     ddp_schedule *s;
     ddp_result result = DDP_OK;
@@ -1882,8 +1895,7 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv) {
     if (out) *out = NULL;
     if (!out || !csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: out or csv is NULL");
     if (strncmp(csv, "\xef\xbb\xbf", 3) == 0) csv += 3; /* the byte-order mark of UTF-8 */
-    end = csv + strlen(csv);
-    while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--; /* an idle cell at the end of the last line has its comma */
+    end = ddp__csv_end(csv);
     if (end == csv) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: there is no text");
     for (const char *at = csv; at < end; at++) lines += *at == '\n';
     if (lines > DDP__MAX_STAGES) return ddp_fail(DDP_ERR_INVALID, "ddp_schedule_parse: %d lines; a line is a rank, and %d are the most", lines, DDP__MAX_STAGES);

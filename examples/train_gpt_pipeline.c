@@ -3,6 +3,7 @@
 USAGE
     cc -O3 -march=native examples/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
     ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1 and its like; --help lists the flags
+    ./train_gpt_pipeline --ranks 2 --schedule my.csv   a list of one's own: a row per rank, cells such as 1F0; see ddp_schedule_parse
     mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
 
 A STEP
@@ -25,7 +26,7 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-H2, ZB-V, DualPipeV, ..."},
+    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-H2, ZB-V, DualPipeV, ..., or FILE.csv"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536, "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank: the same as --stages N x ranks"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6, "N micro-batches per step; default --batch / --micro-batch"},
@@ -49,6 +50,7 @@ typedef struct unit_memory {
 typedef struct trainer {
     run run;
     ddp_schedule *schedule;
+    char *csv;                       /* text of the file that --schedule names; NULL: it names a kind */
     ddp_group *group;                /* the same ranks; the pipeline's own */
     ddp_pipeline *pipeline;
     int unit_count, stage_count, micro_count; /* micro-batches in a step */
@@ -99,7 +101,94 @@ static ddp_result find_batch(run_config *c, int count) {
     return DDP_OK;
 }
 
-static ddp_result make_schedule(trainer *t) {
+/* A file, and not the name of a kind. */
+static int names_file(const char *schedule) {
+    size_t length = schedule ? strlen(schedule) : 0;
+    return length > 0 && (strchr(schedule, '/') || strchr(schedule, '.'));
+}
+
+enum { SCHEDULE_MAX_BYTES = 256 << 20 };
+
+/* Rank 0: the file's text. */
+static ddp_result read_schedule(trainer *t, const char *path) {
+    struct stat info;
+    size_t size, used = 0;
+    ssize_t got = 1;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return WRONG("--schedule %s cannot be read: %s; give a CSV file, or the name of a schedule", path, strerror(errno));
+    if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size > SCHEDULE_MAX_BYTES) {
+        close(fd);
+        return WRONG("--schedule %s is not a file of at most %d bytes; give a CSV file with a row per rank", path, SCHEDULE_MAX_BYTES);
+    }
+    size = (size_t)info.st_size;
+    t->csv = (char *)malloc(size + 1);
+    while (t->csv && used < size && (got = read(fd, t->csv + used, size - used)) > 0) used += (size_t)got;
+    close(fd);
+    if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "--schedule %s: %zu bytes", path, size);
+    if (got < 0) return WRONG("--schedule %s cannot be read: %s; give a CSV file with a row per rank", path, strerror(errno));
+    t->csv[used] = 0;
+    if (strlen(t->csv) != used) return WRONG("--schedule %s has a zero byte; give a text file with commas between cells", path);
+    return DDP_OK;
+}
+
+/* Gives the text of the file to all ranks. Collective. */
+static ddp_result share_schedule(trainer *t) {
+    int64_t size = t->csv ? (int64_t)strlen(t->csv) + 1 : 0;
+    TRY(ddp_broadcast(t->run.world, &size, 1, DDP_I64, 0, NULL));
+    if (!size) return DDP_OK;
+    if (!t->csv) t->csv = (char *)malloc((size_t)size);
+    if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "a schedule of %lld bytes", (long long)size);
+    return ddp_broadcast(t->run.world, t->csv, (size_t)size, DDP_U8, 0, NULL);
+}
+
+/* The last error, which the parser or the checker found, with file, row and cell. An overlapped pair is one cell. */
+static ddp_result wrong_schedule(const trainer *t, const char *path) {
+    char found[400];
+    int row, cell, count = 0, end = 0;
+    snprintf(found, sizeof found, "%s", ddp_last_error());
+    if (sscanf(found, "ddp_schedule_parse: line %d cell %d%n", &row, &cell, &end) == 2 && end > 0)
+        return WRONG("--schedule %s row %d cell %d%s", path, row, cell, found + end);
+    if (sscanf(found, "ddp_schedule_check: rank %d position %d%n", &row, &cell, &end) == 2 && end > 0) {
+        const ddp_action *list = ddp_schedule_actions(t->schedule, row, &count);
+        for (int i = cell - 1; i >= 0; i--) cell -= i < count && list[i].overlaps;
+        return WRONG("--schedule %s row %d cell %d%s", path, row + 1, cell + 1, found + end);
+    }
+    return WRONG("--schedule %s: %s", path, found);
+}
+
+/* The schedule of a file: complete, free of deadlocks, and for this number of ranks. */
+static ddp_result parse_schedule(trainer *t) {
+    const run_options *o = t->run.options;
+    const char *path = o->strategy;
+    int rows, stages, chunks;
+    if (ddp_schedule_parse(&t->schedule, t->csv) != DDP_OK) return wrong_schedule(t, path);
+    rows = ddp_schedule_rank_count(t->schedule);
+    stages = ddp_schedule_stage_count(t->schedule);
+    if (rows != t->run.world_size)
+        return WRONG("--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d", path, rows,
+                     t->run.world_size, rows);
+    if (ddp_schedule_check(t->schedule) != DDP_OK) return wrong_schedule(t, path);
+    chunks = o->chunks ? o->chunks * rows : stages;
+    if ((o->stages && o->stages != stages) || chunks != stages)
+        return WRONG("--schedule %s has %d stages; leave --stages and --chunks out", path, stages);
+    return DDP_OK;
+}
+
+/* Rank 0: a schedule that comes from a file says how many micro-batches a step has. */
+static ddp_result find_file_batch(const trainer *t, run_options *options) {
+    const run_config *c = &options->config;
+    int count = ddp_schedule_microbatch_count(t->schedule);
+    if (options->micro_batches && options->micro_batches != count)
+        return WRONG("--schedule %s has %d micro-batches, and --micro-batches is %d; leave --micro-batches out", options->strategy,
+                     count, options->micro_batches);
+    if (c->batch && c->micro_batch && (int64_t)count * c->micro_batch != c->batch)
+        return WRONG("--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; leave --batch out",
+                     options->strategy, count, c->batch, count, c->micro_batch);
+    options->micro_batches = count;
+    return DDP_OK;
+}
+
+static ddp_result make_kind(trainer *t) {
     const run_options *o = t->run.options;
     ddp_schedule_desc desc = DDP_ZERO;
     if (o->strategy) TRY(ddp_schedule_kind_find(o->strategy, &desc.kind));
@@ -108,10 +197,14 @@ static ddp_result make_schedule(trainer *t) {
     desc.rank_count = t->run.world_size;
     desc.microbatch_count = t->run.plan.config.batch / t->run.plan.config.micro_batch;
     TRY(find_chunks(t, &desc.chunk_count));
-    TRY(ddp_schedule_create(&t->schedule, &desc));
+    return ddp_schedule_create(&t->schedule, &desc);
+}
+
+static ddp_result make_schedule(trainer *t) {
+    TRY(t->csv ? parse_schedule(t) : make_kind(t));
     t->stage_count = ddp_schedule_stage_count(t->schedule);
     t->unit_count = t->run.plan.config.layers + 2;
-    t->micro_count = desc.microbatch_count;
+    t->micro_count = ddp_schedule_microbatch_count(t->schedule);
     if (t->stage_count > t->unit_count)
         return WRONG("%d stages for an embedding, %d blocks and a head; use --layers %d or more", t->stage_count, t->unit_count - 2, t->stage_count - 2);
     return DDP_OK;
@@ -123,6 +216,13 @@ static ddp_result plan_run(trainer *t) {
     TRY(check_options(&options, t->run.world_size));
     TRY(check_writable(SCHEDULE_PATH));
     TRY(check_writable(TRACE_PATH));
+    if (names_file(options.strategy)) {
+        TRY(read_schedule(t, options.strategy));
+        TRY(parse_schedule(t));
+        TRY(find_file_batch(t, &options));
+        ddp_schedule_destroy(t->schedule);
+        t->schedule = NULL;
+    }
     TRY(find_batch(&options.config, options.micro_batches));
     TRY(make_plan(&t->run.plan, &options, 1, NULL, &t->run.text));
     TRY(make_schedule(t));
@@ -383,6 +483,13 @@ static ddp_result draw(const trainer *t, ddp_schedule_format format, const char 
     return result;
 }
 
+/* The name of a kind, or of a file without its folder. */
+static const char *schedule_name(const trainer *t) {
+    const char *path = t->run.options->strategy, *slash = t->csv ? strrchr(path, '/') : NULL;
+    if (!t->csv) return ddp_schedule_kind_name(ddp_schedule_get_kind(t->schedule));
+    return slash ? slash + 1 : path;
+}
+
 /* After the last training step: how it went. Collective. */
 static ddp_result report_pipeline(trainer *t) {
     run *r = &t->run;
@@ -405,7 +512,7 @@ static ddp_result report_pipeline(trainer *t) {
     TRY(share_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
     printf("\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
-    printf("  %-18s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", ddp_schedule_kind_name(ddp_schedule_get_kind(t->schedule)), r->world_size, t->stage_count,
+    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", schedule_name(t), r->world_size, t->stage_count,
            t->micro_count, tokens_per_second(r, r->plan.config.steps), 100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
     return DDP_OK;
 }
@@ -434,6 +541,7 @@ static ddp_result train(void *user) {
     double validation = 0, loss;
     float norm;
     TRY(run_start(r, r->rank == 0 ? plan_run(t) : DDP_OK));
+    TRY(share_schedule(t));
     TRY(make_schedule(t));
     TRY(run_build_model(r, GPT_OWN_VALUES));
     TRY(build_params(t));
@@ -459,6 +567,7 @@ static void trainer_free(void *user) {
     }
     run_free(&t->run);
     ddp_schedule_destroy(t->schedule);
+    free(t->csv);
     free(t->first_unit);
     free(t->params);
     free(t->pointers);

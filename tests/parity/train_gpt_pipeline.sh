@@ -49,9 +49,46 @@ for tid in 0, 1:
     assert all(end <= begin + 0.002 for (_, end), (begin, _) in zip(row, row[1:])), "actions of a rank overlap"
 END
 
+# A list of one's own, as a spreadsheet writes it: rank 1 takes micro-batches in another order, I and W are apart.
+printf '\357\273\277"0F0","0F1","0F2","0F3","0B1","0B0","0B3","0B2"\r\n1F0,1F1,1I1,1I0,1W0,1W1,,1F3,1B3,1F2,1B2\r\n' > own.csv
+# shellcheck disable=SC2086
+{
+    train_with eight "$whole" $run --batch 8 --steps $steps --ranks 1
+    train_with own "$program" $run --steps $steps --ranks 2 --schedule own.csv
+    same eight own
+    mkdir lists
+    cp own.csv lists/no_ending
+    train_with folder "$program" $run --batch 8 --steps $steps --ranks 2 --threads-as-ranks --schedule lists/no_ending
+    same eight folder
+}
+grep -q '^  own.csv  *2  *2  *4 ' own.all || fail "no table for own.csv: $(cat own.all)"
+grep -q '^  no_ending  *2  *2  *4 ' folder.all || fail "no table for lists/no_ending: $(cat folder.all)"
+
+printf '0F0,0B0\n1F0,,1X0\n' > cell.csv
+printf '0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1I1,1W0\n' > check.csv
+printf '0F0,0B0\n1B0,1F0\n' > order.csv
+printf '0F0,0B0\n1F0,1B0\n' > fine.csv
+printf '0F0,0B0\n1F0\0,1B0\n' > zero.csv
+: > empty.csv
+mkfifo pipe.csv
+mkdir held.csv
 before=$(state)
 # shellcheck disable=SC2086
 {
+    wrong '--schedule cell.csv row 2 cell 3 "1X0": there is no such action' $run --ranks 2 --schedule cell.csv text
+    wrong "--schedule order.csv row 2 cell 1 1B0: its forward 1F0 comes later" $run --ranks 2 --schedule order.csv text
+    wrong "--schedule check.csv row 2 cell 4 1W0: 1B0 of that stage and micro-batch" $run --ranks 2 --schedule check.csv text
+    wrong "--schedule fine.csv has 2 rows, one for each rank, and there are 3 ranks; use --ranks 2" $run --ranks 3 --schedule fine.csv text
+    wrong "has 1 micro-batches, and --micro-batches is 4; leave --micro-batches out" $model --ranks 2 --micro-batches 4 --schedule fine.csv text
+    wrong "and --batch 16 is not 1 of --micro-batch 2; leave --batch out" $run --batch 16 --ranks 2 --schedule fine.csv text
+    wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --stages 4 --schedule fine.csv text
+    wrong "fine.csv has 2 stages; leave --stages and --chunks out" $run --ranks 2 --chunks 2 --schedule fine.csv text
+    wrong "--schedule missing.csv cannot be read: No such file" $run --ranks 2 --schedule missing.csv text
+    wrong "--schedule ./1F1B cannot be read: No such file" $run --ranks 2 --schedule ./1F1B text
+    wrong "--schedule held.csv is not a file" $run --ranks 2 --schedule held.csv text
+    wrong "--schedule pipe.csv is not a file" $run --ranks 2 --schedule pipe.csv text
+    wrong "--schedule zero.csv has a zero byte" $run --ranks 2 --schedule zero.csv text
+    wrong "--schedule empty.csv: ddp_schedule_parse: there is no text" $run --ranks 2 --schedule empty.csv text
     wrong "no schedule is called" $run --ranks 2 --schedule 2F2B text
     wrong "delayed weights" $run --ranks 2 --schedule PipeDream text
     wrong "use --layers 6 or more" $run --ranks 4 --chunks 2 --schedule looped-BFS text

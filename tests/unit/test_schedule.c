@@ -751,7 +751,7 @@ static void csv(void **state) {
         {"0F01", "after the action stands its micro-batch"}, {"-1F0", "an action starts with its stage"}, {"0BW0", "BW is an older spelling"},
         {"(0F0;1B0)", "a pair reads (0F7;7B3)OVERLAP_F_B"}, {"(0F0)OVERLAP_F_B", "a pair reads"}, {"(0F0;1B0)OVERLAP_F_BB", "something follows"},
         {"0f0", "there is no such action"}, {"0F0;", "something follows"}, {"0F0\t\x01", "\"0F0\t?\""},
-        {"\xef\xbb\xbf", "there is no text"}, {"\xef\xbb\xbf\n", "there is no text"}, {"\xef\xbb", "line 1 cell 1"},
+        {"\xef\xbb\xbf", "there is no text"}, {"\xef\xbb\xbf\n", "there is no text"}, {"\"\"\n\" \" \n", "there is no text"}, {"\xef\xbb", "line 1 cell 1"},
         {"0F0\n\xef\xbb\xbf""0B0", "line 2 cell 1"}, {"\"0F0", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"},
         {"\"0F0,0B0\"", "line 1 cell 1 \"\"0F0\": the quote does not end in this cell"}, {"\"", "the quote does not end"},
         {"\"0F0\"x", "the quote does not end"}, {"\"\"0F0\"\"", "an action starts with its stage"},
