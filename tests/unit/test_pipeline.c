@@ -193,6 +193,16 @@ static void delayed(versions *all, int kind_2bw, int stages, int count, int inte
         }
 }
 
+/* The mean loss that a version of the weights has. */
+static double newest_loss(const versions *all, int version, int stages, int count) {
+    const float *weight[PIPE_STAGES], *bias[PIPE_STAGES];
+    double losses[PIPE_BATCHES];
+    pipe_grads unused;
+    for (int s = 0; s < stages; s++) weight[s] = all->weight[version][s], bias[s] = all->bias[version][s];
+    for (int i = 0; i < count; i++) losses[i] = pipe_plain(stages, weight, bias, i, &unused);
+    return pipe_sum_losses(losses, count) / count;
+}
+
 /* A stage whose values lie elsewhere, and in m only from unshard to reshard: an update inside of a step gathers anew. */
 typedef struct sharded { pipe_model m; float weight[PIPE_STAGES][PIPE_WEIGHTS], bias[PIPE_STAGES][PIPE_SIDE]; } sharded;
 
@@ -233,6 +243,7 @@ static ddp_result weight_versions(ddp_group *world) {
         ddp_pipeline *pipeline;
         ddp_pipeline_stats stats;
         ddp_schedule *s, *low;
+        double mean, want;
         RANKS_CHECK(world, me && all, "memory");
         RANKS_OK(world, make(world, &s, cases[k].twice ? DDP_SCHEDULE_PIPEDREAM_2BW : DDP_SCHEDULE_PIPEDREAM, count, 1, interval));
         RANKS_OK(world, ddp_schedule_lower(&low, s, 0));
@@ -259,6 +270,10 @@ static ddp_result weight_versions(ddp_group *world) {
                         "case %d stage %d: bias", turn, stage);
         }
         RANKS_CHECK(world, !m->wrong, "case %d: %s", k, m->wrong);
+        RANKS_OK(world, ddp_pipeline_evaluate(pipeline));
+        RANKS_OK(world, ddp_pipeline_get_loss(pipeline, &mean, NULL));
+        want = newest_loss(all, 3 * count / interval, w, count);
+        RANKS_CHECK(world, mean == want, "case %d: evaluated %.17g, the newest weights give %.17g", turn, mean, want);
         RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
         RANKS_CHECK(world, cases[k].twice ? stats.version_bytes > 0 : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w), "case %d: %zu bytes", k, stats.version_bytes);
         ddp_pipeline_destroy(pipeline);
@@ -320,6 +335,46 @@ static ddp_result ties_and_norm(ddp_group *world) {
         RANKS_CHECK(world, norm == want, "norm %.9g, not %.9g", (double)norm, (double)want);
         ddp_device_cpu()->scale(&h->grads[0], sizeof h->grads[0] / sizeof(float), DDP_F32, want / 2 / want);
         RANKS_OK(world, same_gradients(world, m, s, h, "clipped"));
+        ddp_pipeline_destroy(pipeline);
+        ddp_schedule_destroy(s);
+    }
+    free(h);
+    free(m);
+    return DDP_OK;
+}
+
+/* One bias in three or more stages: every end has the sum of all, added in the order of the ties. Turn 0: the first use is on
+   rank 0. Turn 1: it is at the tip of a V, on the last rank, and the sum goes back to lower ranks. */
+static ddp_result ties_of_many(ddp_group *world) {
+    int w = ddp_world_size(world), stages = 2 * w, count = 2 * w + 1;
+    pipe_model *m = (pipe_model *)malloc(sizeof *m);
+    history *h = (history *)malloc(sizeof *h);
+    RANKS_CHECK(world, m && h, "memory");
+    for (int turn = 0; turn < 2; turn++) {
+        int first = turn ? w - 1 : 0, tie_count = 0;
+        ddp_pipeline_tie ties[PIPE_STAGES];
+        ddp_pipeline_desc desc;
+        ddp_pipeline *pipeline;
+        ddp_schedule *s;
+        RANKS_OK(world, make(world, &s, turn ? DDP_SCHEDULE_ZB_V : DDP_SCHEDULE_LOOPED_BFS, count, 2, 0));
+        pipe_build(m, stages, 1);
+        plain_begin(h, m);
+        plain_step(h, m, count, 1);
+        for (int stage = stages - 1; stage > first; stage--) {
+            ddp_pipeline_tie tie = {first, 1, stage, 1};
+            ties[tie_count++] = tie;
+            for (int k = 0; k < PIPE_SIDE; k++) h->grads[0].bias[first][k] += h->grads[0].bias[stage][k];
+        }
+        for (int stage = first + 1; stage < stages; stage++)
+            memcpy(h->grads[0].bias[stage], h->grads[0].bias[first], sizeof h->grads[0].bias[first]);
+        pipe_desc(m, s, &desc);
+        desc.ties = ties;
+        desc.tie_count = tie_count;
+        RANKS_OK(world, ddp_pipeline_create(&pipeline, world, &desc));
+        for (int step = 0; step < 2; step++) {
+            RANKS_OK(world, ddp_pipeline_step(pipeline));
+            RANKS_OK(world, same_gradients(world, m, s, h, turn ? "many ties of a V" : "many ties"));
+        }
         ddp_pipeline_destroy(pipeline);
         ddp_schedule_destroy(s);
     }
@@ -867,6 +922,7 @@ static ddp_result all(ddp_group *world, void *user) {
     RANKS_RUN(world, own_order(world));
     RANKS_RUN(world, weight_versions(world));
     RANKS_RUN(world, ties_and_norm(world));
+    RANKS_RUN(world, ties_of_many(world));
     RANKS_RUN(world, norm_without_params(world));
     RANKS_RUN(world, updates_in_lists(world));
     RANKS_RUN(world, idle_rank(world));

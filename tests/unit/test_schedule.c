@@ -90,6 +90,13 @@ static void worked_examples(void **state) {
     line_is(DDP_SCHEDULE_ZB_V, 2, 4, 2, 1, "1F0,2F0,1F1,2F1,2I0,2W0,1F2,1I0,1W0,2F2,2I1,2W1,1F3,1I1,1W1,2F3,2I2,2W2,1I2,2I3,1I3,1W2,2W3,1W3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 0, "0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3");
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 4, 2, 1, "1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3");
+    /* ZB-V with fewer micro-batches than fill the pipeline: the list of 2p - 1 without the others, as in PyTorch */
+    line_is(DDP_SCHEDULE_ZB_V, 2, 2, 2, 1, "1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1");
+    line_is(DDP_SCHEDULE_ZB_V, 3, 2, 2, 2, "2F0,3F0,2F1,3F1,3I0,3W0,2I0,2W0,3I1,3W1,2I1,2W1");
+    line_is(DDP_SCHEDULE_ZB_V, 4, 3, 2, 2, "2F0,2F1,2F2,5F0,5F1,5F2,5I0,5W0,5I1,5W1,2I0,2W0,5I2,5W2,2I1,2W1,2I2,2W2");
+    line_is(DDP_SCHEDULE_ZB_V, 4, 5, 2, 1,
+            "1F0,1F1,1F2,1F3,1F4,6F0,6F1,6I0,6W0,6F2,6I1,6W1,6F3,6I2,6W2,1I0,1W0,6F4,6I3,6W3,1I1,1W1,6I4,6W4,1I2,1W2,1I3,"
+            "1I4,1W3,1W4");
     /* rounds of 6, 5 and 3 micro-batches, as ScheduleInterleaved1F1B of PyTorch 2.6 has them */
     line_is(DDP_SCHEDULE_INTERLEAVED_1F1B, 4, 6, 2, 0,
             "0F0,0F1,0F2,0F3,0F4,0F5,4F0,4F1,4F2,4F3,4F4,4F5,4B0,4B1,4B2,4B3,4B4,4B5,0B0,0B1,0B2,0B3,0B4,0B5");
