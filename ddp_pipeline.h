@@ -90,9 +90,8 @@ typedef struct ddp_pipeline ddp_pipeline;
     X(DDP_SCHEDULE_1F1B, "1F1B")                 /* v=1. Bubble (p-1)S; min(m, p-r) in flight (PipeDream-Flush, Narayanan et al. 2021) */ \
     X(DDP_SCHEDULE_NAIVE, "naive")               /* any v. One micro-batch at a time */                                                   \
     X(DDP_SCHEDULE_GPIPE, "GPipe")               /* v=1. Bubble (p-1)S; m in flight (Huang et al. 2019) */                                \
-    /* interleaved-1F1B: any v; m a multiple of max(1, m/p rounded down), as in PyTorch. Bubble (p-1)S/v where m is a multiple of p     \
-       (Megatron-LM, Narayanan et al. 2021) */                                                                                            \
-    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B")                                                                                  \
+    /* Any v; max(1, m/p) rounds of one size. (p-1)S/v where m is a multiple of p (Megatron-LM, 2021) */ \
+    X(DDP_SCHEDULE_INTERLEAVED_1F1B, "interleaved-1F1B") \
     X(DDP_SCHEDULE_LOOPED_BFS, "looped-BFS")     /* any v. (p-1)S/v; mv in flight (Lamy-Poirier 2022) */                                  \
     X(DDP_SCHEDULE_ZB_H1, "ZB-H1")               /* v=1. (p-1)(F+I-W); p in flight (Zero Bubble, Qi et al. 2024) */                       \
     X(DDP_SCHEDULE_ZB_H2, "ZB-H2")               /* v=1. (p-1)(F+I-2W); 2p-1 in flight */                                                 \
@@ -136,7 +135,7 @@ typedef struct ddp_action {
 typedef enum ddp_schedule_format {
     DDP_SCHEDULE_CSV = 0, /* a line per rank, cells such as 2F0 between commas: PyTorch's grammar */
     DDP_SCHEDULE_TEXT,    /* a grid for a terminal: a line per rank, a column per unit of time */
-    DDP_SCHEDULE_SVG,     /* coloured by action, with numbers, a time axis, legend and bubble rate; at most 2,000 px wide */
+    DDP_SCHEDULE_SVG,     /* boxes coloured by action, time axis, bubble rate; at most 2,000 px wide */
     DDP_SCHEDULE_TRACE    /* Chrome and Perfetto JSON, in microseconds when times are seconds */
 } ddp_schedule_format;
 
@@ -160,8 +159,8 @@ typedef struct ddp_schedule_desc {
     int chunk_count;             /* v; 0 = 1, for the V kinds 2 */
     int update_interval;         /* PIPEDREAM, PIPEDREAM_2BW: weights change after so many micro-batches, a divisor of m; 0 = 1, for 2BW m */
     const ddp_stage_cost *costs; /* AUTO: of each stage; NULL = F = I = W = 1. Not kept */
-    double memory_limit;         /* AUTO: per rank, in units of activation. 0 = p times the largest one, as ZB-1p; twice that
-                                    is ZB-2p. A larger limit never gives a slower schedule */
+    double memory_limit;         /* AUTO: per rank, in units of activation; 0 = p times the largest, ZB-1p;
+                                    twice that: ZB-2p. A larger limit never gives a slower schedule */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = malloc; set both or neither */
     void (*free_fn)(void *memory, void *user);
     void *user;
@@ -259,8 +258,8 @@ typedef struct ddp_pipeline_tie {
 
 typedef struct ddp_pipeline_desc {
     const ddp_schedule *schedule;     /* required; outlives the pipeline. With or without SEND and RECV; rank_count is the group's world_size */
-    const ddp_pipeline_stage *stages; /* required; copied. One entry per stage of the schedule, on every rank */
-    int stage_count;                  /* required; entries of stages. Equals ddp_schedule_stage_count(schedule) */
+    const ddp_pipeline_stage *stages; /* required; one entry per stage of the schedule, on each rank */
+    int stage_count;                  /* required; entries of stages: ddp_schedule_stage_count(schedule) */
     ddp_tensor boundary;              /* what each stage gives to the next one, dtype and shape of one micro-batch; read when edges is NULL */
     ddp_tensor output;                /* what the last stage gives to the loss; read when edges is NULL; dtype 0 = nothing */
     const ddp_pipeline_edge *edges;   /* NULL = boundary and output; otherwise all of them, the same on every rank; copied */
@@ -314,9 +313,11 @@ DDPDEF ddp_result ddp_schedule_parse(ddp_schedule **out, const char *csv);
 /* Writes a schedule with unit costs, as ddp_schedule_draw does. */
 DDPDEF ddp_result ddp_schedule_write(const ddp_schedule *schedule, ddp_schedule_format format, char *out, size_t *size_bytes);
 
-/* Draws it as it runs with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times has an entry for each action, rank after
-   rank, NULL = none. *size_bytes: room at out; set to what the text takes with the 0 at its end. out NULL: only that. Errors: DDP_ERR_INVALID (too
-   little room: nothing is written; a picture of a schedule that cannot run to its end). */
+/* Draws it as it runs with these costs (an entry for each stage; NULL = F = I = W = 1), or as it ran: times has
+   an entry for each action, rank after rank, NULL = none. The time axis of an SVG is in s, ms or us with times,
+   and otherwise in the unit of the costs. *size_bytes: room at out; set to what the text takes with the 0 at its
+   end. out NULL: only that. Errors: DDP_ERR_INVALID (too little room: nothing is written; a picture of a
+   schedule that cannot run to its end). */
 DDPDEF ddp_result ddp_schedule_draw(const ddp_schedule *schedule, ddp_schedule_format format, const ddp_stage_cost *costs, const ddp_action_time *times,
                                     char *out, size_t *size_bytes);
 
@@ -627,22 +628,24 @@ static int ddp__action_position(const ddp_schedule *s, int index) { return index
 
 #define DDP__SCHEDULE_BAD(...) ddp_fail(DDP_ERR_INVALID, "ddp_schedule_create: " __VA_ARGS__)
 
-/* Micro-batches go through the chunks in rounds, as in PyTorch's ScheduleInterleaved1F1B: one round where m < p. A round
-   has p micro-batches where m is a multiple of p, and otherwise up to 2p - 1. */
+/* Micro-batches go through the chunks in rounds, as in PyTorch's ScheduleInterleaved1F1B: one round where m <
+   p. A round has p micro-batches where m is a multiple of p, and otherwise up to 2p - 1. */
 static int ddp__rounds(int p, int m) { return m / p > 1 ? m / p : 1; }
 
-/* Action number k of a rank's forwards, or of its backwards, which take the chunks the other way round: a round of one
-   chunk, then the same micro-batches of the next one. */
+/* Action number k of a rank's forwards, or of its backwards, which take the chunks the other way round: a
+   round of one chunk, then the same micro-batches of the next one. */
 static void ddp__push_in_rounds(ddp_schedule *s, ddp_action_kind kind, int rank, int k, int v, int round) {
     int chunk = k / round % v, microbatch = k / (round * v) * round + k % round;
     if (kind != DDP_ACTION_FORWARD) chunk = v - 1 - chunk;
     ddp__schedule_push(s, kind, chunk * s->rank_count + rank, microbatch);
 }
 
-/* All kinds of the 1F1B family: `warmup` forwards fill the pipeline, then one forward and one backward alternate, then
-   the remaining backwards follow. With split, the weight gradient of a backward comes `lag` backwards later. */
+/* All kinds of the 1F1B family: `warmup` forwards fill the pipeline, then one forward and one backward
+   alternate, then the remaining backwards follow. With split, the weight gradient of a backward comes `lag`
+   backwards later. */
 static void ddp__generate_1f1b(ddp_schedule *s, int rank, int m, int v, int64_t warmup, int split, int lag) {
-    int round = m / ddp__rounds(s->rank_count, m), total = m * v, fill = warmup < total ? (int)warmup : total, done = 0;
+    int round = m / ddp__rounds(s->rank_count, m), total = m * v, done = 0;
+    int fill = warmup < total ? (int)warmup : total;
     for (int k = 0; k < fill + total; k++) {
         int b = k - fill, w = b - lag;
         if (k < total) ddp__push_in_rounds(s, DDP_ACTION_FORWARD, rank, k, v, round);
@@ -652,7 +655,8 @@ static void ddp__generate_1f1b(ddp_schedule *s, int rank, int m, int v, int64_t 
         ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
         done = w + 1;
     }
-    for (int w = done; split && w < total; w++) ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
+    for (int w = done; split && w < total; w++)
+        ddp__push_in_rounds(s, DDP_ACTION_WEIGHT_GRAD, rank, w, v, round);
 }
 
 /* All of a block of micro-batches forward, chunk by chunk, then all back. Blocks of m: GPipe and looped BFS; of 1: naive. */
@@ -795,7 +799,8 @@ static ddp_result ddp__schedule_check_multiple(const ddp_schedule_desc *d, int s
                              d->rank_count, least, nearest);
 }
 
-/* Rounds of interleaved-1F1B have one size. The error names the nearest m that works, of two a multiple of p. */
+/* Rounds of interleaved-1F1B have one size. The error names the nearest m that works; of two, a
+   multiple of p. */
 static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
     int p = d->rank_count, m = d->microbatch_count, rounds = ddp__rounds(p, m), nearest = 0;
     if (m % rounds == 0) return DDP_OK;
@@ -804,9 +809,10 @@ static ddp_result ddp__schedule_check_rounds(const ddp_schedule_desc *d) {
         if (above % ddp__rounds(p, above) == 0) nearest = above;
         if (below % ddp__rounds(p, below) == 0 && (!nearest || nearest % p != 0)) nearest = below;
     }
-    return DDP__SCHEDULE_BAD("microbatch_count=%d, %s on %d ranks has %d rounds (microbatch_count / rank_count, rounded down) "
-                             "and takes multiples of that; the nearest that works is %d", m, ddp_schedule_kind_name(d->kind),
-                             p, rounds, nearest);
+    return DDP__SCHEDULE_BAD(
+        "microbatch_count=%d, %s on %d ranks has %d rounds (microbatch_count / rank_count, rounded down) "
+        "and takes multiples of that; the nearest that works is %d",
+        m, ddp_schedule_kind_name(d->kind), p, rounds, nearest);
 }
 
 static ddp_result ddp__schedule_check_interval(ddp_schedule_desc *d) {
@@ -862,7 +868,7 @@ static ddp_result ddp__schedule_desc_resolve(const ddp_schedule_desc *desc, ddp_
 
 static void ddp__generate_rank(ddp_schedule *s, const ddp_schedule_desc *d, int r, int *waiting) {
     int p = d->rank_count, m = d->microbatch_count, v = d->chunk_count, late = p - 1 - r;
-    int64_t chunks = (int64_t)(v - 1) * (m / ddp__rounds(p, m)); /* forwards of the other chunks before the last one's first */
+    int64_t chunks = (int64_t)(v - 1) * (m / ddp__rounds(p, m)); /* forwards before the last chunk's first */
     switch (d->kind) {
     case DDP_SCHEDULE_NAIVE: ddp__generate_blocks(s, r, m, v, 1); break;
     case DDP_SCHEDULE_GPIPE: case DDP_SCHEDULE_LOOPED_BFS: ddp__generate_blocks(s, r, m, v, m); break;
@@ -1369,23 +1375,24 @@ DDPDEF ddp_result ddp_schedule_simulate(const ddp_schedule *schedule, const ddp_
 }
 
 //== cost-based schedules ===================================================================== >>impl-schedule-auto
-/* AUTO runs a list scheduler many times, each time with other rules, and keeps the list with the shortest span. Each
-   run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer or shorter than the
-   real ones. The other clock runs the same list with the real costs, as ddp_schedule_simulate does. A run stops as
-   soon as one rank has waited so long that its span cannot be shorter than that of the best list so far. */
+/* AUTO runs a list scheduler many times, each time with other rules, and keeps the list with the shortest
+   span. Each run has two clocks. The plan's clock decides what a rank does next; its transfers may be longer
+   or shorter than the real ones. The other clock runs the same list with the real costs, as
+   ddp_schedule_simulate does. A run stops as soon as one rank has waited so much that its span is at least as
+   long as that of the best list. */
 
 /* How one run of the list scheduler decides where more than one action is possible. */
 typedef struct ddp__auto_rules {
-    int turns;        /* forward and input gradient both ready: 0 = the gradient, 1 = not the kind that was last,
-                         2 = the forward */
+    int turns; /* forward and input gradient both ready: 0 = the gradient, 1 = not the kind that was last,
+                  2 = the forward */
     int fill;         /* 1 = before a rank's first gradient, forwards may delay it */
     int even;         /* 1 = a rank that would have waited longest of all starts a weight gradient instead */
     double patience;  /* a weight gradient starts when nothing else can for this share of its time */
     double transfer;  /* the plan's transfers are the real ones times this */
 } ddp__auto_rules;
 
-/* Rules in the order of how much each added to those before it, over 400 random pipelines: a large pipeline has time for
-   the first ones only. After them come all combinations with the real transfers. */
+/* Rules in the order of how much each added to those before it, over 400 random pipelines: a large pipeline
+   has time for the first ones only. After them come all combinations with the real transfers. */
 static const ddp__auto_rules ddp__auto_first_rules[] = {
     {0, 0, 1, 1, 1}, {1, 0, 1, 0.25, 1}, {0, 0, 1, 1, 0.9}, {0, 1, 1, 0.75, 0.5}, {0, 1, 1, 1, 1},
     {1, 0, 1, 0.75, 0.9}, {0, 0, 0, 0.9, 0.9}, {0, 1, 1, 0.25, 0.95}, {0, 0, 1, 0.9, 1}, {1, 0, 0, 0.25, 2},
@@ -1426,22 +1433,22 @@ typedef struct ddp__auto_rank {
     double round_trip;          /* from there to the earliest begin of its first gradient */
     double first_gradient;      /* the earliest begin of its first gradient, with the planned transfers */
     double free_at, memory;     /* by the plan's clock */
-    double begin, ran_until;    /* by the real one: of the first action; of the last one so far */
+    double begin, ran_until;    /* by the real one: begin of the first action, end of the last one */
     double waited;              /* by the plan's clock, since its first forward */
-    int next[3], last;          /* so far of each kind; the last one, F or I */
+    int next[3], last;          /* number of each kind that it has started; the last one, F or I */
     int length;                 /* of its list */
 } ddp__auto_rank;
 
 /* When an F or an I ends. */
 typedef struct ddp__auto_end { double planned, real; } ddp__auto_end;
 
-/* The rank that is free first decides next, so that everything that can have an effect by then is known. A tournament
-   finds it: node n of the tree holds the winner of nodes 2n and 2n+1, its leaves are the ranks. */
+/* The rank that is free first decides next, so that everything that can have an effect by then is known. A
+   tournament finds it: node n of the tree holds the winner of nodes 2n and 2n+1, its leaves are the ranks. */
 typedef struct ddp__auto {
     int p, m, leaves;
     double largest;              /* memory of one micro-batch on the rank that needs most */
     double room;                 /* of a rank, in this run */
-    double best_span;            /* of the list in best; HUGE_VAL: there is none */
+    double best_span;            /* of the list in best; HUGE_VAL before the first */
     ddp__auto_rules rules;
     ddp__auto_rank *ranks;
     ddp__auto_end *end[2];       /* of F and I: rank * m + micro-batch */
@@ -1451,7 +1458,7 @@ typedef struct ddp__auto {
     unsigned char *order, *best; /* of rank r from order[3 * m * r] on; micro-batches count up */
 } ddp__auto;
 
-/* When this rank's next F (0) or I (1) could start. DBL_MAX while its input has not begun, or memory is short. */
+/* The earliest start of this rank's next F (0) or I (1). DBL_MAX without input or memory for it. */
 static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
     const ddp__auto_rank *r = &a->ranks[rank], *near;
     int from = which ? rank + 1 : rank - 1, i = r->next[which];
@@ -1467,12 +1474,14 @@ static double ddp__auto_ready(const ddp__auto *a, int which, int rank) {
 
 enum { DDP__AUTO_WAITS = 3, DDP__AUTO_TOO_LATE = -1 };
 
-/* Appends an action to the rank's list. Returns the action, or DDP__AUTO_TOO_LATE when no span below that of the best
-   list can follow. */
+/* Appends an action to the rank's list. Returns the action, or DDP__AUTO_TOO_LATE when no span below that of
+   the best list can follow. */
 static int ddp__auto_start(ddp__auto *a, int rank, int which, double at) {
     ddp__auto_rank *r = &a->ranks[rank];
-    int i = r->next[which]++, near = which == 0 ? rank - 1 : which == 1 ? rank + 1 : -1, waits = 0;
+    int i = r->next[which]++, near = -1, waits = 0;
     double begin = r->ran_until;
+    if (which == 0) near = rank - 1;
+    if (which == 1) near = rank + 1;
     if (near >= 0 && near < a->p) {
         const ddp__auto_end *end = &a->end[which][(size_t)near * (size_t)a->m + (size_t)i];
         double arrival = end->real + a->ranks[near].transfer;
@@ -1503,8 +1512,8 @@ static int ddp__auto_waits_longest(const ddp__auto *a, int rank, double waited) 
     return a->longest == rank || a->ranks[a->longest].waited < waited;
 }
 
-/* The rank is free: it starts what the rules say, or waits for what comes first. Returns DDP__AUTO_WAITS, or as
-   ddp__auto_start does. */
+/* The rank is free: it starts the action that the rules choose, or waits for the next input. Returns
+   DDP__AUTO_WAITS, or as ddp__auto_start does. */
 static int ddp__auto_decide(ddp__auto *a, int rank) {
     const ddp__auto_rules *rules = &a->rules;
     ddp__auto_rank *r = &a->ranks[rank];
@@ -1549,7 +1558,7 @@ static void ddp__auto_settle(ddp__auto *a, int rank) {
     }
 }
 
-/* The earliest that each rank's first gradient can arrive when transfers take so many times as long. */
+/* The earliest begin of each rank's first gradient, when transfers take `transfer` times their real time. */
 static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1564,7 +1573,8 @@ static void ddp__auto_first_gradients(ddp__auto *a, double transfer) {
     }
 }
 
-/* Makes the list of these rules in a->order. Returns its span, or HUGE_VAL when it is not below a->best_span. */
+/* Makes the list of these rules in a->order. Returns its span, or HUGE_VAL if it is not shorter than
+   a->best_span. */
 static double ddp__auto_run(ddp__auto *a, int rules) {
     double span = 0;
     a->rules = ddp__auto_rules_at(rules);
@@ -1596,8 +1606,9 @@ static double ddp__auto_run(ddp__auto *a, int rules) {
     return span < a->best_span ? span : HUGE_VAL;
 }
 
-/* No list that fits into the room has a shorter span than this. A rank's first gradient has to come all the way back,
-   and until then memory limits the number of its forwards. Each micro-batch holds memory for at least its round trip. */
+/* No list that fits into the room has a shorter span than this. A rank's first gradient has to come all the
+   way back, and until then memory limits the number of its forwards. Each micro-batch holds memory for at
+   least its round trip. */
 static double ddp__auto_bound(const ddp__auto *a) {
     double bound = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1613,7 +1624,8 @@ static double ddp__auto_bound(const ddp__auto *a) {
     return bound;
 }
 
-/* Runs the first `count` rules with that much memory per rank; a->best and a->best_span become the fastest. */
+/* Runs the first `count` rules with that much memory per rank; a->best and a->best_span become those of the
+   fastest. */
 static void ddp__auto_try(ddp__auto *a, double limit, int count) {
     a->room = limit * (1 + 1e-12);
     for (int i = 0; i < count; i++) {
@@ -1635,10 +1647,11 @@ static double ddp__auto_step(double unit, int i, int per_octave) {
     return ldexp(unit * (1 + (double)(i - octave * per_octave) / per_octave), octave);
 }
 
-/* Tries every step of memory up to the limit, from the largest down. Neither the steps nor the rules that are tried with
-   each depend on the limit: a larger limit only adds steps, and so never gives a slower list. p times the largest
-   micro-batch is a step; so are fractions and multiples of it, down to one micro-batch and up to all of them. Small
-   pipelines have more steps. Every so often a step is a main one, for which more rules are tried. */
+/* Tries every step of memory up to the limit, from the largest down. Neither the steps nor the rules that are
+   tried with each depend on the limit: a larger limit only adds steps, and so never gives a slower list. p
+   times the largest micro-batch is a step; so are fractions and multiples of it, down to one micro-batch and
+   up to all of them. Small pipelines have more steps. More rules are tried for the main ones, among them
+   p times the largest micro-batch. */
 static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     double actions = 3.0 * a->p * a->m, unit = a->largest * a->p, all = a->largest * a->m;
     int per_octave = actions > 3e5 ? 4 : 16, top = 0, many = 8, few = 1;
@@ -1651,11 +1664,12 @@ static void ddp__auto_try_steps(ddp__auto *a, double limit) {
     while (top > -32 * per_octave && ddp__auto_step(unit, top - 1, per_octave) >= all) top--;
     for (int i = top;; i--) {
         double step = ddp__auto_step(unit, i, per_octave);
-        int last = step <= a->largest || i <= -32 * per_octave; /* 2^-32: below one micro-batch on any number of ranks */
+        int last = step <= a->largest || i <= -32 * per_octave; /* the second where sums are not finite */
         int main_step = i == top || last || i % (per_octave > 4 ? per_octave / 4 : 2) == 0;
         if (step > all) step = all;
         if (last) step = a->largest;
-        if (step <= limit * (1 + 1e-12) && (main_step || i < 2 * per_octave)) ddp__auto_try(a, step, main_step ? many : few);
+        if (step <= limit * (1 + 1e-12) && (main_step || i < 2 * per_octave))
+            ddp__auto_try(a, step, main_step ? many : few);
         if (last) return;
     }
 }
@@ -1675,8 +1689,8 @@ static ddp_result ddp__auto_schedule(const ddp__auto *a, const ddp_schedule_desc
 }
 
 /* The schedule of a known kind, if it fits into the limit and is faster than *span; otherwise *out stays. */
-static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, double limit, ddp_schedule_kind kind,
-                                  double *span, ddp_schedule **out) {
+static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d, double limit,
+                                  ddp_schedule_kind kind, double *span, ddp_schedule **out) {
     ddp_schedule_desc like = *d;
     ddp_schedule_report report = DDP_ZERO;
     ddp_schedule *s = ddp__schedule_new(d, a->p), *other = NULL;
@@ -1699,7 +1713,8 @@ static ddp_result ddp__auto_known(const ddp__auto *a, const ddp_schedule_desc *d
 }
 
 /* The fastest list that the rules make, or the known kind that is faster. */
-static ddp_result ddp__auto_fastest(ddp__auto *a, const ddp_schedule_desc *d, double limit, ddp_schedule **out) {
+static ddp_result ddp__auto_fastest(ddp__auto *a, const ddp_schedule_desc *d, double limit,
+                                    ddp_schedule **out) {
     double span = HUGE_VAL;
     ddp_result result = DDP_OK;
     a->best_span = HUGE_VAL;
@@ -1711,11 +1726,12 @@ static ddp_result ddp__auto_fastest(ddp__auto *a, const ddp_schedule_desc *d, do
     if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H1, &span, out);
     if (result == DDP_OK) result = ddp__auto_known(a, d, limit, DDP_SCHEDULE_ZB_H2, &span, out);
     if (result == DDP_OK && !*out)
-        return DDP__SCHEDULE_BAD("costs: the time of %d micro-batches is not a finite number; give smaller costs", a->m);
+        return DDP__SCHEDULE_BAD(
+            "costs: the time of %d micro-batches is not a finite number; give smaller costs", a->m);
     return result;
 }
 
-/* What ranks take, and how long the first micro-batch takes to come back to each. */
+/* The costs of each rank, and how long the first micro-batch takes to come back to it. */
 static void ddp__auto_costs(ddp__auto *a, const ddp_stage_cost *costs) {
     double at = 0;
     for (int rank = 0; rank < a->p; rank++) {
@@ -1758,14 +1774,16 @@ static ddp_result ddp__generate_auto(ddp_schedule **out, const ddp_schedule_desc
     a.m = d->microbatch_count;
     limit = d->memory_limit > 0 ? d->memory_limit : a.largest * a.p;
     if (limit < a.largest)
-        return DDP__SCHEDULE_BAD("memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit,
-                                 a.largest, a.largest);
+        return DDP__SCHEDULE_BAD(
+            "memory_limit=%g, but one micro-batch takes %g; the smallest that works is %g", limit, a.largest,
+            a.largest);
     shape.alloc_fn = d->alloc_fn ? d->alloc_fn : ddp__schedule_malloc;
     shape.free_fn = d->alloc_fn ? d->free_fn : ddp__schedule_mfree;
     shape.user = d->user;
     while (leaves < p) leaves *= 2;
     a.leaves = (int)leaves;
-    bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int)) + 6 * cells;
+    bytes = p * sizeof *a.ranks + 2 * cells * sizeof *a.end[0] + leaves * (sizeof(double) + 2 * sizeof(int)) +
+            6 * cells;
     a.ranks = (ddp__auto_rank *)ddp__schedule_alloc(&shape, 1, bytes);
     if (!a.ranks) return DDP_ERR_NO_MEMORY;
     a.end[0] = (ddp__auto_end *)(a.ranks + p);
@@ -1844,7 +1862,8 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     while (c->end > c->at && ddp__csv_is_blank(c->end[-1])) c->end--;
     begin = c->at;
     if (begin < c->end && *begin == '"') {
-        if (c->end - begin < 2 || c->end[-1] != '"') return ddp__csv_wrong(c, begin, "the quote does not end in this cell");
+        if (c->end - begin < 2 || c->end[-1] != '"')
+            return ddp__csv_wrong(c, begin, "the quote does not end in this cell");
         c->at++;
         c->end--;
         ddp__csv_skip(c);
@@ -1873,14 +1892,16 @@ static ddp_result ddp__csv_cell(ddp_schedule *s, ddp__csv *c) {
     return DDP_OK;
 }
 
-/* Where the text ends, without lines at the end that are blank or hold one empty quoted cell. */
+/* The end of the text without trailing lines that are blank or hold one empty quoted cell. */
 static const char *ddp__csv_end(const char *csv) {
     const char *end = csv + strlen(csv);
     for (;;) {
         const char *line;
         int quotes = 0;
-        while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--; /* an idle cell at the end has its comma */
-        for (line = end; line > csv && (ddp__csv_is_blank(line[-1]) || line[-1] == '"'); line--) quotes += line[-1] == '"';
+        /* an idle cell at the end of the last line has its comma */
+        while (end > csv && (ddp__csv_is_blank(end[-1]) || end[-1] == '\n')) end--;
+        for (line = end; line > csv && (ddp__csv_is_blank(line[-1]) || line[-1] == '"'); line--)
+            quotes += line[-1] == '"';
         if (quotes != 2 || (line > csv && line[-1] != '\n')) return end;
         end = line;
     }
@@ -1980,7 +2001,7 @@ static int ddp__lower_until(ddp_schedule *to, const ddp__play *play, int rank, i
     return i;
 }
 
-/* Fills messages with every tensor that goes to another rank, in order of time. Returns how many there are. */
+/* Fills messages with every tensor that goes to another rank, in order of time. Returns their number. */
 static int ddp__lower_messages(const ddp__play *play, ddp__due_message *messages) {
     const ddp_schedule *s = play->s;
     int count = 0;
@@ -2000,24 +2021,25 @@ static int ddp__lower_messages(const ddp__play *play, ddp__due_message *messages
     return count;
 }
 
-/* Sorts the messages by rank: those that rank r sends or receives are list[first[r]] to list[first[r + 1] - 1], in order
-   of time. list has two entries per message, first has rank_count + 1. */
-static void ddp__lower_messages_of_ranks(const ddp_schedule *s, const ddp__due_message *messages, int count, int *first,
-                                         int *list) {
+/* Sorts the messages by rank: those that rank r sends or receives are list[first[r]] and on, in order of
+   time, up to first[r + 1]. list has two entries per message, first has rank_count + 1. */
+static void ddp__lower_messages_of_ranks(const ddp_schedule *s, const ddp__due_message *messages, int count,
+                                         int *first, int *list) {
     for (int rank = 0; rank <= s->rank_count; rank++) first[rank] = 0;
     for (int k = 0; k < count; k++) {
         first[s->stage_rank[s->actions[messages[k].source].stage]]++;
         first[messages[k].to]++;
     }
     for (int rank = 1; rank <= s->rank_count; rank++) first[rank] += first[rank - 1];
-    for (int k = count - 1; k >= 0; k--) { /* from the back: first[r] moves from the end of its part to the start */
+    for (int k = count - 1; k >= 0; k--) { /* first[r] moves from the end of its part to the start */
         list[--first[s->stage_rank[s->actions[messages[k].source].stage]]] = k;
         list[--first[messages[k].to]] = k;
     }
 }
 
-/* All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when its tensor is ready with unit costs: what runs after another
-   action in any list does so in this order too, and so nothing can wait in a circle, even if each SEND waited for its RECV. */
+/* All lists are put in one order of time. Each message enters it as a pair, SEND here and RECV there, when
+   its tensor is ready with unit costs: what runs after another action in any list does so in this order too,
+   and so nothing can wait in a circle, even if each SEND waited for its RECV. */
 static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
     const ddp_schedule *s = play->s;
     size_t most = 2 * (size_t)play->cells, places = 2 * most + (size_t)s->rank_count + 1;
@@ -2041,8 +2063,8 @@ static ddp_result ddp__lower_comm(ddp_schedule *to, ddp__play *play) {
             if (s->stage_rank[a->stage] == rank)
                 ddp__schedule_push(to, back ? DDP_ACTION_SEND_B : DDP_ACTION_SEND_F, a->stage, a->microbatch);
             else
-                ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F, a->stage + (back ? -1 : 1),
-                                   a->microbatch);
+                ddp__schedule_push(to, back ? DDP_ACTION_RECV_B : DDP_ACTION_RECV_F,
+                                   a->stage + (back ? -1 : 1), a->microbatch);
         }
         ddp__lower_until(to, play, rank, i, DBL_MAX);
         ddp__schedule_end_rank(to);
@@ -2138,11 +2160,11 @@ typedef struct ddp__picture {
     double begin, shortest;
     double unit;              /* of the time axis, in the unit of times */
     const char *unit_name;    /* "" where the caller's costs have no known unit */
-    const char *axis;         /* what the axis says below its numbers */
+    const char *axis;         /* the label of the axis */
 } ddp__picture;
 
-/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of costs is the
-   caller's. Without costs, F, I and W take 1. */
+/* Measured times are in seconds; their axis has the unit that gives numbers from 1 to 1,000. The unit of
+   costs is the caller's. Without costs, F, I and W take 1. */
 static void ddp__picture_unit(ddp__picture *picture, int has_costs, int has_times) {
     double span = picture->report.makespan;
     picture->unit = 1;
@@ -2261,13 +2283,16 @@ static void ddp__draw_box(ddp__sheet *sheet, const ddp_schedule *s, const ddp_ac
 }
 
 /* The frame around two actions that overlap. */
-static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height, const char *title) {
+static void ddp__draw_frame(ddp__sheet *sheet, double x, double y, double width, double height,
+                            const char *title) {
     ddp__sheet_put(sheet, "<rect x=\"%s\" y=\"%s\" ", ddp__decimal(x, 2).text, ddp__decimal(y, 2).text);
-    ddp__sheet_put(sheet, "width=\"%s\" height=\"%s\" ", ddp__decimal(width, 2).text, ddp__decimal(height, 2).text);
-    ddp__sheet_put(sheet, "fill=\"none\" stroke=\"#202020\" stroke-width=\"1.5\"><title>%s</title></rect>\n", title);
+    ddp__sheet_put(sheet, "width=\"%s\" height=\"%s\" ", ddp__decimal(width, 2).text,
+                   ddp__decimal(height, 2).text);
+    ddp__sheet_put(sheet, "fill=\"none\" stroke=\"#202020\" stroke-width=\"1.5\"><title>%s</title></rect>\n",
+                   title);
 }
 
-/* What the colours and frames mean, of those that there are. */
+/* The meaning of the colours and frames that the picture has. */
 static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x, double y) {
     static const char text[] = "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"start\">%s</text>\n";
     int pairs = 0;
@@ -2286,7 +2311,8 @@ static void ddp__draw_legend(const ddp_schedule *s, ddp__sheet *sheet, double x,
         ddp__sheet_put(sheet, text, (int)x + 28, (int)y + 13, "overlapped pair");
         x += 48 + 8 * (double)strlen("overlapped pair");
     }
-    if (s->stage_count > s->rank_count) ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
+    if (s->stage_count > s->rank_count)
+        ddp__sheet_put(sheet, text, (int)x, (int)y + 13, "darker: every second chunk");
 }
 
 /* Whether the action runs beside the one before it. */
@@ -2305,7 +2331,8 @@ static double ddp__axis_step(double span, double pixels) {
 }
 
 /* Lines through the rows, with their times below. scale: pixels per unit of time. */
-static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top, double bottom, double scale) {
+static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, double left, double top,
+                           double bottom, double scale) {
     double span = picture->report.makespan / picture->unit, pixels = scale * picture->report.makespan;
     double step = ddp__axis_step(span, pixels);
     int decimals = 0;
@@ -2314,22 +2341,25 @@ static void ddp__draw_axis(const ddp__picture *picture, ddp__sheet *sheet, doubl
         ddp__action_text x = ddp__decimal(left + i * step * picture->unit * scale, 2), number;
         number = ddp__decimal(i * step, decimals);
         if (!decimals) *strchr(number.text, '.') = 0;
-        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n", x.text, (int)top, (int)bottom + 4);
-        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n", x.text, (int)bottom + 16, number.text);
+        ddp__sheet_put(sheet, "<path d=\"M%s %dV%d\" stroke=\"#c0c0c0\"/>\n", x.text, (int)top,
+                       (int)bottom + 4);
+        ddp__sheet_put(sheet, "<text x=\"%s\" y=\"%d\" font-size=\"11\">%s</text>\n", x.text,
+                       (int)bottom + 16, number.text);
     }
-    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s</text>\n", (int)left, (int)bottom + 31,
-                   picture->axis);
+    ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"11\" text-anchor=\"start\">%s</text>\n",
+                   (int)left, (int)bottom + 31, picture->axis);
 }
 
 /* One action of a rank, and the frame of the pair that ends with it. y: the top of the rank's row. */
-static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int rank, int i, double left, double y, double row,
-                             double scale) {
+static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int rank, int i, double left,
+                             double y, double row, double scale) {
     const ddp_schedule *s = picture->s;
     const ddp_action *a = &s->actions[i];
     int second = ddp__picture_second(picture, rank, i), last = i + 1 == s->first[rank + 1];
     int half = second || (!last && ddp__picture_second(picture, rank, i + 1));
     double x = left + scale * (picture->times[i].begin - picture->begin);
-    double length = scale * (picture->times[i].end - picture->times[i].begin), gap = length > 4 ? 1 : length / 4;
+    double length = scale * (picture->times[i].end - picture->times[i].begin);
+    double gap = length > 4 ? 1 : length / 4;
     double top = second ? y + row / 2 : y;
     if (!ddp__action_computes(a->kind)) return;
     length -= gap;
@@ -2354,23 +2384,27 @@ static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     double bottom = top + s->rank_count * (row + gap);
     int height = (int)bottom + 72;
     char title[256];
-    snprintf(title, sizeof title, "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s%s",
+    snprintf(title, sizeof title,
+             "%s: %d ranks, %d stages, %d micro-batches; bubble rate %s, %d in flight, makespan %s%s",
              ddp__picture_title(s), s->rank_count, s->stage_count, s->microbatch_count,
              ddp__decimal(picture->report.bubble_rate, 4).text, picture->report.peak_in_flight,
              ddp__decimal(span / picture->unit, 3).text, picture->unit_name);
     if (scale * span > most) scale = most / span;
-    if (left + 8.5 * (double)strlen(title) + right > width) width = left + 8.5 * (double)strlen(title) + right;
+    if (left + 8.5 * (double)strlen(title) + right > width)
+        width = left + 8.5 * (double)strlen(title) + right;
     if (left + scale * span + right > width) width = left + scale * span + right;
-    ddp__sheet_put(sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" ",
-                   (int)(width + 0.5), height, (int)(width + 0.5), height);
+    ddp__sheet_put(
+        sheet, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" ",
+        (int)(width + 0.5), height, (int)(width + 0.5), height);
     ddp__sheet_put(sheet, "font-family=\"sans-serif\" text-anchor=\"middle\">\n");
     ddp__sheet_put(sheet, "<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
     ddp__sheet_put(sheet, "<text x=\"%d\" y=\"20\" font-size=\"14\" text-anchor=\"start\">%s</text>\n", (int)left, title);
     for (int rank = 0; rank < s->rank_count; rank++) {
         int y = (int)(top + rank * (row + gap));
-        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n", (int)left - 8, y + 17, rank);
-        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n", (int)left, y,
-                       ddp__decimal(scale * span, 2).text, (int)row);
+        ddp__sheet_put(sheet, "<text x=\"%d\" y=\"%d\" font-size=\"12\" text-anchor=\"end\">rank %d</text>\n",
+                       (int)left - 8, y + 17, rank);
+        ddp__sheet_put(sheet, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#f0f0f0\"/>\n",
+                       (int)left, y, ddp__decimal(scale * span, 2).text, (int)row);
     }
     ddp__draw_axis(picture, sheet, left, top, bottom, scale);
     for (int rank = 0; rank < s->rank_count; rank++)
@@ -2938,9 +2972,10 @@ static ddp_result ddp__pipe_check_desc(ddp_pipeline *p) {
     if (d->schedule->rank_count != p->world_size)
         return DDP__PIPE_BAD("the schedule is for %d ranks, the group has %d", d->schedule->rank_count, p->world_size);
     if (d->stage_count != d->schedule->stage_count)
-        return DDP__PIPE_BAD("stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
-                             "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
-                             d->stage_count, d->schedule->stage_count);
+        return DDP__PIPE_BAD(
+            "stage_count=%d, but the schedule has %d stages; give stages one entry per stage "
+            "of the schedule, and set stage_count to ddp_schedule_stage_count(schedule)",
+            d->stage_count, d->schedule->stage_count);
     if (d->prefetch < 0 || d->prefetch > 1024) return DDP__PIPE_BAD("prefetch=%d; 0 = 2, at most 1024", d->prefetch);
     p->prefetch = d->prefetch ? d->prefetch : 2;
     p->list = ddp_schedule_actions(d->schedule, p->rank, &p->list_count);

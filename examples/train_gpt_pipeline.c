@@ -3,7 +3,7 @@
 USAGE
     cc -O3 -march=native examples/train_gpt_pipeline.c -o train_gpt_pipeline -lm -lpthread
     ./train_gpt_pipeline [flags] [files or folders]    --schedule ZB-H1 and its like; --help lists the flags
-    ./train_gpt_pipeline --ranks 2 --schedule my.csv   a list of one's own: a row per rank, cells such as 1F0; see ddp_schedule_parse
+    ./train_gpt_pipeline --ranks 2 --schedule my.csv   a list of your own: a row per rank, cells such as 1F0
     mpirun -n 2 ./train_gpt_pipeline                   the ranks of a launcher
 
 A STEP
@@ -26,7 +26,8 @@ A STEP
 
 static const flag FLAGS[] = {
     TRAIN_FLAGS,
-    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0, "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-H2, ZB-V, DualPipeV, ..., or FILE.csv"},
+    {"--schedule", FLAG_TEXT, NOT_SAVED, AT(strategy), 0, 0,
+     "NAME 1F1B (default), GPipe, interleaved-1F1B, looped-BFS, naive, ZB-H1, ZB-V, DualPipeV, ..., FILE.csv"},
     {"--stages", FLAG_INT32, NOT_SAVED, AT(stages), 1, 65536, "N stages in all, as many on each rank; default: one per rank, two where the schedule needs two"},
     {"--chunks", FLAG_INT32, NOT_SAVED, AT(chunks), 1, 64, "N stages per rank: the same as --stages N x ranks"},
     {"--micro-batches", FLAG_INT32, NOT_SAVED, AT(micro_batches), 1, 1e6, "N micro-batches per step; default --batch / --micro-batch"},
@@ -115,19 +116,25 @@ static ddp_result read_schedule(trainer *t, const char *path) {
     size_t size, used = 0;
     ssize_t got = 1;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return WRONG("--schedule %s cannot be read: %s; give a CSV file, or the name of a schedule", path, strerror(errno));
+    if (fd < 0)
+        return WRONG("--schedule %s cannot be read: %s; give a CSV file, or the name of a schedule", path,
+                     strerror(errno));
     if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size > SCHEDULE_MAX_BYTES) {
         close(fd);
-        return WRONG("--schedule %s is not a file of at most %d bytes; give a CSV file with a row per rank", path, SCHEDULE_MAX_BYTES);
+        return WRONG("--schedule %s is not a file of at most %d bytes; give a CSV file with a row per rank",
+                     path, SCHEDULE_MAX_BYTES);
     }
     size = (size_t)info.st_size;
     t->csv = (char *)malloc(size + 1);
     while (t->csv && used < size && (got = read(fd, t->csv + used, size - used)) > 0) used += (size_t)got;
     close(fd);
     if (!t->csv) return ddp_fail(DDP_ERR_NO_MEMORY, "--schedule %s: %zu bytes", path, size);
-    if (got < 0) return WRONG("--schedule %s cannot be read: %s; give a CSV file with a row per rank", path, strerror(errno));
+    if (got < 0)
+        return WRONG("--schedule %s cannot be read: %s; give a CSV file with a row per rank", path,
+                     strerror(errno));
     t->csv[used] = 0;
-    if (strlen(t->csv) != used) return WRONG("--schedule %s has a zero byte; give a text file with commas between cells", path);
+    if (strlen(t->csv) != used)
+        return WRONG("--schedule %s has a zero byte; give a text file with commas between cells", path);
     return DDP_OK;
 }
 
@@ -141,7 +148,7 @@ static ddp_result share_schedule(trainer *t) {
     return ddp_broadcast(t->run.world, t->csv, (size_t)size, DDP_U8, 0, NULL);
 }
 
-/* The last error, which the parser or the checker found, with file, row and cell. An overlapped pair is one cell. */
+/* The last error, of the parser or the checker, with file, row and cell. An overlapped pair is one cell. */
 static ddp_result wrong_schedule(const trainer *t, const char *path) {
     char found[400];
     int row, cell, count = 0, end = 0;
@@ -165,8 +172,8 @@ static ddp_result parse_schedule(trainer *t) {
     rows = ddp_schedule_rank_count(t->schedule);
     stages = ddp_schedule_stage_count(t->schedule);
     if (rows != t->run.world_size)
-        return WRONG("--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d", path, rows,
-                     t->run.world_size, rows);
+        return WRONG("--schedule %s has %d rows, one for each rank, and there are %d ranks; use --ranks %d",
+                     path, rows, t->run.world_size, rows);
     if (ddp_schedule_check(t->schedule) != DDP_OK) return wrong_schedule(t, path);
     chunks = o->chunks ? o->chunks * rows : stages;
     if ((o->stages && o->stages != stages) || chunks != stages)
@@ -174,15 +181,17 @@ static ddp_result parse_schedule(trainer *t) {
     return DDP_OK;
 }
 
-/* Rank 0: a schedule that comes from a file says how many micro-batches a step has. */
+/* Rank 0: a schedule that comes from a file gives the number of micro-batches of a step. */
 static ddp_result find_file_batch(const trainer *t, run_options *options) {
     const run_config *c = &options->config;
     int count = ddp_schedule_microbatch_count(t->schedule);
     if (options->micro_batches && options->micro_batches != count)
-        return WRONG("--schedule %s has %d micro-batches, and --micro-batches is %d; leave --micro-batches out", options->strategy,
-                     count, options->micro_batches);
+        return WRONG(
+            "--schedule %s has %d micro-batches, and --micro-batches is %d; leave --micro-batches out",
+            options->strategy, count, options->micro_batches);
     if (c->batch && c->micro_batch && (int64_t)count * c->micro_batch != c->batch)
-        return WRONG("--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; leave --batch out",
+        return WRONG("--schedule %s has %d micro-batches, and --batch %d is not %d of --micro-batch %d; "
+                     "leave --batch out",
                      options->strategy, count, c->batch, count, c->micro_batch);
     options->micro_batches = count;
     return DDP_OK;
@@ -512,8 +521,9 @@ static ddp_result report_pipeline(trainer *t) {
     TRY(share_result(r->world, result));
     if (r->rank != 0) return DDP_OK;
     printf("\n  schedule             ranks   stages   micro-batches   tokens/s   bubble predicted   measured\n");
-    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", schedule_name(t), r->world_size, t->stage_count,
-           t->micro_count, tokens_per_second(r, r->plan.config.steps), 100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
+    printf("  %-18.60s   %5d   %6d   %13d   %8.0f   %16.1f%%   %7.1f%%\n\n", schedule_name(t), r->world_size,
+           t->stage_count, t->micro_count, tokens_per_second(r, r->plan.config.steps),
+           100 * stats.predicted_bubble_rate, 100 * stats.bubble_rate);
     return DDP_OK;
 }
 

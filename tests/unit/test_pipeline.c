@@ -117,7 +117,7 @@ static ddp_result make(ddp_group *world, ddp_schedule **s, ddp_schedule_kind kin
 static ddp_result every_schedule(ddp_group *world) {
     static const struct { ddp_schedule_kind kind; int least, most, per_rank, more; } all[] = {
         {DDP_SCHEDULE_1F1B, 1, 1, 1, 3}, {DDP_SCHEDULE_1F1B, 1, 1, 0, 1}, {DDP_SCHEDULE_NAIVE, 1, 3, 1, 2}, {DDP_SCHEDULE_GPIPE, 1, 1, 2, 1},
-        {DDP_SCHEDULE_INTERLEAVED_1F1B, 1, 3, 2, 0}, {DDP_SCHEDULE_LOOPED_BFS, 1, 3, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 1, 3, 1},
+        {DDP_SCHEDULE_INTERLEAVED_1F1B, 1, 3, 2, 0}, {DDP_SCHEDULE_INTERLEAVED_1F1B, 2, 3, 1, 2}, {DDP_SCHEDULE_LOOPED_BFS, 1, 3, 1, 3}, {DDP_SCHEDULE_ZB_H1, 1, 1, 2, 1}, {DDP_SCHEDULE_ZB_H2, 1, 1, 3, 1},
         {DDP_SCHEDULE_INTERLEAVED_ZB_1P, 1, 3, 3, 0}, {DDP_SCHEDULE_ZB_V, 2, 2, 2, 3}, {DDP_SCHEDULE_DUALPIPE_V, 2, 2, 2, 3}, {DDP_SCHEDULE_AUTO, 1, 1, 2, 3}};
     int n = 0;
     for (int k = 0; k < (int)(sizeof all / sizeof all[0]); k++)
@@ -273,7 +273,8 @@ static ddp_result weight_versions(ddp_group *world) {
         RANKS_OK(world, ddp_pipeline_evaluate(pipeline));
         RANKS_OK(world, ddp_pipeline_get_loss(pipeline, &mean, NULL));
         want = newest_loss(all, 3 * count / interval, w, count);
-        RANKS_CHECK(world, mean == want, "case %d: evaluated %.17g, the newest weights give %.17g", turn, mean, want);
+        RANKS_CHECK(world, mean == want, "case %d: evaluated %.17g, the newest weights give %.17g", turn,
+                    mean, want);
         RANKS_OK(world, ddp_pipeline_get_stats(pipeline, &stats));
         RANKS_CHECK(world, cases[k].twice ? stats.version_bytes > 0 : (stats.version_bytes > 0) == (ddp_rank(world) + 1 < w), "case %d: %zu bytes", k, stats.version_bytes);
         ddp_pipeline_destroy(pipeline);
@@ -343,8 +344,9 @@ static ddp_result ties_and_norm(ddp_group *world) {
     return DDP_OK;
 }
 
-/* One bias in three or more stages: every end has the sum of all, added in the order of the ties. Turn 0: the first use is on
-   rank 0. Turn 1: it is at the tip of a V, on the last rank, and the sum goes back to lower ranks. */
+/* One bias in three or more stages: every end has the sum of all, added in the order of the ties. Turn 0: the
+   first use is on rank 0. Turn 1: it is at the tip of a V, on the last rank, and the sum goes back to lower
+   ranks. */
 static ddp_result ties_of_many(ddp_group *world) {
     int w = ddp_world_size(world), stages = 2 * w, count = 2 * w + 1;
     pipe_model *m = (pipe_model *)malloc(sizeof *m);
@@ -678,15 +680,16 @@ static ddp_result far_mask(ddp_group *world) {
         pipe_desc(&m, s, &desc);                                                                                                      \
     } while (0)
 
-/* An array of stages that is shorter than the schedule is refused before anything reads past its end. The array is on
-   the heap and has exactly stage_count entries, so that AddressSanitizer sees a read too far. */
+/* An array of stages that is shorter than the schedule is refused before anything reads past its end. The
+   array is on the heap and has exactly stage_count entries, so that AddressSanitizer sees a read too far. */
 static ddp_result wrong_stage_counts(ddp_group *world, const ddp_pipeline_desc *good) {
     int right = good->stage_count, last = ddp_world_size(world) - 1;
     int counts[] = {0, -1, right - 1, right + 1};
     ddp_pipeline *pipeline;
     char words[80];
     for (int turn = 0; turn < 8; turn++) {
-        int count = counts[turn % 4], everywhere = turn < 4; /* then on the last rank only: all ranks return its error */
+        int count = counts[turn % 4];
+        int everywhere = turn < 4; /* otherwise on the last rank only: all ranks return its error */
         int entries = count > 0 ? count : 1;
         ddp_pipeline_desc desc = *good;
         ddp_pipeline_stage *stages = (ddp_pipeline_stage *)calloc((size_t)entries, sizeof *stages);
@@ -699,8 +702,8 @@ static ddp_result wrong_stage_counts(ddp_group *world, const ddp_pipeline_desc *
         }
         result = ddp_pipeline_create(&pipeline, world, &desc);
         snprintf(words, sizeof words, "stage_count=%d, but the schedule has %d stages;", count, right);
-        RANKS_CHECK(world, result == DDP_ERR_INVALID && !pipeline && strstr(ddp_last_error(), words), "stage_count=%d: %s: %s",
-                    count, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(world, result == DDP_ERR_INVALID && !pipeline && strstr(ddp_last_error(), words),
+                    "stage_count=%d: %s: %s", count, ddp_result_name(result), ddp_last_error());
         free(stages);
     }
     return DDP_OK;

@@ -470,8 +470,11 @@ static void more_memory_helps(void **state) {
             ddp_schedule_desc desc = DDP_ZERO;
             ddp_schedule_report report;
             ddp_schedule *s;
-            desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = p, desc.microbatch_count = m;
-            desc.costs = costs, desc.memory_limit = limit;
+            desc.kind = DDP_SCHEDULE_AUTO;
+            desc.rank_count = p;
+            desc.microbatch_count = m;
+            desc.costs = costs;
+            desc.memory_limit = limit;
             ok(ddp_schedule_create(&s, &desc));
             report = simulated(s, costs, NULL);
             assert_true(report.peak_memory <= limit * (1 + 1e-9));
@@ -491,7 +494,10 @@ static void auto_spans(void **state) {
     (void)state;
     memset(costs, 0, sizeof costs);
     for (int stage = 0; stage < 4; stage++) costs[stage].forward = 1, costs[stage].activation = 1e308;
-    desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = 4, desc.microbatch_count = 8, desc.costs = costs;
+    desc.kind = DDP_SCHEDULE_AUTO;
+    desc.rank_count = 4;
+    desc.microbatch_count = 8;
+    desc.costs = costs;
     ok(ddp_schedule_create(&s, &desc)); /* the memory of four micro-batches is no finite number */
     ok(ddp_schedule_check(s));
     ddp_schedule_destroy(s);
@@ -525,7 +531,9 @@ static void large(void **state) {
     ok(ddp_schedule_check(low));
     ddp_schedule_destroy(low);
     ddp_schedule_destroy(s);
-    desc.kind = DDP_SCHEDULE_AUTO, desc.rank_count = 512, desc.microbatch_count = 512;
+    desc.kind = DDP_SCHEDULE_AUTO;
+    desc.rank_count = 512;
+    desc.microbatch_count = 512;
     begin = cpu_seconds();
     ok(ddp_schedule_create(&s, &desc));
     make = cpu_seconds() - begin;
@@ -865,7 +873,7 @@ static int occurrences(const char *text, const char *what) {
     return n;
 }
 
-/* The picture of a run whose 24 actions took `unit` seconds for each second of times. */
+/* The picture of a run of 24 actions at these times, in units of `unit` seconds. */
 static char *drawn_times(const ddp_schedule *s, const ddp_action_time *times, double unit) {
     ddp_action_time scaled[24];
     size_t size = 0;
@@ -948,7 +956,7 @@ static void pictures(void **state) {
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"name\":\"rank 1, overlapped\"}}"));
     assert_non_null(strstr(text, "\"tid\":3,\"args\":{\"sort_index\":3}}"));
     free(text);
-    for (int together = 0; together < 2; together++) { /* each pair has a frame, drawn beside each other or not; so has the legend */
+    for (int together = 0; together < 2; together++) { /* each pair has a frame, and so has the legend */
         int pairs = 0;
         for (int i = 0; i < s->count; i++) pairs += s->actions[i].overlaps;
         assert_true(pairs > 0);
