@@ -51,11 +51,25 @@ CONCEPTS
                    rank 0   rank 1      gather      rank 0 and 1     backward    rank 0    rank 1      reduce    rank 0    rank 1
         weight    |rows 0-1|rows 2-3|  ------->    |rows 0 1 2 3|  --------->   |grad 0-3||grad 0-3|  ------->  |sum 0-1| |sum 2-3|
 
-    Strategy   what is split, and what each rank keeps whole. P parameters, f32 and AdamW, W ranks, bytes per rank:
-                   NO_SHARD      values, gradients, moments whole: plain data parallelism     16 P
-                   SHARD_OPTIM   ZeRO-1: moments split                                        8 P +  8 P / W
-                   SHARD_GRAD    ZeRO-2: gradients too                                        4 P + 12 P / W
-                   FULL_SHARD    ZeRO-3: values too                                           16 P / W
+    Strategy   what is split, and what each rank keeps whole. Bytes per rank for P parameters, W ranks and AdamW, without bookkeeping.
+               16-bit: param_dtype is BF16 or F16; master values, sums of gradients and moments are f32. U: the parameters of the
+               largest unit times 1 + prefetch (2 by default), whose buffers all units share.
+
+                                                               f32                    16-bit
+                   NO_SHARD      nothing: data parallelism     16 P                   20 P
+                   SHARD_OPTIM   ZeRO-1: moments (16-bit:      8 P +  8 P / W         4 P + 16 P / W
+                                 master values, sums too)
+                   SHARD_GRAD    ZeRO-2: gradients too         4 P + 12 P / W + 4 U   2 P + 16 P / W + 2 U
+                   FULL_SHARD    ZeRO-3: values too                  16 P / W + 8 U         18 P / W + 4 U
+
+               U holds gradients, under FULL_SHARD values too. Several micro-batches m add floor(log2 m) sums: of 4 P / W each with
+               SHARD_GRAD and FULL_SHARD; of 4 P each with the others, where 16-bit gradients then need 4 bytes for each parameter of
+               the largest unit instead of the sums above. Ranks that do not read each other's memory stage one unit more: its
+               gathered values and its f32 gradients.
+    Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step; FULL_SHARD twice per
+               micro-batch, once with keep_after_forward. A reduction of gradients sends 4 P, also of 16-bit ones, which are added in
+               f32: once per step; SHARD_GRAD and FULL_SHARD once per micro-batch. NO_SHARD has no gather, and its all-reduce sends
+               8 P. Ranks that read each other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4 P.
     Hybrid     split inside one group, replicated across another (HSDP): the ranks that hold the same shard form `replicas`.
     Master     the f32 values that the optimizer updates. With param_dtype = DDP_BF16 what is gathered is a 16-bit copy of them.
     Micro-batch  SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches, pairwise like a binary counter;
@@ -4265,7 +4279,8 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
         if (unit->layout == DDP__CASTED) ddp__size_at_least(&f->cast_bytes, unit->cast_bytes);
         DDP__EACH_TRAINED(unit, w) {
             size_t tiles = (size_t)(f->world + 1) * DDP__TILE * ddp_dtype_size(w->wire_dtype);
-            int casts = w->wire_dtype != w->grad_dtype || w->wire_dtype != w->master_dtype;
+            int casts = w->wire_dtype != w->grad_dtype && unit->layout == DDP__GRADS;
+            casts |= w->wire_dtype != w->master_dtype;
             if (casts && f->world > 1 && f->direct) ddp__size_at_least(&f->tile_bytes, tiles);
         }
         if (!packs) continue;

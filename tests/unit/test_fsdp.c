@@ -1078,34 +1078,49 @@ static ddp_result hooks(ddp_group *group) {
 }
 
 /* Four blocks of 512 x 512: what it comes to, by the formulas. */
+/* The table of the opening comment of ddp_fsdp.h: p parameters, u of them in a unit, 2^levels micro-batches, slots units ahead. */
+static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, double u, double w, double levels, double slots) {
+    double whole = half ? 2 : 4, tile = half && w > 1 ? (w + 1) * 1024 * 4 : 0;
+    double sums = levels * 4 * p; /* of whole gradients */
+    if (half && levels > 0) sums += 4 * u;
+    switch (strategy) {
+    case DDP_FSDP_NO_SHARD: return (half && levels == 0 ? 20 : 16) * p + sums;
+    case DDP_FSDP_SHARD_OPTIM: return 2 * whole * p + (half ? 12 : 8) * p / w + (half && levels == 0 ? 4 * p / w + tile : sums);
+    case DDP_FSDP_SHARD_GRAD: return whole * p + ((half ? 16 : 12) + 4 * levels) * p / w + slots * whole * u + tile;
+    default: return ((half ? 18 : 16) + 4 * levels) * p / w + 2 * slots * whole * u + tile;
+    }
+}
+
 static ddp_result bytes_predicted(ddp_group *group) {
     if (512 % ddp_world_size(group)) return DDP_OK;
-    for (int turn = 0; turn < 8; turn++) {
+    for (int turn = 0; turn < 24; turn++) {
         model m;
         ddp_fsdp *fsdp;
         ddp_fsdp_memory memory;
         void *values[4];
-        double peak, predicted, formula, p = 4.0 * 512 * 512, w = ddp_world_size(group), slots;
+        double peak, predicted, formula;
+        int half = turn >= 8, levels = turn >= 16 ? 2 : 0, ahead = !(turn & 1);
         blocks(&m, 4, 512, 512);
         m.desc.init_fn = NULL;
         for (int u = 0; u < 4; u++) m.params[u].param.value.data = values[u] = calloc(512 * 512, sizeof(float));
-        m.desc.strategy = (ddp_fsdp_strategy)(turn / 2);
-        m.desc.prefetch = turn & 1 ? -1 : 1;
+        m.desc.strategy = (ddp_fsdp_strategy)(turn % 8 / 2);
+        m.desc.prefetch = ahead ? 1 : -1;
         m.desc.overwrite_gradients = 1;
+        m.desc.micro_batch_count = 1 << levels;
+        if (half) m.desc.param_dtype = DDP_BF16;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         for (int u = 0; u < 4; u++) free(values[u]);
         for (int s = 0; s < 2; s++) {
-            for (int u = 0; u < 8; u++) {
-                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u < 4 ? u : 7 - u));
-                if (u >= 4) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 7 - u));
-                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u < 4 ? u : 7 - u));
+            for (int u = 0; u < 8 << levels; u++) {
+                int forward = u % 8 < 4, unit = forward ? u % 8 : 7 - u % 8;
+                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, unit));
+                if (!forward) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, unit));
+                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, unit));
             }
             RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
         }
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        slots = turn & 1 ? 1 : 2; /* of whole values, and of whole gradients */
-        formula = m.desc.strategy == DDP_FSDP_NO_SHARD ? 16 * p : m.desc.strategy == DDP_FSDP_SHARD_OPTIM ? 8 * p + 8 * p / w :
-                  m.desc.strategy == DDP_FSDP_SHARD_GRAD ? 4 * p + 12 * p / w + slots * p : 16 * p / w + 2 * slots * p;
+        formula = bytes_formula(m.desc.strategy, half, 4.0 * 512 * 512, 512 * 512, ddp_world_size(group), levels, ahead ? 2 : 1);
         peak = (double)(memory.peak.total - memory.peak.bookkeeping);
         predicted = (double)memory.predicted.total;
         RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula says %.0f", turn, predicted, formula);
