@@ -243,9 +243,10 @@ typedef struct ddp_reducer_desc {
     int micro_batch_count;     /* 0 = 1; gradients are sums over so many per rank: the average divides once, by world_size * micro_batch_count */
     int find_unused;           /* 1 = parameters that no rank used are found and reported; unused here means zeros */
     int static_graph;          /* 1 = the same parameters are used in every step: what the first step did not use is not waited for */
-    /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Their sums over micro-batches, from a
-       ddp_accumulator, travel in f32. DDP_F16 or DDP_BF16: every gradient and every such sum is rounded to 16 bits before it is
-       sent. This halves the bytes, and is outside the promise of equal bits */
+    /* 0 = the gradient's: 16-bit gradients are added in f32 and rounded once. Sums of them over
+       micro-batches, from a ddp_accumulator, travel in f32. DDP_F16 or DDP_BF16: every gradient and every
+       such sum is rounded to 16 bits before it is sent. This halves the bytes, and is outside the promise of
+       equal bits */
     ddp_dtype comm_dtype;
     ddp_bucket_hook hook;      /* NULL = all-reduce */
     void *hook_user;
@@ -262,7 +263,7 @@ typedef struct ddp_reducer_stats {
     int unused_count;       /* find_unused: parameters that no rank used in the last step */
     uint64_t steps;
     size_t gradient_bytes;  /* of all parameters */
-    size_t bytes_reduced;   /* in the last step, as sent: in comm_dtype, or f32 for an accumulator's sums of 16-bit gradients */
+    size_t bytes_reduced;   /* in the last step, as sent: in comm_dtype; f32 for sums of 16-bit gradients */
     size_t bytes_copied;    /* in the last step, packed into and out of a flat bucket */
     size_t largest_bucket_bytes;
     double comm_seconds;    /* last step: carrying out the buckets; 0, as is overlap, on a backend that enqueues: no host waits for it */
@@ -275,8 +276,9 @@ typedef struct ddp_accumulator_desc {
     ddp_param *params;      /* required; the same array as the reducer's, after ddp_reducer_create */
     int param_count;
     int micro_batch_count;  /* required; per rank and step, at least 1 */
-    /* NULL = none. Otherwise told as soon as a parameter's sum over micro-batches is final. It takes the f32 sums of 16-bit
-       gradients from the accumulator that was created last; those of an earlier one are rounded to 16 bits first */
+    /* NULL = none. Otherwise ddp_accumulator_ready calls ddp_reducer_ready once a sum over micro-batches is
+       final. The reducer takes f32 sums of 16-bit gradients from the accumulator that was created last. An
+       earlier one rounds its sums to 16 bits first */
     ddp_reducer *reducer;
 } ddp_accumulator_desc;
 
@@ -479,9 +481,10 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer); /* and the gradient memor
 
 /* Adds micro-batch gradients pairwise, like a binary counter: the sum over m micro-batches is the tree that reductions use, so
    that one rank with m micro-batches and several ranks with m in total give the same bits (blocks of 2^k per rank). Each
-   micro-batch's backward overwrites params[i].grad. 16-bit gradients are added in f32. After the last micro-batch the sum is in
-   params[i].grad, rounded once; with a reducer, whose comm_dtype is 0, the reducer takes the f32 sum instead and leaves there the
-   average, rounded once. Allocates floor(log2 m) buffers in create, of the gradients' size, in f32 for 16-bit ones. Not collective. */
+   micro-batch's backward overwrites params[i].grad. 16-bit gradients are added in f32. After the last
+   micro-batch the sum is in params[i].grad, rounded once. A reducer with comm_dtype 0 takes the f32 sum
+   instead; it leaves the average in params[i].grad, rounded once. Create allocates floor(log2 m) buffers of
+   the gradients' size, in f32 for 16-bit gradients. Not collective. */
 DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group, const ddp_accumulator_desc *desc);
 
 /* This micro-batch's gradient of one parameter is final in params[param_index].grad. In the last micro-batch
@@ -491,7 +494,8 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator); /* between steps; not collective; NULL is ignored */
+/* Between steps. Not collective. NULL is ignored. */
+DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 
 /* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. Not collective. Copies the desc. */
 DDPDEF ddp_result ddp_join_create(ddp_join **out, ddp_group *group, const ddp_join_desc *desc);
@@ -6140,8 +6144,13 @@ DDPDEF ddp_result ddp_agree(ddp_group *group, const char *who, ddp_result mine, 
     ddp__vote vote = {mine, 0, hash};
     int first, mismatch = 0;
     snprintf(own, sizeof own, "%s", mine == DDP_OK ? "" : ddp_last_error());
-    DDP__TRY(ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
-                              DDP_OP_SUM, DDP_ON_HOST));
+    ddp_result result = ddp__submit_host(group, DDP_CALL_ALL_GATHER, &vote, group->votes, sizeof vote, DDP_U8,
+                                         DDP_OP_SUM, DDP_ON_HOST);
+    if (result != DDP_OK && mine != DDP_OK) return ddp_fail(mine, "%s", own);
+    if (result != DDP_OK) { /* the cause follows the name of the call, which is not the user's */
+        cause = strstr(ddp_last_error(), ": ");
+        return DDP__RANK_FAIL(group, result, "%s group=%s: %s", who, group->name, cause ? cause + 2 : ddp_last_error());
+    }
     first = ddp__first_dissent(group, &mismatch);
     if (first < 0) return DDP_OK;
     for (int i = !mismatch; i < 2; i++) { /* the text of rank 0, for a mismatch, and of the first to dissent */
@@ -7345,7 +7354,7 @@ DDPDEF ddp_result ddp_launch(const ddp_launch_desc *desc, ddp_rank_fn fn, void *
 
 typedef struct ddp__grad {
     unsigned char *data;
-    unsigned char *sum;     /* where the accumulator leaves the f32 sum of a 16-bit gradient; NULL = in data */
+    unsigned char *sum;     /* the accumulator leaves the f32 sum of a 16-bit gradient here; NULL = in data */
     size_t count, size_bytes;
     size_t range;           /* elements of the range that begins here; 0 = none does */
     ddp_dtype dtype;
@@ -7377,7 +7386,7 @@ struct ddp_reducer {
     int active;                /* ranks that the average is over: world_size, or fewer inside a join */
     int shadow;                /* 1 = this step stands in for a rank without a batch */
     int no_sync;
-    ddp_accumulator *accumulator; /* whose f32 sums are taken; NULL = none */
+    ddp_accumulator *accumulator; /* gives f32 sums of 16-bit gradients; NULL = none */
     ddp__bucket *buckets;      /* this and the next three: one block, an entry per parameter */
     ddp__grad *grads;
     int *walk;
@@ -7407,8 +7416,11 @@ static int ddp__takes_f32_sums(const ddp_reducer *reducer, ddp_dtype dtype) {
     return ddp__is_half(dtype) && reducer->desc.comm_dtype == DDP_DTYPE_DEFAULT;
 }
 
-/* A bucket of 16-bit gradients whose sums over micro-batches are in f32: it is reduced in f32, and each average is rounded once. */
-static int ddp__bucket_is_wide(const ddp__bucket *bucket) { return ddp_dtype_size(bucket->wire) > ddp_dtype_size(bucket->dtype); }
+/* A bucket of 16-bit gradients with sums over micro-batches in f32: it is reduced in f32, and averages are
+   rounded. */
+static int ddp__bucket_is_wide(const ddp__bucket *bucket) {
+    return ddp_dtype_size(bucket->wire) > ddp_dtype_size(bucket->dtype);
+}
 
 /* Appends the bucket of all that walk[first .. last] holds, with its ranges; returns the bytes it needs in the flat buffer. */
 static size_t ddp__bucket_make(ddp_reducer *reducer, ddp_dtype dtype, int first, int last) {
@@ -7522,8 +7534,9 @@ static void ddp__bucket_copy(ddp__bucket *bucket, int pack) {
     }
 }
 
-/* The same for a bucket in f32. Ranges that are reduced in place are where the accumulator keeps them, laid out as the gradients
-   are, element by element. Gradients that did not come through the accumulator are cast. */
+/* The same for a bucket in f32. Ranges that are reduced in place are where the accumulator keeps them, laid
+   out as the gradients are, element by element. Gradients that did not come through the accumulator are cast.
+   */
 static void ddp__bucket_copy_wide(ddp__bucket *bucket, int pack) {
     ddp_reducer *reducer = bucket->reducer;
     const ddp_device *device = reducer->device;
@@ -7562,7 +7575,8 @@ static ddp_result ddp__bucket_run(ddp_group *group, void *argument) {
     if (bucket->flat_count && !wide) ddp__bucket_copy(bucket, 0);
     for (int k = bucket->first; k <= bucket->last; k++) {
         const ddp__grad *grad = &reducer->grads[reducer->walk[k]];
-        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, wide ? grad->sum : grad->data, grad->range));
+        unsigned char *data = wide ? grad->sum : grad->data;
+        if (grad->range && grad->in_place) DDP__TRY(ddp__bucket_reduce(bucket, data, grad->range));
     }
     if (wide) ddp__bucket_copy_wide(bucket, 0);
     if (!group->backend->enqueues) reducer->seconds += ddp_now() - begin;
@@ -8113,11 +8127,12 @@ DDPDEF void ddp_reducer_destroy(ddp_reducer *reducer) {
        t = 6 = 110b     level[0] = ((g0+g1)+(g2+g3))     level[1] = (g4+g5)
 
    The gradient that arrives as number t joins the last c of them, c = trailing ones of t, or all of them when it is the step's last. Earlier
-   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below m.
+   blocks stand on the left, so the sum over any m is the tree that splits at the largest power of two below
+   m.
 
-   16-bit gradients are added in f32: levels hold f32, each gradient is cast to `scratch` when it arrives, and the step's sum stays
-   in level[0]. There the reducer takes it; without one it is rounded to the gradient. Gradients that the reducer reduces as one
-   range are one range of the level too. */
+   16-bit gradients are added in f32: levels hold f32, each gradient is cast to `scratch` when it arrives, and
+   the step's sum stays in level[0]. There the reducer takes it; without one it is rounded to the gradient.
+   Gradients that the reducer reduces as one range are one range of the level too. */
 struct ddp_accumulator {
     ddp_group *group;
     ddp_accumulator_desc desc;
@@ -8143,19 +8158,22 @@ static void ddp__reducer_attach(ddp_reducer *reducer, ddp_accumulator *accumulat
     if (accumulator) accumulator->attached = 1;
 }
 
-/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs beside the levels. */
+/* Places the sums in a level. *scratch: bytes that adding 16-bit gradients needs in addition to the levels.
+   */
 static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratch) {
     const ddp_accumulator_desc *desc = &accumulator->desc;
     const ddp__grad *grads = desc->reducer ? desc->reducer->grads : NULL;
     *scratch = 0;
     for (int i = 0; i < desc->param_count; i++) {
         ddp_tensor tensor = ddp__param_grad(&desc->params[i]);
-        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp__sum_dtype(tensor.dtype)), end = accumulator->level_bytes;
+        size_t size = ddp_dtype_size(tensor.dtype), wide = ddp_dtype_size(ddp__sum_dtype(tensor.dtype));
+        size_t end = accumulator->level_bytes;
         int ranged = grads && wide > size;
         if (ranged && grads[i].previous >= 0) continue; /* placed with the first of its range */
         for (int k = i; k >= 0; k = ranged ? grads[k].next : -1) {
             ddp_tensor member = ddp__param_grad(&desc->params[k]);
-            size_t count = (size_t)ddp_tensor_count(&member), block = accumulator->group->device->enter ? count : DDP__ACCUMULATE_BLOCK;
+            size_t count = (size_t)ddp_tensor_count(&member);
+            size_t block = accumulator->group->device->enter ? count : DDP__ACCUMULATE_BLOCK;
             size_t distance = k == i ? 0 : (size_t)(grads[k].data - grads[i].data) / size * wide;
             accumulator->first[k] = accumulator->level_bytes + distance;
             end = accumulator->first[k] + count * wide;
@@ -8193,7 +8211,8 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     ddp__accumulator_layout(accumulator, &scratch);
     while (desc->micro_batch_count >> (depth + 1)) depth++; /* floor(log2 m): no t below m has more bits set */
     depth *= accumulator->level_bytes;
-    ddp_result result = depth > 0 ? group->device->alloc(group, depth + scratch, &accumulator->levels) : DDP_OK;
+    ddp_result result = DDP_OK;
+    if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
     if (result != DDP_OK) {
         ddp_group_mfree(group, accumulator);
         return result;
@@ -8204,15 +8223,17 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     return DDP_OK;
 }
 
-/* Lets the gradient join levels. The sum goes to where the first of those began; in the step's last micro-batch back to the
-   gradient, except an f32 sum of 16-bit gradients that the reducer takes (handed_over). */
+/* Lets the gradient join levels. The sum goes to where the first of those began; in the step's last
+   micro-batch back to the gradient, except an f32 sum of 16-bit gradients that the reducer takes
+   (handed_over). */
 static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index, int last, int handed_over) {
     const ddp_device *device = accumulator->group->device;
     unsigned t = (unsigned)accumulator->micro_batch;
     int depth = __builtin_popcount(t), lowest = last ? 0 : depth - __builtin_ctz(~t); /* levels there are; the first one joined */
     ddp_tensor tensor = ddp__param_grad(&accumulator->desc.params[param_index]);
     ddp_dtype wide = ddp__sum_dtype(tensor.dtype);
-    size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide), count = (size_t)ddp_tensor_count(&tensor);
+    size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
+    size_t count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
     size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
@@ -8226,7 +8247,8 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
         else if (lowest == depth) device->copy(left, grad, n * size);
         for (int k = depth - 1; k >= lowest; k--) {
             left -= accumulator->level_bytes;
-            device->add(k == lowest && (!last || wide != tensor.dtype) ? left : newest, left, newest, n, wide);
+            int stays = k == lowest && (!last || wide != tensor.dtype); /* in the level */
+            device->add(stays ? left : newest, left, newest, n, wide);
         }
         if (last && wide != tensor.dtype && !handed_over) device->cast(grad, tensor.dtype, left, wide, n);
     }
@@ -8248,10 +8270,10 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
         desc->reducer->averaged = 0;
     }
     accumulator->announced[param_index] = 1;
-    ddp__grad *grad = accumulator->attached && !desc->reducer->no_sync ? &desc->reducer->grads[param_index] : NULL;
-    int handed_over = last && grad && grad->sum;
+    int handed_over = last && accumulator->attached && !desc->reducer->no_sync;
+    handed_over = handed_over && desc->reducer->grads[param_index].sum;
     DDP__TRY(ddp__accumulate(accumulator, param_index, last, handed_over));
-    if (handed_over) grad->summed = 1;
+    if (handed_over) desc->reducer->grads[param_index].summed = 1;
     return last && desc->reducer ? ddp_reducer_ready(desc->reducer, param_index) : DDP_OK;
 }
 

@@ -51,9 +51,10 @@ CONCEPTS
                    rank 0   rank 1      gather      rank 0 and 1     backward    rank 0    rank 1      reduce    rank 0    rank 1
         weight    |rows 0-1|rows 2-3|  ------->    |rows 0 1 2 3|  --------->   |grad 0-3||grad 0-3|  ------->  |sum 0-1| |sum 2-3|
 
-    Strategy   what is split, and what each rank keeps whole. Bytes per rank for P parameters, W ranks and AdamW, without bookkeeping.
-               16-bit: param_dtype is BF16 or F16; master values, sums of gradients and moments are f32. U: the parameters of the
-               largest unit times 1 + prefetch (2 by default), whose buffers all units share.
+    Strategy   what is split, and what each rank keeps whole. Bytes per rank for P parameters, W ranks and
+               AdamW, without bookkeeping. 16-bit: param_dtype is BF16 or F16; master values, sums of
+               gradients and moments are f32. U: parameters of the largest unit times 1 + prefetch (2 by
+               default); all units share its buffers.
 
                                                                f32                    16-bit
                    NO_SHARD      nothing: data parallelism     16 P                   20 P
@@ -62,21 +63,23 @@ CONCEPTS
                    SHARD_GRAD    ZeRO-2: gradients too         4 P + 12 P / W + 4 U   2 P + 16 P / W + 2 U
                    FULL_SHARD    ZeRO-3: values too                  16 P / W + 8 U         18 P / W + 4 U
 
-               U holds gradients, under FULL_SHARD values too. Several micro-batches m add floor(log2 m) sums: of 4 P / W each with
-               SHARD_GRAD and FULL_SHARD; of 4 P each with the others, where 16-bit gradients then need 4 bytes for each parameter of
-               the largest unit instead of the sums above. Ranks that do not read each other's memory stage one unit more: its
-               gathered values and its f32 gradients.
-    Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step; FULL_SHARD twice per
-               micro-batch, once with keep_after_forward. A reduction of gradients sends 4 P, also of 16-bit ones, which are added in
-               f32: once per step; SHARD_GRAD and FULL_SHARD once per micro-batch. NO_SHARD has no gather, and its all-reduce sends
-               8 P. Ranks that read each other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4 P.
+               U holds gradients, under FULL_SHARD values too. Several micro-batches m add floor(log2 m) sums:
+               of 4 P / W each with SHARD_GRAD and FULL_SHARD; of 4 P each with the others. These then keep no
+               other sums of 16-bit gradients, and stage the largest unit's gradients in f32. Ranks that do
+               not read each other's memory stage one unit more: its gathered values and its f32 gradients.
+    Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step;
+               FULL_SHARD twice per micro-batch, once with keep_after_forward. A reduction of gradients sends
+               4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and FULL_SHARD once
+               per micro-batch. NO_SHARD has no gather, and its all-reduce sends 8 P. Ranks that read each
+               other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4 P.
     Hybrid     split inside one group, replicated across another (HSDP): the ranks that hold the same shard form `replicas`.
     Master     the f32 values that the optimizer updates. With param_dtype = DDP_BF16 what is gathered is a 16-bit copy of them.
     Micro-batch  SHARD_GRAD and FULL_SHARD add over ranks after every micro-batch, then over micro-batches, pairwise like a binary counter;
                the others add over micro-batches first. In both ways the sum is the tree over the micro-batches of the step, where rank
                r's micro-batch k is number kW + r in the first way (W a power of two), and a block of 2^k per rank is given in the second.
-               So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32 everywhere. Outside this
-               promise: reduce_dtype, sequential accumulation (plain_accumulation), quantize_gather.
+               So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32
+               everywhere. Outside this promise: reduce_dtype, sequential accumulation (plain_accumulation),
+               quantize_gather.
 
 ERRORS
     As in ddp.h: ddp_result and ddp_last_error(). A mistake in a desc names the unit and the parameter. What fails while ranks
@@ -225,9 +228,10 @@ typedef struct ddp_fsdp_desc {
     ddp_group *replicas;           /* hybrid: the ranks that hold the same shard. While ddp_fsdp lives, only it issues calls there between the first
                                       ddp_fsdp_unit_reduce of a step and the end of ddp_fsdp_step. NULL = none */
     ddp_dtype param_dtype;         /* what is gathered: 0 = as the parameter. DDP_BF16, DDP_F16: the master copy is f32 */
-    /* What gradients are added in over ranks: 0 = f32 (f64 for f64 parameters), whatever dtype backward writes. Gradients have
-       param_dtype, unless param.grad.dtype says otherwise. DDP_BF16 or DDP_F16 halves the bytes of each reduce-scatter: every
-       gradient is rounded before it is sent, and every sum over ranks once more. This is outside the promise of equal bits */
+    /* The dtype in which gradients are added over ranks. 0 = f32, f64 for f64 parameters. Backward writes
+       gradients in param.grad.dtype (0 = param_dtype); they are cast on the way. DDP_BF16 or DDP_F16 halves
+       the bytes of each reduce-scatter: every gradient is rounded before it is sent, and every sum over ranks
+       once more. Any value except 0 is outside the promise of equal bits, unless it is the default's dtype */
     ddp_dtype reduce_dtype;
     int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_unit_reduce comes so often for each unit */
     int per_token;                 /* 1 = gradients are of a loss summed over tokens; see ddp_fsdp_mean */
@@ -238,8 +242,9 @@ typedef struct ddp_fsdp_desc {
     int keep_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
     int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise every gather, a forward's too, clears their memory */
     int quantize_gather;           /* FULL_SHARD: 1 = parameters travel in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al. 2023). A value is off by
-                                      at most 1/254 of the largest magnitude in its block, alike on every rank; master values stay exact. CPU memory alone.
-                                      Outside the promise of equal bits: blocks begin where shards do */
+                                      at most 1/254 of the largest magnitude in its block, by the same amount
+                                      on every rank; master values stay exact. CPU memory only. Outside the
+                                      promise of equal bits: blocks begin where shards do */
     ddp_fsdp_offload offload;
     const char *offload_dir;       /* OFFLOAD_FILE: NULL = "."; the file has no name, nothing stays behind */
     ddp_optimizer_desc optimizer;  /* zero = AdamW; its params, shard_group and allocators are not read */
@@ -301,8 +306,9 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit);
 DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit);
 
 /* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective; grad.data is this object's from here on. Does
-   not block, with one exception: SHARD_OPTIM with several micro-batches of gradients whose dtype is not reduce_dtype waits until all ranks have read the last
-   unit's sums. Call it with the unit gathered. More often than micro_batch_count in one step is DDP_ERR_INVALID. */
+   not block, with one exception: SHARD_OPTIM with several micro-batches of 16-bit gradients waits until all
+   ranks have read the previous unit's sums. Call it with the unit gathered. More often than micro_batch_count
+   in one step is DDP_ERR_INVALID. */
 DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit);
 
 /* on = 1: forward alone. Gathers bring no gradients and releases free, whatever keep_after_forward says; the order of gathers is not recorded. */
@@ -354,8 +360,9 @@ DDPDEF ddp_result ddp_fsdp_save(ddp_fsdp *fsdp, const char *dir);
 DDPDEF ddp_result ddp_fsdp_save_wait(ddp_fsdp *fsdp);
 
 /* Reads this rank's part of a checkpoint that was written on any world size, strategy, wrapping and param_dtype; or a model of another program, in safetensors: moments
-   become zero then, steps start anew. A tied weight may have the name of any of its uses. Where files have several of them, their
-   bytes must be equal. Files must be regular files: symbolic links are not followed. Collective, between steps. Errors on every rank, with
+   become zero then, steps start again from 0. A tied weight may have the name of any of its uses; several
+   names must have equal bytes. Files must be regular files: symbolic links are not followed. Collective,
+   between steps. Errors on every rank, with
    the model as it was: DDP_ERR_CORRUPT (truncated, overlapping, checksum) and DDP_ERR_MISMATCH (missing, extra, other dtype or shape) name file, tensor and
    byte range; DDP_ERR_SYSTEM. AdamW and LAMB take each other's moments, SGD and LARS too; of other kinds they are missing or extra. */
 DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir);
@@ -1563,7 +1570,7 @@ typedef struct ddp__slice {
     int64_t shape[DDP_MAX_NDIM], offset[DDP_MAX_NDIM], extent[DDP_MAX_NDIM];
     void *data;
     int file_kind; /* 0 = model-*, 1 = optimizer-* */
-    int tied_to;   /* loading: number of an earlier tensor that may have this name in the files too, plus one; data is NULL. 0 = none */
+    int tied_to;   /* loading: 1 + the number of an earlier tensor that files may store under this name */
     int may_repeat; /* where other ranks hold the same box, the lowest of them writes it */
 } ddp__slice;
 
@@ -1623,7 +1630,7 @@ static ddp_result ddp__file_fail(const char *what, const char *path) {
     return result;
 }
 
-/* What is at path is not a regular file. */
+/* Reports something at path that is not a regular file. */
 static ddp_result ddp__file_is_other(const char *path, mode_t mode) {
     const char *kind = "a device or a socket";
     if (S_ISLNK(mode)) kind = "a symbolic link";
@@ -1634,8 +1641,8 @@ static ddp_result ddp__file_is_other(const char *path, mode_t mode) {
     return DDP_ERR_SYSTEM;
 }
 
-/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic link or a device lets
-   others choose what is read or overwritten. Leaves the path in path, and errno. */
+/* Opens a regular file of a folder, and nothing else: a FIFO would wait for its other end, and a symbolic
+   link or a device lets others choose what is read or overwritten. Leaves the path in path, and errno. */
 static ddp_result ddp__file_open(const char *dir, const char *name, int flags, char path[DDP__PATH_MAX], int *fd) {
     struct stat info;
     snprintf(path, DDP__PATH_MAX, "%.*s/%s", DDP__DIR_MAX + 10, dir, name);
@@ -2518,12 +2525,14 @@ static ddp_result ddp__load_match(ddp__loading *l, const ddp__in_file *file, con
 static ddp_result ddp__tied_fail(const ddp__loading *l, int index, const char *what) {
     const ddp__source *source = &l->sources[index];
     char text[400];
-    snprintf(text, sizeof text, "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the files, or do not tie them",
-             l->task.slices[l->task.slices[index].tied_to - 1].name, what);
+    const char *first = l->task.slices[l->task.slices[index].tied_to - 1].name;
+    snprintf(text, sizeof text, "and tensor '%.100s' are one weight here, but %s; remove the wrong one from the "
+             "files, or do not tie them", first, what);
     return ddp__source_fail(l, DDP_ERR_MISMATCH, source->file, source->record, text);
 }
 
-/* A tied weight has several names, of which files have one or more. The first that is there is read; the others must have its bytes. */
+/* A tied weight has several names; files have one or more of them. The first one found is read; the others
+   must have its bytes. */
 static ddp_result ddp__load_ties(ddp__loading *l) {
     for (int i = 0; i < l->task.count; i++) {
         ddp__source *source = &l->sources[i];
@@ -2532,7 +2541,9 @@ static ddp_result ddp__load_ties(ddp__loading *l) {
         if (!first->file) {
             *first = *source;
             memset(source, 0, sizeof *source);
-        } else if (first->record->dtype != source->record->dtype) return ddp__tied_fail(l, i, "their dtypes differ");
+        } else if (first->record->dtype != source->record->dtype) {
+            return ddp__tied_fail(l, i, "their dtypes differ");
+        }
     }
     return DDP_OK;
 }
@@ -2577,7 +2588,8 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
     for (int i = 0; i < l->task.count && together; i++) all += l->sources[i].bytes;
     for (int i = 0; i < l->task.count; before += together ? l->sources[i].bytes : 0, i++) {
         const ddp__source *source = &l->sources[i];
-        const ddp__source *first = l->task.slices[i].tied_to ? &l->sources[l->task.slices[i].tied_to - 1] : NULL; /* has the same bytes */
+        int tied_to = l->task.slices[i].tied_to;
+        const ddp__source *first = tied_to ? &l->sources[tied_to - 1] : NULL; /* must have the same bytes */
         uint64_t total = source->bytes, rows = l->task.slices[i].ndim && total ? (uint64_t)l->task.slices[i].shape[0] : 1;
         uint64_t each = together ? all / ranks + 1 : (rows + ranks - 1) / ranks * (total / rows);
         uint64_t at = ddp__place_in(each * rank, before, total), end = ddp__place_in(each * (rank + 1), before, total);
@@ -2589,7 +2601,8 @@ static ddp_result ddp__load_sum(ddp__loading *l, int ahead) {
             if (ahead) continue;
             if (first && source->file) {
                 DDP__FSDP_TRY(ddp__load_touch(l, first, at, at + piece));
-                if (memcmp(first->data + at, source->data + at, (size_t)piece) != 0) return ddp__tied_fail(l, i, "their bytes differ");
+                int same = memcmp(first->data + at, source->data + at, (size_t)piece) == 0;
+                if (!same) return ddp__tied_fail(l, i, "their bytes differ");
             }
             l->task.crc[i] = ddp__crc_feed(l->task.crc[i], source->data + at, (size_t)piece);
             sem_post(&l->room);
@@ -2787,7 +2800,7 @@ typedef struct ddp__unit {
     char name[64];
     int index, count, trained;
     int layout;                    /* of its gradients when they are added over ranks */
-    int converts;                  /* 1 = some of its gradients have another dtype than what is added over ranks */
+    int converts;                  /* 1 = some gradients are added over ranks in another dtype than theirs */
     ddp__weight *weights;
     size_t whole_bytes, grad_bytes, cast_bytes, shard_bytes, sum_bytes, master_bytes, gather_bytes;
     size_t wire_count[DDP_U64 + 1]; /* elements of a wire block, by dtype */
@@ -3087,11 +3100,13 @@ static size_t ddp__weight_wire(const ddp_fsdp *f, const ddp__weight *w) {
     return f->desc.quantize_gather ? count + ddp__quant_scales(w) * sizeof(float) : count * ddp_dtype_size(w->dtype);
 }
 
-/* Whether whole gradients are cast before anything is added: where micro-batches are added first, and where copies are added in
-   another dtype than the master's. Everywhere else the cast is a part of the addition, or of the copy that is sent. */
+/* Whether whole gradients are cast before anything is added: where micro-batches are added first, and where
+   copies are added in another dtype than the master's. Everywhere else the cast is a part of the addition, or
+   of the copy that is sent. */
 static int ddp__casts_whole(const ddp_fsdp *f, const ddp__weight *w) {
-    int adds_whole = !f->reduces_each && f->desc.micro_batch_count > 1;
-    return w->wire_dtype != w->grad_dtype && (adds_whole || (f->world == 1 && w->wire_dtype != w->master_dtype));
+    int adds_micro_batches = !f->reduces_each && f->desc.micro_batch_count > 1;
+    int adds_copies = f->world == 1 && w->wire_dtype != w->master_dtype;
+    return w->wire_dtype != w->grad_dtype && (adds_micro_batches || adds_copies);
 }
 
 /* Where the parts of a unit lie in its memory of each kind. */
@@ -3358,9 +3373,10 @@ static ddp_result ddp__order_note(ddp_fsdp *f, int unit) {
 
        whole gradients --(cast, if the wire has another dtype)--> added over ranks --> this rank's rows --(cast)--> level 0 --> pairs of micro-batches
                                                                   direct: read where they lie, otherwise reduce_scatter of blocks
-       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the shard add up theirs afterwards.
+       Where each rank has every row (NO_SHARD), they are all-reduced where they lie instead. Copies of the
+       shard add up theirs afterwards.
 
-   16-bit gradients are cast to f32 on their way, without memory for a whole unit wherever that is possible:
+   16-bit gradients are cast to f32 without memory for a whole unit wherever that is possible:
 
        direct        a tile of each rank's gradients at a time       cast by the rank that adds
        packed        into the block that is sent                     twice the bytes of the gradients travel
@@ -3405,11 +3421,12 @@ static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char
     DDP__EACH_TRAINED(unit, w) {
         ddp_dtype from = unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
         size_t at = ddp__rows_at(w, unit->layout, w->first), count = ddp__mine(w), n;
-        size_t from_size = ddp_dtype_size(from), wire_size = ddp_dtype_size(w->wire_dtype), sum_size = ddp_dtype_size(w->master_dtype);
+        size_t from_size = ddp_dtype_size(from), wire_size = ddp_dtype_size(w->wire_dtype);
+        size_t sum_size = ddp_dtype_size(w->master_dtype);
         int casts = from != w->wire_dtype || w->wire_dtype != w->master_dtype;
         unsigned char *sum = ddp__weight_sum(w, unit->depth);
         for (size_t done = 0; done < count; done += n) {
-            unsigned char *out = sum + done * sum_size;
+            unsigned char *rows = sum + done * sum_size, *out = rows;
             n = casts && count - done > (size_t)DDP__TILE ? (size_t)DDP__TILE : count - done;
             for (int r = 0; r < f->world; r++) {
                 unsigned char *tile = f->tile + (size_t)r * DDP__TILE * wire_size;
@@ -3420,13 +3437,14 @@ static void ddp__reduce_direct(ddp_fsdp *f, ddp__unit *unit, const unsigned char
             }
             if (w->wire_dtype != w->master_dtype) out = f->tile + (size_t)f->world * DDP__TILE * wire_size;
             ddp_reduce_tree(out, sources, f->world, n, w->wire_dtype, DDP_OP_SUM, 1);
-            if (w->wire_dtype != w->master_dtype) f->device->cast(sum + done * sum_size, w->master_dtype, out, w->wire_dtype, n);
+            if (out != rows) f->device->cast(rows, w->master_dtype, out, w->wire_dtype, n);
         }
     }
 }
 
 /* This rank's gradients of rank r's rows, as they are sent. */
-static void ddp__block_fill(ddp_fsdp *f, const ddp__weight *w, int r, unsigned char *out, const unsigned char *whole) {
+static void ddp__block_fill(ddp_fsdp *f, const ddp__weight *w, int r, unsigned char *out,
+                            const unsigned char *whole) {
     ddp_dtype from = w->unit->layout == DDP__GRADS ? w->grad_dtype : w->wire_dtype;
     const unsigned char *rows = whole + ddp__rows_at(w, w->unit->layout, ddp__rows_first(w, r));
     size_t count = ddp__rows_of(w, r) * w->row_count;
@@ -3961,8 +3979,8 @@ static void ddp__saver_add(ddp_fsdp *f, const ddp__weight *w, const char *state,
         slice->data = (unsigned char *)tensor->data + ddp__weight_bytes(w, skip, tensor->dtype);
 }
 
-/* Every tensor of the checkpoint, the same list on every rank. A tied weight is saved under the name of its first use; a load takes
-   the names of later uses too. */
+/* Every tensor of the checkpoint, the same list on every rank. A tied weight is saved under the name of its
+   first use; a load takes the names of later uses too. */
 static void ddp__saver_list(ddp_fsdp *f, int list) {
     f->saver->count = 0;
     for (ddp__weight *w = f->weights; w < f->weights + f->weight_count; w++) {
@@ -4244,8 +4262,8 @@ static ddp_result ddp__unit_take_memory(ddp_fsdp *f, ddp__unit *unit) {
     for (int l = 0; l < levels || (l == 0 && unit->sum_bytes); l++) {
         size_t bytes = f->reduces_each ? unit->sum_bytes : l < levels ? unit->cast_bytes : 0;
         if (l == 0 && bytes < unit->sum_bytes) bytes = unit->sum_bytes;
-        int in_sums = f->world == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS; /* copies are added there */
-        int kind = in_sums ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
+        int adds_copies = f->world == 1 && f->copy_count && unit->converts && unit->layout == DDP__GRADS;
+        int kind = adds_copies ? DDP__MEMORY_GROUP : DDP__MEMORY_DEVICE;
         if (unit->trained) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, kind, bytes, &unit->level[l]));
     }
     return DDP_OK;
@@ -4290,7 +4308,8 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
         ddp__size_at_least(&f->receive_bytes, ddp__wire_bytes(unit->wire_count));
     }
     if (f->cast_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->cast_bytes, &f->cast));
-    if (f->tile_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
+    if (f->tile_bytes)
+        DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_DEVICE, f->tile_bytes, &f->tile));
     if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
     if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
@@ -4488,7 +4507,8 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         if (!ddp__is_trained(p)) continue;
         if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += levels * count * wide / w;
         else {
-            bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(p->grad_dtype) + levels * count * (double)ddp_dtype_size(p->wire_dtype);
+            bytes[DDP__OF_GRADIENTS] += count * (double)ddp_dtype_size(p->grad_dtype);
+            bytes[DDP__OF_GRADIENTS] += levels * count * (double)ddp_dtype_size(p->wire_dtype);
             if (!p->in_place && levels == 0) bytes[DDP__OF_GRADIENTS] += count * wide / w;
         }
     }
@@ -4497,7 +4517,8 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
     else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->host_sums_bytes;
-    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->tile_bytes + f->send_bytes + f->receive_bytes + f->host_rows_bytes);
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->cast_bytes + f->tile_bytes + f->host_rows_bytes);
+    bytes[DDP__OF_COMMUNICATION] += (double)(f->send_bytes + f->receive_bytes);
     for (int i = 0; i < DDP__PURPOSES; i++) out.total += ((size_t *)(void *)&out)[i] = (size_t)(bytes[i] + 0.5);
     return out;
 }

@@ -230,12 +230,14 @@ typedef struct ddp_pipeline_stage {
     void *user;
     size_t saved_bytes;           /* per micro-batch in flight; 0 = none */
     int recompute;                /* 1 = saved memory is not kept from F to I or B: F runs again (Chen et al. 2016). Inputs are kept */
-    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds) one micro-batch's gradients to
-       param->grad.data, the runner adds them pairwise by index and leaves the sum there: 16-bit gradients are added and divided in f32 and rounded once.
-       Replicas (reduce_grad) then add what has been rounded: set grad.dtype = DDP_F32 for the same bits on any number of them.
-       Each is &param or &fsdp_param.param; its pointers are read anew for
-       each action, as ddp_fsdp_unit_gather moves them. NULL grad.data at create: the runner's memory, set there; with unshard: what that sets, until
-       reduce_grad (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes older ones, value.data is a copy */
+    /* NULL = there are none, or the callbacks add gradients themselves. Otherwise W or B writes (not adds)
+       one micro-batch's gradients to param->grad.data; the runner adds them pairwise by index and leaves the
+       sum there. 16-bit gradients are added and divided in f32 and rounded once. Replicas add the rounded
+       sums; grad.dtype = DDP_F32 gives the same bits on any number of replicas. Each entry is &param or
+       &fsdp_param.param. Its pointers are read for each action, as ddp_fsdp_unit_gather moves them. NULL
+       grad.data at create: the runner's memory, set there; with unshard: what that sets, until reduce_grad
+       (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes
+       older ones, value.data is a copy */
     ddp_param *const *params;
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
@@ -2669,7 +2671,7 @@ typedef struct ddp__pipe_stream {
 
 /* The sum of gradients of micro-batches [index << level, (index + 1) << level) of an update. */
 typedef struct ddp__pipe_sum { int level, index; } ddp__pipe_sum;
-enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 }; /* levels; the sum that the latest micro-batch has joined, of 16-bit gradients */
+enum { DDP__PIPE_FREE = -1, DDP__PIPE_NEWEST = -2 }; /* levels; NEWEST: the latest micro-batch is in this sum */
 
 typedef struct ddp__pipe_stash { uint64_t version; int used; } ddp__pipe_stash;
 
@@ -2811,11 +2813,13 @@ static size_t ddp__pipe_bytes(const ddp_tensor *tensor) {
     return count > 0 ? (size_t)count * ddp_dtype_size(tensor->dtype) : 0;
 }
 
-static int ddp__pipe_is_half(const ddp_tensor *tensor) { return tensor->dtype == DDP_F16 || tensor->dtype == DDP_BF16; }
+static int ddp__pipe_is_half(const ddp_tensor *tensor) {
+    return tensor->dtype == DDP_F16 || tensor->dtype == DDP_BF16;
+}
 
 /* Bytes of a sum of such gradients: 16-bit ones are added in f32. */
 static size_t ddp__pipe_sum_bytes(const ddp_tensor *grad) {
-    return ddp__pipe_bytes(grad) / ddp_dtype_size(grad->dtype) * (ddp__pipe_is_half(grad) ? sizeof(float) : ddp_dtype_size(grad->dtype));
+    return ddp__pipe_bytes(grad) * (ddp__pipe_is_half(grad) ? 2 : 1);
 }
 
 //== runner: bad input ============================================================================= >>impl-pipeline-check
@@ -3205,7 +3209,8 @@ static ddp_result ddp__pipe_wide_memory(ddp_pipeline *p) {
         const ddp__pipe_stage *s = &p->stages[stage];
         for (int i = 0; i < s->desc.param_count && s->sum_count; i++) {
             ddp_tensor grad = ddp__pipe_grad(s->desc.params[i]);
-            if (ddp__pipe_is_half(&grad) && ddp__pipe_sum_bytes(&grad) > most) most = ddp__pipe_sum_bytes(&grad);
+            size_t bytes = ddp__pipe_is_half(&grad) ? ddp__pipe_sum_bytes(&grad) : 0;
+            if (bytes > most) most = bytes;
         }
     }
     p->stats.accumulation_bytes += most;
@@ -3409,9 +3414,9 @@ static ddp_result ddp__pipe_drain(ddp_pipeline *p, int returns) {
 
 //== runner: gradients =========================================================================== >>impl-pipeline-gradients
 
-/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1). The sum stays in
-   grad.data. 16-bit gradients have theirs in f32: in buffer `newest`, or, where that is -1, in grad.data alone so far; then the sum
-   takes the place of buffer k. */
+/* All gradients of a stage with buffer k: copied there (-1), added to it on the left (0) or on the right (1).
+   The sum stays in grad.data. The sum of 16-bit gradients is f32: it stays in buffer `newest`. With newest
+   -1, grad.data is the first of this sum, which then takes the place of buffer k. */
 static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, int k, int side, int newest) {
     unsigned char *buffer = s->sum_memory + (size_t)k * s->grad_bytes;
     unsigned char *sum = newest < 0 ? NULL : s->sum_memory + (size_t)newest * s->grad_bytes;
@@ -3423,12 +3428,17 @@ static void ddp__pipe_combine(const ddp_pipeline *p, const ddp__pipe_stage *s, i
         ddp_dtype dtype = ddp__pipe_is_half(&grad) ? DDP_F32 : grad.dtype;
         at += ddp__pipe_pad(ddp__pipe_sum_bytes(&grad));
         if (!bytes) continue;
-        if (dtype != grad.dtype) {
-            right = sum ? sum + (kept - buffer) : side < 0 ? kept : p->wide;
-            out = sum ? right : kept;
-            if (!sum) p->device->cast(right, DDP_F32, grad.data, grad.dtype, count);
-        } else if (side < 0) p->device->copy(kept, grad.data, bytes);
-        if (side >= 0) p->device->add(out, side ? kept : right, side ? right : kept, count, dtype);
+        if (dtype != grad.dtype && sum) {
+            out = right = sum + (kept - buffer);
+        } else if (dtype != grad.dtype) {
+            right = side < 0 ? kept : p->wide;
+            out = kept;
+            p->device->cast(right, DDP_F32, grad.data, grad.dtype, count);
+        } else if (side < 0) {
+            p->device->copy(kept, grad.data, bytes);
+        }
+        if (side == 0) p->device->add(out, right, kept, count, dtype);
+        if (side > 0) p->device->add(out, kept, right, count, dtype);
     }
 }
 
@@ -3436,7 +3446,8 @@ static int ddp__pipe_divides(const ddp_pipeline *p, const ddp__pipe_stage *s) {
     return p->interval > 1 && !p->desc.no_divide && (!s->desc.reduce_grad || s->desc.divide);
 }
 
-/* Ends the sums of 16-bit gradients, which are in buffer k: divided where the runner divides, then rounded once. */
+/* Ends the sums of 16-bit gradients, which are in buffer k: divided where the runner divides, then rounded
+   once. */
 static void ddp__pipe_round(const ddp_pipeline *p, const ddp__pipe_stage *s, int k) {
     unsigned char *sum = s->sum_memory + (size_t)k * s->grad_bytes;
     for (int i = 0; i < s->desc.param_count; i++) {

@@ -1,9 +1,11 @@
-/*  test_half_gradients.c - 16-bit gradients are added in f32: every strategy on 1, 2 and 4 ranks ends with the same bits.
+/*  test_half_gradients.c - 16-bit gradients are added in f32: every strategy on 1, 2 and 4 ranks ends with
+   the same bits.
 
-    The reference adds the f32 values of all micro-batches' 16-bit gradients as the tree over their global index and divides
-    once. ddp_fsdp must leave exactly these f32 averages in its shards, and after a step every rank must gather the same
-    values as one rank. ddp_reducer with a ddp_accumulator, and ddp_pipeline, keep gradients in 16 bits: they must leave the
-    averages rounded once. One sum that is rounded to 16 bits on its way changes about half of the elements. */
+    The reference adds the f32 values of all micro-batches' 16-bit gradients as the tree over their global
+    index and divides once. ddp_fsdp must leave exactly these f32 averages in its shards, and after a step
+    every rank must gather the same values as one rank. ddp_reducer with a ddp_accumulator, and ddp_pipeline,
+    keep gradients in 16 bits: they must leave the averages rounded once. One sum that is rounded to 16 bits
+    before the end changes about half of the elements. */
 #define DDP_PIPELINE_IMPLEMENTATION
 #include "../../ddp_fsdp.h"
 #include "../../ddp_pipeline.h"
@@ -12,14 +14,15 @@
 
 enum { PARAMS = 5, MOST = 9000, MICRO_MOST = 8, UNITS = 2 };
 
-/* Rows that 4 ranks do not divide, one long tensor (longer than a block of the accumulator), one of fewer rows than ranks. */
+/* Rows that 4 ranks do not divide, one long tensor (longer than a block of the accumulator), one of fewer
+   rows than ranks. */
 static const struct shape { const char *name; int unit, rows, columns; } shapes[PARAMS] = {
     {"a", 0, 13, 5}, {"b", 0, 9000, 1}, {"c", 0, 1, 7}, {"d", 1, 3, 40}, {"e", 1, 10, 1}};
 
-typedef enum adder { BY_FSDP, BY_REDUCER, BY_PIPELINE } adder;
+typedef enum adder { BY_FSDP, BY_REDUCER, BY_PIPELINE } adder_kind;
 
 typedef struct plan {
-    adder adder;
+    adder_kind adder;
     ddp_dtype dtype;
     ddp_fsdp_strategy strategy;
     int micro_batches; /* per rank */
@@ -34,9 +37,11 @@ static float (*stepped)[MOST];   /* values after a step; filled in by one rank *
 
 static int elements(int param) { return shapes[param].rows * shapes[param].columns; }
 
-/* A 16-bit number, as f32. Micro-batches differ in magnitude, so that the order and the width of additions show. */
+/* A 16-bit number, as f32. Micro-batches differ in magnitude, so that the order and the width of additions
+   show. */
 static float gradient(ddp_dtype dtype, int param, int i, int micro_batch) {
-    float x = (float)((double)(int64_t)ranks_mix((uint64_t)((micro_batch * PARAMS + param) * MOST + i)) / 9223372036854775808.0);
+    uint64_t seed = (uint64_t)((micro_batch * PARAMS + param) * MOST + i);
+    float x = (float)((double)(int64_t)ranks_mix(seed) / 9223372036854775808.0);
     float out;
     uint16_t bits;
     x *= 1.0f + 0.37f * (float)(micro_batch % 3);
@@ -68,7 +73,7 @@ static void tensor_of(ddp_tensor *tensor, int param, void *data, ddp_dtype dtype
     tensor->shape[1] = shapes[param].columns;
 }
 
-/* How many of the 16-bit gradients are not the average, rounded once. */
+/* Counts the 16-bit gradients that differ from the average, rounded once. */
 static int wrong_halves(const void *grad, ddp_dtype dtype, int param) {
     int wrong = 0;
     for (int i = 0; i < elements(param); i++) {
@@ -88,16 +93,20 @@ static ddp_result check_shards(ddp_group *group, ddp_fsdp *fsdp, const plan *p) 
         int64_t first;
         int wrong = 0, unit = shapes[k].unit;
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, unit, next[unit]++, NULL, &grad, &first));
-        RANKS_CHECK(group, grad.dtype == DDP_F32, "%s: gradients are %s", shapes[k].name, ddp_dtype_name(grad.dtype));
+        RANKS_CHECK(group, grad.dtype == DDP_F32, "%s: gradients are %s", shapes[k].name,
+                    ddp_dtype_name(grad.dtype));
         for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++)
-            wrong += memcmp((const float *)grad.data + i, &average[k][first * shapes[k].columns + i], sizeof(float)) != 0;
-        RANKS_CHECK(group, wrong == 0, "strategy %d, %s: %d of %lld gradients have other bits", (int)p->strategy, shapes[k].name,
+            wrong += memcmp((const float *)grad.data + i, &average[k][first * shapes[k].columns + i],
+                            sizeof(float)) != 0;
+        RANKS_CHECK(group, wrong == 0, "strategy %d, %s: %d of %lld gradients have other bits",
+                    (int)p->strategy, shapes[k].name,
                     wrong, (long long)ddp_tensor_count(&grad));
     }
     return DDP_OK;
 }
 
-static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const plan *p, ddp_fsdp_param (*params)[PARAMS], int number) {
+static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const plan *p,
+                                      ddp_fsdp_param (*params)[PARAMS], int number) {
     int next[UNITS] = {0};
     for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
     for (int k = 0; k < PARAMS; k++) {
@@ -112,14 +121,16 @@ static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const pl
 }
 
 /* After the step: one rank writes what it gathers, the others compare. */
-static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, ddp_fsdp_param (*params)[PARAMS], int first) {
+static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, ddp_fsdp_param (*params)[PARAMS],
+                               int first) {
     int next[UNITS] = {0};
     for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
     for (int k = 0; k < PARAMS; k++) {
         const ddp_tensor *value = &params[shapes[k].unit][next[shapes[k].unit]++].param.value;
         size_t bytes = (size_t)elements(k) * ddp_dtype_size(value->dtype);
         if (first) memcpy(stepped[k], value->data, bytes);
-        RANKS_CHECK(group, memcmp(stepped[k], value->data, bytes) == 0, "%s: values after a step differ from those of one rank", shapes[k].name);
+        RANKS_CHECK(group, memcmp(stepped[k], value->data, bytes) == 0,
+                    "%s: values after a step differ from those of one rank", shapes[k].name);
     }
     for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
     return DDP_OK;
@@ -170,7 +181,8 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
     for (int k = 0; k < PARAMS; k++) free(values[k]);
     for (int step = 0; step < 2; step++) {
         for (int b = 0; b < p->micro_batches; b++)
-            RANKS_OK(group, micro_batch_of_fsdp(group, fsdp, p, params, each ? b * world + rank : rank * p->micro_batches + b));
+            RANKS_OK(group, micro_batch_of_fsdp(group, fsdp, p, params,
+                                                each ? b * world + rank : rank * p->micro_batches + b));
         RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 3.0e38f, &norm));
         RANKS_OK(group, check_shards(group, fsdp, p));
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.01f));
@@ -188,8 +200,10 @@ static ddp_result by_fsdp(ddp_group *group, const plan *p) {
 
 static ddp_result average_hook(ddp_group *group, ddp_bucket *bucket, void *user) {
     (void)user;
-    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype, DDP_OP_SUM, NULL);
-    if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype, bucket->divisor);
+    ddp_result result = ddp_all_reduce(group, bucket->data, bucket->data, bucket->count, bucket->dtype,
+                                       DDP_OP_SUM, NULL);
+    if (result == DDP_OK) ddp_group_device(group)->divide(bucket->data, bucket->count, bucket->dtype,
+                                                          bucket->divisor);
     return result;
 }
 
@@ -229,7 +243,8 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
         RANKS_OK(group, ddp_reducer_wait(reducer));
         for (int k = 0; k < PARAMS; k++) {
             int wrong = wrong_halves(params[k].grad.data, p->dtype, k);
-            RANKS_CHECK(group, wrong == 0, "reducer, step %d, %s: %d of %d gradients have other bits", step, shapes[k].name, wrong, elements(k));
+            RANKS_CHECK(group, wrong == 0, "reducer, step %d, %s: %d of %d gradients have other bits", step,
+                        shapes[k].name, wrong, elements(k));
         }
     }
     ddp_accumulator_destroy(accumulator);
@@ -240,7 +255,7 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
 
 //== ddp_pipeline =============================================================================
 
-typedef struct stages { const plan *plan; ddp_param params[PARAMS], *list[PARAMS]; } stages;
+typedef struct stages { const plan *p; ddp_param params[PARAMS], *list[PARAMS]; } stages;
 
 static ddp_result forward(const ddp_pipeline_call *call, void *user) {
     (void)user;
@@ -253,11 +268,12 @@ static ddp_result backward(const ddp_pipeline_call *call, void *user) {
     stages *s = (stages *)user;
     for (int i = 0; i < call->input_count; i++)
         if (call->input_grads[i].data) memset(call->input_grads[i].data, 0, sizeof(float));
-    for (int k = 0; k < PARAMS; k++) write_gradient(s->params[k].grad.data, s->plan->dtype, k, call->microbatch);
+    for (int k = 0; k < PARAMS; k++) write_gradient(s->params[k].grad.data, s->p->dtype, k, call->microbatch);
     return DDP_OK;
 }
 
-/* Every stage has all parameters: each must end with the average over the micro-batches of the one pipeline. */
+/* Every stage has all parameters: each must end with the average over the micro-batches of the one pipeline.
+   */
 static ddp_result by_pipeline(ddp_group *group, const plan *p) {
     int world = ddp_world_size(group), rank = ddp_rank(group), total = p->micro_batches * world;
     ddp_schedule_desc order = DDP_ZERO;
@@ -269,7 +285,7 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
     uint16_t *memory[PARAMS];
     memset(&s, 0, sizeof s);
     memset(stage, 0, sizeof stage);
-    s.plan = p;
+    s.p = p;
     for (int k = 0; k < PARAMS; k++) {
         memory[k] = (uint16_t *)calloc((size_t)elements(k), 2);
         s.params[k].name = shapes[k].name;
@@ -292,7 +308,8 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
         RANKS_OK(group, ddp_pipeline_step(pipeline));
         for (int k = 0; k < PARAMS; k++) {
             int wrong = wrong_halves(s.params[k].grad.data, p->dtype, k);
-            RANKS_CHECK(group, wrong == 0, "pipeline, %s: %d of %d gradients have other bits", shapes[k].name, wrong, elements(k));
+            RANKS_CHECK(group, wrong == 0, "pipeline, %s: %d of %d gradients have other bits", shapes[k].name,
+                        wrong, elements(k));
         }
     }
     ddp_pipeline_destroy(pipeline);
@@ -307,7 +324,8 @@ static int failures, runs;
 
 static ddp_result train(ddp_group *group, void *user) {
     const plan *p = (const plan *)user;
-    return p->adder == BY_FSDP ? by_fsdp(group, p) : p->adder == BY_REDUCER ? by_reducer(group, p) : by_pipeline(group, p);
+    if (p->adder == BY_FSDP) return by_fsdp(group, p);
+    return p->adder == BY_REDUCER ? by_reducer(group, p) : by_pipeline(group, p);
 }
 
 static void run(ranks_mode mode, int world, plan p, int total) {
@@ -316,9 +334,10 @@ static void run(ranks_mode mode, int world, plan p, int total) {
     if (!p.replicas) p.replicas = 1;
     runs++;
     if (ranks_run(mode, world, 20000 * DDP_TEST_SLOWDOWN, train, &p) == DDP_OK) return;
-    fprintf(stderr, "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d packed=%d scattered=%d hook=%d: %s\n", names[p.adder],
-            ddp_dtype_name(p.dtype), world, ranks_mode_name(mode), (int)p.strategy, p.micro_batches, p.replicas, p.packed, p.scattered, p.hook,
-            ddp_last_error());
+    fprintf(stderr,
+            "FAIL %s %s on %d %s: strategy %d, %d micro-batches each, replicas=%d packed=%d scattered=%d hook=%d: %s\n",
+            names[p.adder], ddp_dtype_name(p.dtype), world, ranks_mode_name(mode), (int)p.strategy,
+            p.micro_batches, p.replicas, p.packed, p.scattered, p.hook, ddp_last_error());
     failures++;
 }
 

@@ -1,7 +1,8 @@
-/*  test_tied_names.c - a checkpoint of another program may have any of the names of a tied weight, or several with equal bytes.
+/*  test_tied_names.c - a checkpoint of another program may have any of the names of a tied weight, or several
+    with equal bytes.
 
-    Loading demanded the name of the first use and refused every other one: a file with both "wte" and "head", or with "head"
-    only, failed with "is none of the tensors that are loaded" or "is in none of the files".
+    Loading demanded the name of the first use and refused every other one: a file with both "wte" and "head",
+    or with "head" only, failed with "is none of the tensors that are loaded" or "is in none of the files".
 
     test_tied_names BACKEND [W ...]; see support/ranks.h */
 #include "ddp_fsdp.h"
@@ -15,8 +16,8 @@ static char folder[64];
 
 static float value_of(int i) { return (float)i * 0.25f - 1; }
 
-/* One file: a header, then `tensors` tensors, each of which has the values. `wrong`: one element of this one differs. half: this
-   one is in bf16. -1 = none. */
+/* One file: a header, then `tensors` tensors, each of which has the values. `wrong`: one element of this one
+   differs. half: this one is in bf16. -1 = none. */
 static void write_file(const char *const *names, int tensors, int wrong, int half) {
     char header[1000] = "{", path[200];
     unsigned char data[8 * COUNT * sizeof(float)], size[8];
@@ -27,7 +28,8 @@ static void write_file(const char *const *names, int tensors, int wrong, int hal
         for (int i = 0; i < COUNT; i++) values[i] = value_of(i);
         if (t == wrong) values[COUNT - 1] += 1;
         ddp_device_cpu()->cast(data + at, t == half ? DDP_BF16 : DDP_F32, values, DDP_F32, COUNT);
-        snprintf(header + length, sizeof header - length, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}", t ? "," : "",
+        snprintf(header + length, sizeof header - length,
+                 "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}", t ? "," : "",
                  names[t], t == half ? "BF16" : "F32", ROWS, COLUMNS, at, at + bytes);
         at += bytes;
     }
@@ -35,13 +37,15 @@ static void write_file(const char *const *names, int tensors, int wrong, int hal
     for (int i = 0; i < 8; i++) size[i] = (unsigned char)(strlen(header) >> 8 * i);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     FILE *file = fopen(path, "wb");
-    if (!file || fwrite(size, 1, 8, file) != 8 || fwrite(header, 1, strlen(header), file) != strlen(header) || fwrite(data, 1, at, file) != at || fclose(file) != 0) {
+    size_t written = file ? fwrite(size, 1, 8, file) + fwrite(header, 1, strlen(header), file) + fwrite(data, 1, at, file) : 0;
+    if (written != 8 + strlen(header) + at || fclose(file) != 0) {
         perror(path);
         exit(2);
     }
 }
 
-static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
+static ddp_result fill(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out,
+                       void *user) {
     (void)param, (void)first_row, (void)user;
     for (int64_t i = 0; i < row_count * COLUMNS; i++) ((float *)out)[i] = -9;
     return DDP_OK;
@@ -101,14 +105,17 @@ static ddp_result cases(ddp_group *world, void *user) {
         RANKS_OK(world, ddp_barrier(world));
         RANKS_OK(world, create(world, params, &fsdp, (int)t % 4));
         ddp_result result = ddp_fsdp_load(fsdp, folder);
-        RANKS_CHECK(world, c->words[0] ? result == DDP_ERR_MISMATCH : result == DDP_OK, "trial %zu: %s: %s", t, ddp_result_name(result), ddp_last_error());
+        RANKS_CHECK(world, c->words[0] ? result == DDP_ERR_MISMATCH : result == DDP_OK, "trial %zu: %s: %s",
+                    t, ddp_result_name(result), ddp_last_error());
         for (int k = 0; k < 4 && c->words[k]; k++)
-            RANKS_CHECK(world, strstr(ddp_last_error(), c->words[k]), "trial %zu: '%s' is not in: %s", t, c->words[k], ddp_last_error());
+            RANKS_CHECK(world, strstr(ddp_last_error(), c->words[k]), "trial %zu: '%s' is not in: %s", t,
+                        c->words[k], ddp_last_error());
         for (int u = 0; u < 2; u++) RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
         for (int k = 0; k < 4; k++)
             for (int i = 0; i < COUNT; i++) {
                 want = c->words[0] ? -9 : value_of(i);
-                RANKS_CHECK(world, ((const float *)params[k].param.value.data)[i] == want, "trial %zu: %s[%d] is %g", t, params[k].param.name, i,
+                RANKS_CHECK(world, ((const float *)params[k].param.value.data)[i] == want,
+                            "trial %zu: %s[%d] is %g", t, params[k].param.name, i,
                             (double)((const float *)params[k].param.value.data)[i]);
             }
         ddp_fsdp_destroy(fsdp);

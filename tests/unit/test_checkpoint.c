@@ -44,7 +44,8 @@ static long test_syscall(long number, ...) {
     return syscall(number, argument[0], argument[1], argument[2], argument[3], argument[4]);
 }
 
-static __thread const char *other_folder[2]; /* this rank finds the second where it opens files of the first, as on a disk of its own */
+/* This rank finds files of the second folder where it opens those of the first, as on a disk of its own. */
+static __thread const char *other_folder[2];
 
 static int test_open(const char *path, int flags, ...) {
     char other[1500];
@@ -54,11 +55,12 @@ static int test_open(const char *path, int flags, ...) {
     va_end(args);
     const char *at = other_folder[0] ? strstr(path, other_folder[0]) : NULL;
     if (!at) return open(path, flags, mode);
-    snprintf(other, sizeof other, "%.*s%s%s", (int)(at - path), path, other_folder[1], at + strlen(other_folder[0]));
+    snprintf(other, sizeof other, "%.*s%s%s", (int)(at - path), path, other_folder[1],
+             at + strlen(other_folder[0]));
     return open(other, flags, mode);
 }
 
-static int cut_mapped; /* 1 = the next file that is mapped is cut short behind the map */
+static int cut_mapped; /* 1 = the next file that is mapped is then cut short */
 
 static void *test_mmap(void *address, size_t length, int protection, int flags, int fd, off_t at) {
     void *map = mmap(address, length, protection, flags, fd, at);
@@ -123,7 +125,8 @@ static ddp_result job_rank(ddp_group *group, void *user) {
     ckpt_open(&k, rank, ddp_world_size(group), j->whole, fill);
     if (!j->load) ckpt_fill(&k, j->version);
     if (j->twist) j->twist(&k, rank);
-    if (j->other && rank == 1) other_folder[0] = strrchr(j->dir, '/'), other_folder[1] = strrchr(j->other, '/');
+    if (j->other && rank == 1) other_folder[0] = strrchr(j->dir, '/'), other_folder[1] = strrchr(j->other,
+        '/');
     failing_write = rank == j->fail_rank ? j->fail_at : 0;
     failing_sync = rank == j->fail_rank ? j->fail_sync : 0;
     getrlimit(RLIMIT_FSIZE, &limit);
@@ -493,7 +496,7 @@ static void test_folders_of_ranks(void) {
     load(in("here"), 2, 1);
 }
 
-/* Somebody writes the file again while ranks read it. */
+/* Another process writes the file again while ranks read it. */
 static void test_cut_while_mapped(void) {
     job j = job_of(in("cut"), 0, 3);
     scenario = "a file is cut short while it is mapped";
@@ -510,7 +513,8 @@ static void test_cut_while_mapped(void) {
     }
 }
 
-/* No file is larger than max_file_bytes, except one that holds a single tensor. Headers count: names are long here. */
+/* No file is larger than max_file_bytes, except one that holds a single tensor. Headers count: names are long
+   here. */
 static void test_file_sizes(void) {
     enum { TENSORS = 40, LIMIT = 3000 };
     static char names[TENSORS][200];
@@ -528,12 +532,15 @@ static void test_file_sizes(void) {
         slices[i].name = names[i];
         slices[i].dtype = DDP_F32;
         slices[i].ndim = 1;
-        slices[i].shape[0] = slices[i].extent[0] = i == 20 ? 1000 : i % 3 ? 1 : 150;
+        int64_t count = i % 3 ? 1 : 150;
+        if (i == 20) count = 1000;
+        slices[i].shape[0] = slices[i].extent[0] = count;
         slices[i].data = values[i];
     }
     alone.init_method = "self://";
     EXPECT(ddp_group_create(&group, &alone) == DDP_OK, "%s", ddp_last_error());
-    EXPECT(ddp__checkpoint_save(group, in("sizes"), slices, TENSORS, &state, LIMIT, 1) == DDP_OK, "%s", ddp_last_error());
+    EXPECT(ddp__checkpoint_save(group, in("sizes"), slices, TENSORS, &state, LIMIT, 1) == DDP_OK, "%s",
+           ddp_last_error());
     for (int f = 1, count = 1; f <= count; f++) {
         DIR *open_folder = opendir(in("sizes"));
         char wanted[64];
@@ -551,7 +558,8 @@ static void test_file_sizes(void) {
             free(text);
         }
         closedir(open_folder);
-        EXPECT(tensors >= 1 && (bytes <= LIMIT || tensors == 1), "file %d of %d has %d tensors in %zu bytes", f, count, tensors, bytes);
+        EXPECT(tensors >= 1 && (bytes <= LIMIT || tensors == 1), "file %d of %d has %d tensors in %zu bytes",
+               f, count, tensors, bytes);
         files++;
         full += tensors > 1;
     }
@@ -636,12 +644,16 @@ static void test_foreign(void) {
     {
         char here[400], absolute[700];
         EXPECT(getcwd(here, sizeof here) != NULL, "getcwd");
-        snprintf(absolute, sizeof absolute, "{\"weight_map\":{\"w\":\"%s/%s/part.safetensors\"}}", here, in("foreign"));
-        EXPECT(mkdir(in("foreign/sub"), 0777) == 0 && ckpt_shell("cp %s %s", in("foreign/part.safetensors"), in("foreign/sub")) == 0, "cp");
+        snprintf(absolute, sizeof absolute, "{\"weight_map\":{\"w\":\"%s/%s/part.safetensors\"}}", here,
+                 in("foreign"));
+        EXPECT(mkdir(in("foreign/sub"), 0777) == 0 && ckpt_shell("cp %s %s", in("foreign/part.safetensors"),
+            in("foreign/sub")) == 0, "cp");
         const struct { const char *index, *words; } indexes[] = {
             {"{\"metadata\":{\"total_size\":24.0,\"x\":[{}]},\"weight_map\":{\"w\":\"part.safetensors\"}}", NULL}, {"{\"metadata\":{}}", "weight_map is missing"},
-            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}", "name of a file"}, {"{\"weight_map\":{\"w\":\"sub/../part.safetensors\"}}", "name of a file"},
-            {"{\"weight_map\":{\"w\":\"sub/part.safetensors\"}}", "name of a file"}, {absolute, "name of a file"},
+            {"{\"weight_map\":{\"w\":\"../part.safetensors\"}}",
+             "name of a file"}, {"{\"weight_map\":{\"w\":\"sub/../part.safetensors\"}}", "name of a file"},
+            {"{\"weight_map\":{\"w\":\"sub/part.safetensors\"}}", "name of a file"}, {absolute,
+                "name of a file"},
             {"{\"weight_map\":{\"w\":\"other.safetensors\"}}", "other.safetensors is missing"}, {"{\"weight_map\":{\"w\":3}}", "string"}, {"{\"weight_map\":{}}", "'w'"},
             {"{\"weight_map\":{},\"weight_map\":{}}", "twice"}, {"", "object"}};
         for (size_t i = 0; i < sizeof indexes / sizeof *indexes; i++) {
@@ -651,7 +663,8 @@ static void test_foreign(void) {
             EXPECT(fine && (indexes[i].words ? result < 0 && strstr(ddp_last_error(), indexes[i].words) : result == DDP_OK), "%s: %s", indexes[i].index, ddp_last_error());
         }
     }
-    EXPECT(ckpt_shell("rm -r %s %s %s", in("foreign/model.safetensors.index.json"), in("foreign/sub"), file) == 0, "rm");
+    EXPECT(ckpt_shell("rm -r %s %s %s", in("foreign/model.safetensors.index.json"), in("foreign/sub"),
+                      file) == 0, "rm");
     EXPECT(load_foreign(in("foreign"), &fine) == DDP_ERR_CORRUPT && fine, "%s", ddp_last_error());
 }
 

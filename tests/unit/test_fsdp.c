@@ -1078,14 +1078,18 @@ static ddp_result hooks(ddp_group *group) {
 }
 
 /* Four blocks of 512 x 512: what it comes to, by the formulas. */
-/* The table of the opening comment of ddp_fsdp.h: p parameters, u of them in a unit, 2^levels micro-batches, slots units ahead. */
-static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, double u, double w, double levels, double slots) {
+/* The table of the opening comment of ddp_fsdp.h: p parameters, u of them in a unit, 2^levels micro-batches,
+   slots units ahead. */
+static double bytes_formula(ddp_fsdp_strategy strategy, int half, double p, double u, double w, double levels,
+                            double slots) {
     double whole = half ? 2 : 4, tile = half && w > 1 ? (w + 1) * 1024 * 4 : 0;
     double sums = levels * 4 * p; /* of whole gradients */
     if (half && levels > 0) sums += 4 * u;
     switch (strategy) {
     case DDP_FSDP_NO_SHARD: return (half && levels == 0 ? 20 : 16) * p + sums;
-    case DDP_FSDP_SHARD_OPTIM: return 2 * whole * p + (half ? 12 : 8) * p / w + (half && levels == 0 ? 4 * p / w + tile : sums);
+    case DDP_FSDP_SHARD_OPTIM:
+        if (half && levels == 0) sums = 4 * p / w + tile;
+        return 2 * whole * p + (half ? 12 : 8) * p / w + sums;
     case DDP_FSDP_SHARD_GRAD: return whole * p + ((half ? 16 : 12) + 4 * levels) * p / w + slots * whole * u + tile;
     default: return ((half ? 18 : 16) + 4 * levels) * p / w + 2 * slots * whole * u + tile;
     }
@@ -1120,7 +1124,8 @@ static ddp_result bytes_predicted(ddp_group *group) {
             RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
         }
         RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
-        formula = bytes_formula(m.desc.strategy, half, 4.0 * 512 * 512, 512 * 512, ddp_world_size(group), levels, ahead ? 2 : 1);
+        formula = bytes_formula(m.desc.strategy, half, 4.0 * 512 * 512, 512 * 512, ddp_world_size(group),
+                                levels, ahead ? 2 : 1);
         peak = (double)(memory.peak.total - memory.peak.bookkeeping);
         predicted = (double)memory.predicted.total;
         RANKS_CHECK(group, fabs(predicted - formula) < 0.001 * formula, "turn %d: predicted %.0f, the formula says %.0f", turn, predicted, formula);
@@ -1312,7 +1317,8 @@ static ddp_result infinite_norm(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, &first));
         for (int64_t i = 0; grad.data && i < ddp_tensor_count(&grad); i++) {
             float want = first * 3 + i == 13 ? INFINITY : (float)(first * 3 + i), have = ((const float *)grad.data)[i];
-            RANKS_CHECK(group, have == want, "strategy %d: gradient %d is %g", strategy, (int)(first * 3 + i), (double)have);
+            RANKS_CHECK(group, have == want, "strategy %d: gradient %d is %g", strategy, (int)(first * 3 + i),
+                        (double)have);
         }
         ddp_fsdp_destroy(fsdp);
     }

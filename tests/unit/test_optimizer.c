@@ -614,7 +614,8 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
         d = schedule(DDP_LR_WSD);
         d.warmup_steps = 0;
         d.total_steps = total;
-        for (int64_t step = 0; step <= total; step++) assert_true(ddp_lr_at(&d, step) == (step < total ? 1 : 0.25f));
+        for (int64_t step = 0; step <= total; step++) assert_true(ddp_lr_at(&d,
+            step) == (step < total ? 1 : 0.25f));
     }
     d = schedule(DDP_LR_POLYNOMIAL); /* power 0 is 1 */
     assert_true(ddp_lr_at(&d, 14) == 0.625f);
