@@ -302,6 +302,7 @@ static ddp_result by_pipeline(ddp_group *group, const plan *p) {
     stage[rank].param_count = PARAMS;
     desc.schedule = schedule;
     desc.stages = stage;
+    desc.stage_count = world;
     desc.boundary.dtype = DDP_F32;
     RANKS_OK(group, ddp_pipeline_create(&pipeline, group, &desc));
     for (int step = 0; step < 2; step++) {

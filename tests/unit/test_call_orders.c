@@ -655,6 +655,7 @@ static void pipeline_sequence(const int *calls, int length, void *user) {
     stage.param_count = 1;
     desc.schedule = schedule;
     desc.stages = &stage;
+    desc.stage_count = 1;
     if (ddp_pipeline_create(&pipeline, group, &desc) != DDP_OK) failed("%s", ddp_last_error());
     for (int i = 0; i < length; i++) {
         ddp_result result, wanted = broken ? DDP_ERR_POISONED : DDP_OK;
