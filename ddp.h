@@ -177,7 +177,8 @@ typedef struct ddp_group_desc {
     int rank, world_size;    /* world_size 0 = from the rank variables; otherwise this rank's number and the
                                 number of ranks. With "env://" it must equal that of the rank variables, if
                                 these are set */
-    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer */
+    int timeout_ms;          /* 0 = 600000; the longest any call waits for a peer. On one machine, a rank that
+                                exceeds it fails every group that contains it */
     ddp_order order;         /* 0 = tree on CPU backends */
     const char *name;        /* NULL = "world"; appears in errors; at most 31 bytes are kept */
     const ddp_backend *backend; /* NULL = chosen by itself: self for one rank, local for one machine, mpi or tcp for more */
