@@ -2377,7 +2377,7 @@ static void ddp__draw_action(const ddp__picture *picture, ddp__sheet *sheet, int
     }
 }
 
-enum { DDP__SVG_WIDTH = 2000 };
+#define DDP__SVG_WIDTH 2000.0
 
 static void ddp__draw_svg(const ddp__picture *picture, ddp__sheet *sheet) {
     const ddp_schedule *s = picture->s;
