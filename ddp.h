@@ -226,7 +226,7 @@ typedef struct ddp_mesh_desc {
 typedef struct ddp_bucket {
     void *data;
     size_t count;
-    ddp_dtype dtype;
+    ddp_dtype dtype; /* as sent: f32 for an accumulator's sums of 16-bit gradients */
     int index, bucket_count;
     uint64_t divisor, step; /* step: 0 in the first */
     const int *params; int param_count; /* whose gradients they are: places in the desc's params, in the order in which they lie in data */
@@ -495,7 +495,7 @@ DDPDEF ddp_result ddp_accumulator_ready(ddp_accumulator *accumulator, int param_
 
 /* Ends a micro-batch. A parameter that was not announced is DDP_ERR_INVALID naming it. *last (may be NULL) = 1 after the step's last one. */
 DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last);
-/* Between steps. Not collective. NULL is ignored. */
+/* Between steps, before or after the reducer; waits for buckets under way. Not collective. NULL is ignored. */
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator);
 
 /* Ranks with uneven inputs. Each rank calls ddp_join_step before every step with whether it has a batch. Not collective. Copies the desc. */
@@ -8291,7 +8291,10 @@ DDPDEF ddp_result ddp_accumulator_next(ddp_accumulator *accumulator, int *last) 
 
 DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
     if (!accumulator) return;
-    if (accumulator->attached) ddp__reducer_attach(accumulator->desc.reducer, NULL);
+    if (accumulator->attached) { /* buckets under way may still read its sums */
+        ddp__reducer_drain(accumulator->desc.reducer, 0);
+        ddp__reducer_attach(accumulator->desc.reducer, NULL);
+    }
     accumulator->group->device->free(accumulator->group, accumulator->levels);
     ddp_group_mfree(accumulator->group, accumulator);
 }

@@ -247,8 +247,14 @@ static ddp_result by_reducer(ddp_group *group, const plan *p) {
                         shapes[k].name, wrong, elements(k));
         }
     }
-    ddp_accumulator_destroy(accumulator);
+    for (int b = 0; b < p->micro_batches; b++) { /* ends in the middle of the last micro-batch */
+        int last = b + 1 == p->micro_batches;
+        for (int k = PARAMS - 1; k >= (last ? 2 : 0); k--) RANKS_OK(group, ddp_accumulator_ready(accumulator, k));
+        if (!last) RANKS_OK(group, ddp_accumulator_next(accumulator, NULL));
+    }
+    if (p->scattered) ddp_accumulator_destroy(accumulator);
     ddp_reducer_destroy(reducer);
+    if (!p->scattered) ddp_accumulator_destroy(accumulator);
     for (int k = 0; k < 2 * PARAMS; k++) free(memory[k]);
     return DDP_OK;
 }
