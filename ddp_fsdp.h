@@ -491,7 +491,9 @@ static ddp_result ddp__told_again(const ddp__told *told) { return told->result =
 static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, enter, group, DDP_LANE_COMPUTE); }
 static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
-#define DDP__CALL_BYTES 32768 /* at most so much in one collective: the tcp backend carries twice that */
+#if !defined(DDP__CALL_BYTES) /* bytes of one collective at most: the tcp backend carries twice that. Tests make it small. */
+#define DDP__CALL_BYTES 32768
+#endif
 
 /* A collective on host memory, in place, whatever the device is. */
 static ddp_result ddp__host_call(ddp_group *group, ddp_call_kind kind, void *data, size_t count, ddp_dtype dtype, ddp_op op, int root) {

@@ -5,8 +5,9 @@
 #include "../support/ranks.h"
 #include "../support/faults.h"
 
-enum { W = 3, LEAVER = 1 };
+enum { W = 3, LEAVER = 1, TAG = 2 };
 enum { IN_BARRIER, IN_RECV, IN_SEND, IN_ASYNC, CALLS };
+static const char *const call_titles[CALLS] = {"ddp_barrier", "ddp_recv", "ddp_send", "ddp_all_reduce"};
 static const char *const call_names[CALLS] = {"barrier", "recv", "send of 1 MiB", "asynchronous all_reduce"};
 
 static ddp_result call_of(ddp_group *group, int call) {
@@ -16,8 +17,8 @@ static ddp_result call_of(ddp_group *group, int call) {
     ddp_result result = DDP_ERR_NO_MEMORY;
     if (!data) return result;
     if (call == IN_BARRIER) result = ddp_barrier(group);
-    if (call == IN_RECV) result = ddp_recv(group, data, 1, DDP_F32, LEAVER, 0, NULL);
-    if (call == IN_SEND) result = ddp_send(group, data, LARGE, DDP_F32, LEAVER, 0, NULL);
+    if (call == IN_RECV) result = ddp_recv(group, data, 1, DDP_F32, LEAVER, TAG, NULL);
+    if (call == IN_SEND) result = ddp_send(group, data, LARGE, DDP_F32, LEAVER, TAG, NULL);
     if (call == IN_ASYNC) {
         result = ddp_all_reduce(group, data, data, 4, DDP_F32, DDP_OP_SUM, &work);
         if (result == DDP_OK) result = ddp_wait(group, &work);
@@ -66,6 +67,7 @@ static void run(ranks_mode mode, int call, int early) {
                s->done ? ddp_result_name(s->first) : "died", s->text);
         EXPECT(names_rank(s->text, LEAVER) && says(s->text, "destroyed this group"), "rank %d: '%s'", r,
                s->text);
+        EXPECT(says(s->text, call_titles[call]), "rank %d: '%s'", r, s->text);
         EXPECT(s->second == DDP_ERR_POISONED, "rank %d: the next call returned %s", r,
                ddp_result_name(s->second));
     }

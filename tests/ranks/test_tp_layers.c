@@ -348,7 +348,7 @@ static ddp_result norm(const place *at, int rms, int64_t n, double eps) {
     void *dw = numbers(at, 25, 0, n), *db = rms ? NULL : numbers(at, 26, 0, n),
          *dw_alone = numbers(at, 25, 0, n), *db_alone = rms ? NULL : numbers(at, 26, 0, n);
     desc.channels = n;
-    desc.rms = rms;
+    desc.rms = rms ? 1 + at->rank : 0; /* any value but 0 */
     desc.eps = eps;
     norm_plain(rms, eps ? eps : 1e-5, x, w, b, dy, n, y, want_dx, want_dw, want_db);
     it.at = at;
@@ -545,6 +545,10 @@ static ddp_result bad_embedding(const place *at) {
     if (at->ranks > 1) {
         desc.vocab = at->rank == 1 ? 11 : 10;
         TRY(fails(at->group, "other vocab", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH, "vocab is 10 on rank 0", "11 on rank 1"));
+        desc.padded_vocab = 16;
+        TRY(fails(at->group, "other vocab, padded alike", ddp_tp_embedding_create(&layer, at->tp, &desc), DDP_ERR_MISMATCH,
+                  " vocab is 10 on rank 0", "11 on rank 1"));
+        desc.padded_vocab = 0;
         TRY(fails(at->group, "bad on one", ddp_tp_embedding_create(&layer, at->tp, at->rank == 1 ? NULL : &desc), DDP_ERR_INVALID, "rank 1/", "desc is NULL"));
         desc.vocab = 10;
     }

@@ -513,6 +513,8 @@ static ddp_result normal_known_answers(ddp_group *group) {
         for (int i = 0; i < 4; i++)
             RANKS_CHECK(group, fabs(have[i] - table[t].first[i]) < 1e-13 && have32[i] == (float)have[i],
                         "row %d: value %d is %.17g", (int)t, i, have[i]);
+        RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 3, 0, have));
+        RANKS_CHECK(group, have[0] == 3 && have[3] == 3, "deviation 0: %g", have[0]);
         box.offset[0] = (INT64_C(1) << 33) + 12345; /* both words of the counter */
         box.shape[0] = 1;
         RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, table[t].key, 0, 1, &one));

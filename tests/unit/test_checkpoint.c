@@ -71,6 +71,7 @@ static void *test_mmap(void *address, size_t length, int protection, int flags, 
     return map;
 }
 
+#define DDP__CALL_BYTES 32 /* agreements take several calls */
 #define DDP_IMPLEMENTATION
 #include "../../ddp.h"
 #define pwrite test_pwrite
@@ -253,6 +254,12 @@ static void test_keeps_some(void) {
         EXPECT(ckpt_exists(in("keep.1")) == (keep == 2) && !ckpt_exists(in("keep.2")) && !ckpt_exists(in("keep.3")), "keep %d", keep);
         EXPECT(ckpt_exists(in("keep.4/notes")), "what is not ours stays");
     }
+    scenario = "a folder that is not ours has the number of an older checkpoint";
+    EXPECT(ckpt_shell("mkdir %s && touch %s", in("fresh.1"), in("fresh.1/notes")) == 0, "sh");
+    save(in("fresh"), 1, 1);
+    save(in("fresh"), 2, 2);
+    load(in("fresh"), 1, 2);
+    EXPECT(ckpt_exists(in("fresh.1/notes")), "what is not ours stays");
     scenario = "killed between two renames";
     no_exchange = 1;
     EXPECT(ckpt_shell("mv %s %s", in("keep_renamed"), in("keep_renamed.old")) == 0, "mv");
@@ -348,6 +355,11 @@ static void twist_hole(ckpt_rank *k, int rank) { if (rank == 1) k->slices[5].ext
 static void twist_overlap(ckpt_rank *k, int rank) { if (rank == 1) k->slices[4].offset[1]--; }
 static void twist_scalar(ckpt_rank *k, int rank) { if (rank == 0) { free(k->slices[2].data); k->slices[2].data = NULL; } }
 static void twist_outside(ckpt_rank *k, int rank) { if (rank == 1) k->slices[0].offset[0]++; }
+static void twist_shape(ckpt_rank *k, int rank) {
+    if (rank != 1) return;
+    k->slices[0].shape[0] = INT64_MAX / 2;
+    k->slices[0].shape[1] = 16;
+}
 static void twist_names(ckpt_rank *k, int rank) { (void)rank; k->slices[1].name = "wte"; }
 static void twist_utf8(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].name = "\xff"; }
 static void twist_other(ckpt_rank *k, int rank) { if (rank == 1) k->slices[1].dtype = DDP_F16; }
@@ -356,7 +368,7 @@ static void twist_fewer(ckpt_rank *k, int rank) { if (rank == 1) k->count--; }
 static void test_bad_lists(void) {
     static const struct { void (*twist)(ckpt_rank *, int); ddp_result result; const char *words; } bad[] = {
         {twist_hole, DDP_ERR_MISMATCH, "'middle'|hole"}, {twist_overlap, DDP_ERR_MISMATCH, "'columns'|overlaps"}, {twist_scalar, DDP_ERR_MISMATCH, "'scalar'|hole"},
-        {twist_outside, DDP_ERR_INVALID, "rank 1/2|'wte'|outside"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
+        {twist_outside, DDP_ERR_INVALID, "rank 1/2|'wte'|outside"}, {twist_shape, DDP_ERR_INVALID, "rank 1/2|'wte'|impossible shape"}, {twist_names, DDP_ERR_INVALID, "two tensors|'wte'"}, {twist_utf8, DDP_ERR_INVALID, "UTF-8"},
         {twist_other, DDP_ERR_MISMATCH, "tensor 1|'h.weight'"}, {twist_fewer, DDP_ERR_MISMATCH, "number of tensors"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         job j = job_of(in("lists"), 0, 1);

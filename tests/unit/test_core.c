@@ -184,6 +184,40 @@ static void test_allocator_of_the_caller(void **state) {
     }
 }
 
+//== lines of text ==========================================================================
+
+static char noticed[200];
+static void note(const char *text, void *user) {
+    (void)user;
+    snprintf(noticed, sizeof noticed, "%s", text);
+}
+
+/* Error lines name rank, call, group, number and size; a barrier has no size. */
+static void test_lines(void **state) {
+    ddp_group_desc desc = DDP_ZERO;
+    ddp_group *group;
+    float data[5] = {0};
+    char want[200];
+    (void)state;
+    desc.init_method = "self://";
+    assert_int_equal(ddp_group_create(&group, &desc), DDP_OK);
+    ddp_group_log(group, "nobody reads this");
+    ddp_group_abort(group);
+    assert_true(ddp_all_reduce(group, data, data, 5, DDP_F32, DDP_OP_SUM, NULL) != DDP_OK);
+    snprintf(want, sizeof want, "rank 0/1 ddp_all_reduce group=%s seq=1 f32 count=5: ", ddp_group_name(group));
+    assert_memory_equal(ddp_last_error(), want, strlen(want));
+    assert_true(ddp_barrier(group) != DDP_OK);
+    snprintf(want, sizeof want, "rank 0/1 ddp_barrier group=%s seq=2: ", ddp_group_name(group));
+    assert_memory_equal(ddp_last_error(), want, strlen(want));
+    ddp_group_destroy(group);
+    desc.log_fn = note;
+    assert_int_equal(ddp_group_create(&group, &desc), DDP_OK);
+    ddp_group_log(group, "something is slow");
+    snprintf(want, sizeof want, "rank 0/1 group=%s: something is slow", ddp_group_name(group));
+    assert_string_equal(noticed, want);
+    ddp_group_destroy(group);
+}
+
 //== wrong arguments ========================================================================
 
 /* The call is refused as invalid, its line names the function and holds a word, and the group goes on. */
@@ -405,6 +439,7 @@ int main(void) {
         cmocka_unit_test(test_clock),
         cmocka_unit_test(test_world_of_one),
         cmocka_unit_test(test_allocator_of_the_caller),
+        cmocka_unit_test(test_lines),
         cmocka_unit_test_setup_teardown(test_collective_arguments, make_self, drop_self),
         cmocka_unit_test_setup_teardown(test_nothing_to_send, make_self, drop_self),
         cmocka_unit_test_setup_teardown(test_other_arguments, make_self, drop_self),

@@ -131,6 +131,31 @@ static void test_json_values(void **state) {
     free(j.begin);
 }
 
+/* The first and the last character of each length in UTF-8, a space, and hexadecimal digits in both cases. */
+static void test_json_characters(void **state) {
+    static const struct { const char *text, *means; } table[] = {
+        {"\"\x7f\"", "\x7f"}, {"\"\xc2\x80\"", "\xc2\x80"}, {"\"\xdf\xbf\"", "\xdf\xbf"}, {"\"\xe0\xa0\x80\"", "\xe0\xa0\x80"},
+        {"\"\xed\x9f\xbf\"", "\xed\x9f\xbf"}, {"\"\xee\x80\x80\"", "\xee\x80\x80"}, {"\"\xef\xbf\xbf\"", "\xef\xbf\xbf"},
+        {"\"\xf0\x90\x80\x80\"", "\xf0\x90\x80\x80"}, {"\"\xf4\x8f\xbf\xbf\"", "\xf4\x8f\xbf\xbf"}, {"\" a b \"", " a b "},
+        {"\"\\u00E9\\u00e9\"", "\xc3\xa9\xc3\xa9"}, {"\"\\uABCF\\uabcf\"", "\xea\xaf\x8f\xea\xaf\x8f"},
+        {"\"\\u007f\\u0080\\u07ff\\u0800\"", "\x7f\xc2\x80\xdf\xbf\xe0\xa0\x80"}, {"\"\\uD800\\uDC00\"", "\xf0\x90\x80\x80"},
+        {"\"\\udbff\\udfff\"", "\xf4\x8f\xbf\xbf"}, {"\"\\ud7ff\\ue000\"", "\xed\x9f\xbf\xee\x80\x80"}};
+    static const char *const bad[] = {"\"\x1f\"", "\"\x80\"", "\"\xc1\xbf\"", "\"\xe0\x9f\xbf\"", "\"\xf0\x8f\xbf\xbf\"",
+                                      "\"\xf4\x90\x80\x80\"", "\"\xf5\x80\x80\x80\"", "\"\xc2\x7f\"", "\"\xc2\xc0\""};
+    (void)state;
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        ddp__json j = json_of(table[i].text, strlen(table[i].text));
+        ddp__words word;
+        if (!ddp__json_string(&j, &word)) fail_msg("%s: %s", table[i].text, j.error);
+        assert_int_equal(word.length, strlen(table[i].means));
+        assert_memory_equal(word.at, table[i].means, word.length);
+        assert_true(ddp__json_end(&j));
+        free(j.begin);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        if (!skip_error(bad[i])) fail_msg("accepted: %s", bad[i]);
+}
+
 //== headers ================================================================================
 
 static ddp_result read_header(const char *text, size_t length, uint64_t data_bytes, ddp__header *header) {
@@ -226,6 +251,7 @@ static void test_header_cut_and_flipped(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_crc_values), cmocka_unit_test(test_crc_of_runs), cmocka_unit_test(test_json_accepts), cmocka_unit_test(test_json_refuses),
+        cmocka_unit_test(test_json_characters),
         cmocka_unit_test(test_json_values), cmocka_unit_test(test_header), cmocka_unit_test(test_header_refused),
         cmocka_unit_test(test_header_cut_and_flipped),
     };

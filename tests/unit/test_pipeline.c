@@ -293,6 +293,7 @@ HOOK(on_unshard, 0)
 HOOK(on_reshard, 1)
 HOOK(on_reduce, 2)
 HOOK(on_wait, 3)
+HOOK(on_optimizer, 4)
 
 /* The first bias is used by the last stage too; the norm is that of one process; hooks come once per step and stage. */
 static ddp_result ties_and_norm(ddp_group *world) {
@@ -315,6 +316,7 @@ static ddp_result ties_and_norm(ddp_group *world) {
         for (int stage = 0; stage < stages; stage++) {
             m->stage[stage].unshard = on_unshard, m->stage[stage].reshard = on_reshard;
             m->stage[stage].wait_grad = on_wait;
+            m->stage[stage].update = on_optimizer;
             if (turn) m->stage[stage].reduce_grad = on_reduce; /* who reduces divides: sums stay */
         }
         pipe_desc(m, s, &desc);
@@ -324,6 +326,7 @@ static ddp_result ties_and_norm(ddp_group *world) {
         RANKS_OK(world, same_gradients(world, m, s, h, "ties"));
         for (int stage = 0; stage < stages; stage++) {
             const int *n = m->hooks[stage], here = ddp_schedule_stage_rank(s, stage) == ddp_rank(world);
+            RANKS_CHECK(world, n[4] == here, "stage %d: %d updates", stage, n[4]);
             RANKS_CHECK(world, n[0] == here && n[1] == here && n[2] == (here && turn) && n[3] == here, "stage %d: hooks %d %d %d %d", stage, n[0], n[1], n[2], n[3]);
         }
         ddp_exact_sum_clear(&sum);
@@ -711,6 +714,7 @@ static ddp_result wrong_stage_counts(ddp_group *world, const ddp_pipeline_desc *
 
 static ddp_result bad_input(ddp_group *world) {
     pipe_model m;
+    ddp_pipeline_stats stats;
     ddp_pipeline_desc desc;
     ddp_pipeline *pipeline;
     ddp_schedule *s, *other, *twice;
@@ -784,6 +788,12 @@ static ddp_result bad_input(ddp_group *world) {
         EXPECT_BAD(world, pipeline, DDP_ERR_MISMATCH, "edges of ranks 0 and 1 differ");
     }
     RANKS_OK(world, make(world, &twice, DDP_SCHEDULE_PIPEDREAM_2BW, 2 * w, 1, 0));
+    RANKS_CHECK(world, ddp_pipeline_get_stats(NULL, &stats) == DDP_ERR_INVALID, "%s", ddp_last_error());
+    desc.schedule = twice;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "update is NULL; PipeDream-2BW changes weights inside of a step");
+    for (int i = 0; i < w; i++) m.stage[i].update = on_update, m.stage[i].recompute = 1;
+    desc.schedule = twice;
+    EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "recompute=1 does not go with PipeDream-2BW");
     tie.second_stage = w - 1, tie.second_param = 0;
     for (int i = 0; i < w; i++) m.stage[i].update = on_update;
     desc.stage_count = w;

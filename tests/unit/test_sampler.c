@@ -539,6 +539,23 @@ static void test_resume_in_a_short_batch(void **state) {
     ddp_sampler_free(&s);
 }
 
+/* A seek back from the end of an epoch: what is saved then is the place of the seek. */
+static void test_save_after_a_seek_from_the_end(void **state) {
+    ddp_sampler_desc d = DDP_ZERO;
+    ddp_sampler s;
+    ddp_sampler_state at;
+    (void)state;
+    d.dataset_size = 10;
+    start(&s, &d);
+    while (ddp_sampler_next(&s, NULL) >= 0) {}
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+    assert_int_equal(at.position, 10);
+    assert_int_equal(ddp_sampler_seek(&s, 4), DDP_OK);
+    assert_int_equal(ddp_sampler_save(&s, &at), DDP_OK);
+    assert_int_equal(at.position, 4);
+    ddp_sampler_free(&s);
+}
+
 /* -- HASHED -- */
 
 static void test_hashed_is_a_bijection(void **state) {
@@ -859,6 +876,7 @@ int main(void) {
         cmocka_unit_test(test_ranks_of_uneven_length_agree_at_the_end),
         cmocka_unit_test(test_save_inside_a_batch_that_a_load_cut),
         cmocka_unit_test(test_resume_in_a_short_batch),
+        cmocka_unit_test(test_save_after_a_seek_from_the_end),
         cmocka_unit_test(test_hashed_is_a_bijection),
         cmocka_unit_test(test_hashed_at_the_largest_size),
         cmocka_unit_test(test_hashed_mixes),

@@ -940,6 +940,14 @@ static void pictures(void **state) {
     for (int i = 0; i < 24; i++) times[i].begin = 5 + i % 8, times[i].end = times[i].begin + (i ? 0.5 : 1e-7); /* one of next to no time: columns stay few */
     ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
     assert_true(size < 1500);
+    times[0].end = times[0].begin; /* an action may take no time at all */
+    ok(ddp_schedule_draw(s, DDP_SCHEDULE_TEXT, NULL, times, NULL, &size));
+    assert_int_equal(ddp_schedule_update_interval(s), 4); /* all micro-batches */
+    ddp_schedule_destroy(s);
+    s = made(DDP_SCHEDULE_GPIPE, 2, 11, 1); /* columns are as wide as the longest label */
+    text = written(s, DDP_SCHEDULE_TEXT);
+    assert_non_null(strstr(text, "rank 0   F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 .   .   .   B0----- B1----- "));
+    free(text);
     ddp_schedule_destroy(s);
     s = made(DDP_SCHEDULE_INTERLEAVED_ZB_1P, 2, 2, 2); /* wide enough for its title */
     text = written(s, DDP_SCHEDULE_SVG);

@@ -425,9 +425,10 @@ static void fills_and_pads(void **state) {
                     if (memcmp(real_of(t.data) + i * size, one, size) != 0) fail_msg("element %zu of %s", i, ddp_dtype_name(t.dtype));
             }
             if (d >= DDP_I8) {
-                double wrong[] = {0.5, (double)NAN, bounds[d - DDP_I8][0] * 2 - 1, bounds[d - DDP_I8][1] * 2, (double)INFINITY};
+                double wrong[] = {0.5, (double)NAN, bounds[d - DDP_I8][0] * 2 - 1, bounds[d - DDP_I8][1] * 2, (double)INFINITY, 0};
                 if (d == DDP_I64) wrong[2] = -1e19;
-                for (int i = 0; i < 5; i++) REFUSED(ddp_tensor_fill(groups[g], &t, wrong[i]), ddp_dtype_name(t.dtype));
+                wrong[5] = ldexp(1, (int)(8 * size) - (d != DDP_U8 && d != DDP_U64)); /* the first that is too large */
+                for (int i = 0; i < 6; i++) REFUSED(ddp_tensor_fill(groups[g], &t, wrong[i]), ddp_dtype_name(t.dtype));
             }
             ddp_tensor_free(groups[g], &t);
         }
@@ -803,6 +804,9 @@ static void one_rank(void **state) { /* a group of one: everything is the same t
         REFUSED(ddp_tensor_redistribute(NULL, &in, 0, 0, &out), "group is NULL");
         REFUSED(ddp_tensor_redistribute(near_group, NULL, 0, 0, &out), "in is NULL");
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, NULL), "out is NULL");
+        out.ndim = -1;
+        REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "out: ndim=-1");
+        out.ndim = 2;
         REFUSED(ddp_tensor_redistribute(near_group, &in, 0, 0, &out), "in is (3, 4) and out is (3, 5), both as REPLICATE");
         REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_PARTIAL, DDP_REPLICATE, &out), "out is (3, 5), but REPLICATE of (3, 4) on rank 0 of 1 is (3, 4)");
         REFUSED(ddp_tensor_redistribute(near_group, &in, DDP_SHARD(1), DDP_REPLICATE, &out), "in is (3, 4), but SHARD(1) of (3, 5) on rank 0 of 1 is (3, 5)");
