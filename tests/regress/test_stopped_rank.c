@@ -16,16 +16,16 @@ typedef struct plan {
     int messages;
 } plan;
 
-static ddp_result make_reducer(ddp_group *group, ddp_reducer **out, float *values) {
-    ddp_param param;
+/* param: outlives the reducer. */
+static ddp_result make_reducer(ddp_group *group, ddp_reducer **out, ddp_param *param, float *values) {
     ddp_reducer_desc desc = DDP_ZERO;
-    memset(&param, 0, sizeof param);
-    param.name = "w";
-    param.value.data = values;
-    param.value.dtype = DDP_F32;
-    param.value.ndim = 1;
-    param.value.shape[0] = 1000;
-    desc.params = &param;
+    memset(param, 0, sizeof *param);
+    param->name = "w";
+    param->value.data = values;
+    param->value.dtype = DDP_F32;
+    param->value.ndim = 1;
+    param->value.shape[0] = 1000;
+    desc.params = param;
     desc.param_count = 1;
     return ddp_reducer_create(out, group, &desc);
 }
@@ -43,13 +43,14 @@ static ddp_result run(ddp_group *world, void *user) {
     static float values[2][1000];
     ddp_group *all, *pair, *third;
     ddp_reducer *first, *second;
+    ddp_param params[2];
     seen *mine = &stage_shared->rank[rank];
     char wanted[64];
     RANKS_OK(world, ddp_group_split(world, 0, 0, &all));
     RANKS_OK(world, ddp_group_split(world, rank / 2, 0, &pair));
     RANKS_OK(world, ddp_group_split(world, 1, -rank, &third));
-    RANKS_OK(world, make_reducer(world, &first, values[0]));
-    RANKS_OK(world, make_reducer(all, &second, values[1]));
+    RANKS_OK(world, make_reducer(world, &first, &params[0], values[0]));
+    RANKS_OK(world, make_reducer(all, &second, &params[1], values[1]));
     mine->pid = getpid();
     RANKS_OK(world, ddp_barrier(world));
     if (rank == W - 1) raise(SIGSTOP);
