@@ -3070,12 +3070,12 @@ static ddp_result ddp__nccl_init(ddp__nccl *n, const ncclUniqueId *id) {
     result = ddp__nccl_error(ncclCommInitRankConfig(&n->making, n->world_size, *id, n->rank, &config),
                              "ncclCommInitRankConfig");
     snprintf(text, sizeof text, "%s", ddp_last_error());
+    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, text); /* before the watchdog polls it */
     pthread_mutex_lock(&n->lock);
     n->comm = n->making;
     n->making = NULL;
     pthread_mutex_unlock(&n->lock);
     ddp__nccl_end(n);
-    if (result != DDP_OK) ddp__nccl_poison(n->group, n, result, text);
     if (ddp__nccl_status(n->group, n) == DDP_OK) return DDP_OK;
     return n->cause_is_peers ? DDP_ERR_POISONED : n->cause;
 }
