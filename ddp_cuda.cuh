@@ -3135,9 +3135,9 @@ static ddp_result ddp__nccl_split_comm(ddp__nccl *p, int color, int key, ncclCom
     error = ncclCommSplit(p->comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, made, &config);
     result = ddp__nccl_settle(p, p->comm, error, "ncclCommSplit");
     snprintf(text, sizeof text, "%s", ddp_last_error());
+    if (result != DDP_OK) ddp__nccl_poison(p->group, p, result, text); /* before the watchdog polls it */
     ddp__nccl_end(p);
     if (result == DDP_OK) return DDP_OK;
-    ddp__nccl_poison(p->group, p, result, text);
     ddp__nccl_await_abort(p);
     if (*made) ncclCommAbort(*made);
     *made = NULL;
