@@ -20,6 +20,7 @@ static void *page_mmap(void *address, size_t size, int prot, int flags, int fd, 
 }
 
 static int page_madvise(void *address, size_t size, int advice) {
+    if (advice == 18) return madvise(address, size, advice); /* MADV_WIPEONFORK, of a whole mapping: real pages are smaller here */
     crooked += !whole((uintptr_t)address); /* a length may be anything */
     return madvise(address, size, advice);
 }
