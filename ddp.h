@@ -2437,6 +2437,11 @@ static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int ra
     ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
 }
 
+/* The pid of a rank of the job; 0 before it has joined. */
+static int ddp__job_pid(const ddp__job *job, int job_rank) {
+    return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
+}
+
 /* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
    rank that holds it up. */
 static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int rank, char *out, size_t size) {
@@ -2445,11 +2450,11 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     int member = l->member[rank], blamed = ddp__blamed(l, member, group->desc.timeout_ms), at;
     char call[72], name[32];
     if (!ddp__wait_of(l, member, group->desc.timeout_ms, word)) {
-        if (l->parent)
-            snprintf(out, size, " (rank %d: world rank %d, pid %d)", l->number[rank], member,
-                     job->rank[member].pid);
-        else
-            snprintf(out, size, " (rank %d: pid %d)", l->number[rank], job->rank[member].pid);
+        int pid = ddp__job_pid(job, member);
+        if (pid && l->parent)
+            snprintf(out, size, " (rank %d: world rank %d, pid %d)", l->number[rank], member, pid);
+        else if (pid)
+            snprintf(out, size, " (rank %d: pid %d)", l->number[rank], pid);
         return;
     }
     word[0]--;
@@ -2458,7 +2463,7 @@ static void ddp__waiting_text(const ddp_group *group, const ddp__local *l, int r
     at = snprintf(out, size, "; rank %d was waiting in %s of group=%.31s (seq=%llu)", l->number[rank], call,
                   name, (unsigned long long)word[2]);
     if (blamed >= 0 && blamed != member && at < (int)size)
-        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, job->rank[blamed].pid);
+        snprintf(out + at, size - (size_t)at, " for world rank %d (pid %d)", blamed, ddp__job_pid(job, blamed));
 }
 
 /* Appends a rank to "0,1,5"; what does not fit is left out. */

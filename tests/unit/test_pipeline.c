@@ -790,9 +790,11 @@ static ddp_result bad_input(ddp_group *world) {
     RANKS_OK(world, make(world, &twice, DDP_SCHEDULE_PIPEDREAM_2BW, 2 * w, 1, 0));
     RANKS_CHECK(world, ddp_pipeline_get_stats(NULL, &stats) == DDP_ERR_INVALID, "%s", ddp_last_error());
     desc.schedule = twice;
+    desc.stage_count = w;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "update is NULL; PipeDream-2BW changes weights inside of a step");
     for (int i = 0; i < w; i++) m.stage[i].update = on_update, m.stage[i].recompute = 1;
     desc.schedule = twice;
+    desc.stage_count = w;
     EXPECT_BAD(world, pipeline, DDP_ERR_INVALID, "recompute=1 does not go with PipeDream-2BW");
     tie.second_stage = w - 1, tie.second_param = 0;
     for (int i = 0; i < w; i++) m.stage[i].update = on_update;
