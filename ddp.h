@@ -2368,6 +2368,11 @@ static ddp_result ddp__local_cause(const ddp__local *l, char *text, size_t size)
 
 #define DDP__POISON(l, code, ...) ddp__local_poison(NULL, l, ddp_fail(code, __VA_ARGS__), ddp_last_error())
 
+/* The pid of a rank of the job; 0 before it has joined. */
+static int ddp__job_pid(const ddp__job *job, int job_rank) {
+    return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
+}
+
 /* Why rank will not answer: the result, with the reason in text, or DDP_OK. */
 static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t size) {
     ddp__job_rank *r = &l->heap->job->rank[l->member[rank]];
@@ -2377,8 +2382,8 @@ static ddp_result ddp__member_lost(ddp__local *l, int rank, char *text, size_t s
         return DDP_ERR_PEER_LOST;
     }
     if (ddp__load(&r->unresponsive) != DDP__UNRESPONSIVE) return DDP_OK;
-    snprintf(text, size, "rank %d (pid %d) did not respond within %d ms in group=%s", l->number[rank], r->pid,
-             r->unresponsive_ms, r->unresponsive_in);
+    snprintf(text, size, "rank %d (pid %d) did not respond within %d ms in group=%s", l->number[rank],
+             ddp__job_pid(l->heap->job, l->member[rank]), r->unresponsive_ms, r->unresponsive_in);
     return DDP_ERR_TIMEOUT;
 }
 
@@ -2435,11 +2440,6 @@ static void ddp__mark_unresponsive(const ddp_group *group, ddp__local *l, int ra
     r->unresponsive_ms = group->desc.timeout_ms;
     memcpy(r->unresponsive_in, group->name, sizeof r->unresponsive_in);
     ddp__store(&r->unresponsive, (uint32_t)DDP__UNRESPONSIVE);
-}
-
-/* The pid of a rank of the job; 0 before it has joined. */
-static int ddp__job_pid(const ddp__job *job, int job_rank) {
-    return ddp__load(&job->rank[job_rank].state) == DDP__RANK_ABSENT ? 0 : job->rank[job_rank].pid;
 }
 
 /* For the text of a timeout that lacks rank: its world rank and pid, or the call in which it waits and the
