@@ -4908,15 +4908,10 @@ static void ddp__notice_missing(ddp__venue *v, const char *missing) {
    rendezvous. Costs about 10 us per rank. */
 static ddp_result ddp__check_processes(const ddp__venue *v) {
     const int *member = v->member;
-    int me = v->group->rank;
     for (int r = 0; v->card && r < v->group->world_size; r++) {
         const uint64_t *card = v->card[member ? member[r] : r];
-        const uint64_t *mine = v->card[member ? member[me] : me];
-        int pid = (int)card[DDP__CARD_PID], ended = kill(pid, 0) != 0 && errno == ESRCH;
-        if (!ended && card[DDP__CARD_START_TIME] &&
-            mine[DDP__CARD_START_TIME]) /* otherwise /proc is of no use here */
-            ended = ddp__process_start_time(pid) != card[DDP__CARD_START_TIME];
-        if (ended)
+        int pid = (int)card[DDP__CARD_PID];
+        if (ddp__process_gone(pid, card[DDP__CARD_START_TIME]))
             return ddp_fail(DDP_ERR_PEER_LOST,
                             "rank %d (pid %d) ended before the ranks of its machine had met in shared memory",
                             r, pid);
