@@ -1157,6 +1157,8 @@ static DDP__THREAD_LOCAL char ddp__error_text[DDP__TEXT_MAX];
 static DDP__THREAD_LOCAL const ddp_group *ddp__sweeping;  /* whose messages this thread polls one by one, having moved all on; not those of a group inside */
 static DDP__THREAD_LOCAL const ddp_group *ddp__thread_of; /* whose communication thread this is; NULL = none's */
 static DDP__THREAD_LOCAL const void *ddp__waited_request; /* a request that ddp__p2p_wait polls */
+static DDP__THREAD_LOCAL int ddp__p2p_blocks;             /* DDP__STARTS_BLOCKING or DDP__BLOCKED, see >>impl-p2p */
+enum { DDP__STARTS_BLOCKING = 1, DDP__BLOCKED };
 static DDP__THREAD_LOCAL double ddp__waited_since;        /* when that wait began */
 
 DDPDEF const char *ddp_last_error(void) { return ddp__error_text; }
@@ -2278,6 +2280,7 @@ typedef struct ddp__local {
     int can_read[DDP_MAX_LOCAL_RANKS]; /* process_vm_readv: 1 = this peer's process has been read, -1 = refused, 0 = not known yet */
     int refused;                     /* 1 = it was, 2 = and log_fn was told */
     int amd;                         /* as in ddp__job */
+    int staging;                     /* DDP__STAGE_* flags of the last ddp__requests_step; under p2p_lock */
     double looked_for_lost;          /* when; for sends and receives, under p2p_lock */
     void (*beside_fn)(void *);       /* goes on while this rank waits, or NULL */
     void *beside;
@@ -3119,16 +3122,20 @@ static ddp_result ddp__local_run(ddp_group *group, void *state, const ddp_call *
 
      inline    the data lies in the message: the send was done at once
      in place  the receiver copies from the sender's buffer; out of another process's private memory by process_vm_readv
-     staged    where that is refused: through two chunks of the channel, sender and receiver in turn */
+     staged    through chunks of the channel: the sender copies one in while the receiver copies another out. Used for
+               private memory when both ranks block in their calls and each has a core: two cores copy, so 25 MiB take
+               half the time. Also used when process_vm_readv is refused. */
 
 enum { DDP__MESSAGES = 16, DDP__INLINE = 2048, DDP__STAGE = 65536, DDP__STAGES = 2 };
 enum { DDP__FREE = 0, DDP__POSTED, DDP__CLAIMED, DDP__TAKEN };
 enum { DDP__HOW_INLINE = 0, DDP__HOW_IN_PLACE, DDP__HOW_STAGED };
+enum { DDP__STAGE_WAITS = 1, DDP__STAGE_MOVED = 2 };
 
 typedef struct ddp__message {
     DDP__OWN_LINE uint32_t state; /* FREE -> POSTED by the sender, -> CLAIMED or TAKEN by the receiver, -> FREE by the sender (inline: receiver) */
     int32_t tag, how;
     uint32_t dtype;
+    int32_t attended; /* 1 = the sender blocks until the message is received; written by the sender */
     uint64_t count, order, address;
     DDP__OWN_LINE unsigned char data[DDP__INLINE];
 } ddp__message;
@@ -3146,7 +3153,7 @@ struct ddp__request {
     size_t size, moved;
     ddp__channel *channel;
     ddp__message *message; /* NULL until posted or matched */
-    int done;
+    int done, blocking;    /* blocking: the call that made it has no ddp_work */
     ddp__request *next;
 };
 
@@ -3165,6 +3172,11 @@ static void ddp__fetch_next_message(ddp__channel *back, size_t size) {
     for (size_t i = 0; next && i < size; i += 64) ddp__prefetch_write(next->data + i);
 }
 
+/* Whether a thread blocks until r ends, now or at the end of its batch. own: the request that this thread polls, or NULL. */
+static int ddp__attends(const ddp__request *r, const ddp__request *own) {
+    return r->blocking || (r == own && ddp__p2p_blocks == DDP__BLOCKED);
+}
+
 /* Puts a send into a free message, if there is one. */
 static void ddp__send_post(ddp__local *l, ddp__request *r) {
     ddp__message *m = ddp__free_message(r->channel);
@@ -3177,6 +3189,7 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
     m->how = r->done ? DDP__HOW_INLINE : DDP__HOW_IN_PLACE;
     if (!r->done) m->address = ddp__address(l, r->call.send, r->size);
     else if (r->size) memcpy(m->data, r->call.send, r->size);
+    m->attended = r->blocking;
     r->message = m;
     ddp__store(&m->state, (uint32_t)DDP__POSTED);
     ddp__ring(l, r->call.root);
@@ -3185,6 +3198,7 @@ static void ddp__send_post(ddp__local *l, ddp__request *r) {
 /* Fills, or drains, what chunks it can of a message that is staged. */
 static void ddp__stage_step(ddp__local *l, ddp__request *r) {
     ddp__channel *c = r->channel;
+    size_t before = r->moved;
     int send = r->call.kind == DDP_CALL_SEND;
     uint64_t *chunks = send ? &c->filled : &c->drained; /* ours; the peer's counter says how far it may go */
     while (r->moved < r->size && *chunks < (send ? ddp__load(&c->drained) + DDP__STAGES : ddp__load(&c->filled))) {
@@ -3196,11 +3210,14 @@ static void ddp__stage_step(ddp__local *l, ddp__request *r) {
         ddp__store(chunks, *chunks + 1);
         ddp__ring(l, r->call.root);
     }
+    if (r->moved < r->size) l->staging |= DDP__STAGE_WAITS;
+    if (r->moved > before) l->staging |= DDP__STAGE_MOVED;
 }
 
 /* The sender's side of a message that is out: feeds a staged one, and takes the slot back at the end. */
-static void ddp__send_progress(ddp__local *l, ddp__request *r) {
+static void ddp__send_progress(ddp__local *l, ddp__request *r, int attended) {
     uint32_t state = ddp__load(&r->message->state);
+    if (attended && !r->message->attended) ddp__store(&r->message->attended, 1);
     r->done = state == DDP__TAKEN;
     if (r->done) ddp__store(&r->message->state, (uint32_t)DDP__FREE);
     else if (state == DDP__CLAIMED && ddp__load(&r->message->how) == DDP__HOW_STAGED) ddp__stage_step(l, r);
@@ -3243,8 +3260,14 @@ static int ddp__recv_in_place(ddp__local *l, ddp__request *r) {
     return !ddp__load(&l->control->poison);
 }
 
-/* The receiver's side of a claimed message. */
-static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
+/* Whether to copy private memory through the stage: the sender blocks too, and ranks do not share cores. */
+static int ddp__prefers_stage(const ddp__local *l, const ddp__request *r) {
+    int private_memory = (r->message->address & DDP__PRIVATE) != 0;
+    return private_memory && !r->channel->active && l->spins > l->yields && ddp__load(&r->message->attended);
+}
+
+/* The receiver's side of a claimed message. attended: a thread of this rank blocks until the message is here. */
+static void ddp__recv_progress(ddp__local *l, ddp__request *r, int attended) {
     ddp__message *m = r->message;
     int how = m->how;
     if (how == DDP__HOW_INLINE) {
@@ -3254,7 +3277,7 @@ static void ddp__recv_progress(ddp__local *l, ddp__request *r) {
         ddp__stage_step(l, r);
         r->done = r->moved == r->size;
         r->channel->active = !r->done;
-    } else if (!(r->done = ddp__recv_in_place(l, r))) {
+    } else if ((attended && ddp__prefers_stage(l, r)) || !(r->done = ddp__recv_in_place(l, r))) {
         if (r->channel->active) return; /* stages one message at a time */
         r->channel->active = 1;
         ddp__store(&m->how, (int32_t)DDP__HOW_STAGED);
@@ -3281,15 +3304,16 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
     for (ddp__request *r = l->requests; r; r = r->next) {
         int peer = r->call.root;
         uint64_t bit = UINT64_C(1) << peer;
+        int attended = ddp__attends(r, own);
         if (r->done) continue;
         if (r->call.kind == DDP_CALL_SEND) {
-            if (r->message) ddp__send_progress(l, r);
+            if (r->message) ddp__send_progress(l, r, attended);
             else if (!(blocked & bit)) ddp__send_post(l, r);
             if (!r->message) blocked |= bit;
         } else {
             if (!r->message && !(looked & bit)) { end[peer] = ddp__posted_end(r->channel); looked |= bit; }
             if (!r->message) ddp__recv_match(l, r, end[peer]);
-            if (r->message) ddp__recv_progress(l, r);
+            if (r->message) ddp__recv_progress(l, r, attended);
         }
         ended |= r->done && r != own;
     }
@@ -3298,7 +3322,13 @@ static void ddp__requests_step(ddp__local *l, const ddp__request *own) {
 
 static void ddp__local_progress(ddp_group *group, ddp__local *l, const ddp__request *own, int may_skip) {
     if ((may_skip ? pthread_mutex_trylock : pthread_mutex_lock)(&l->p2p_lock) != 0) return;
-    ddp__requests_step(l, own);
+    int tries = 0;
+    do {
+        l->staging = 0;
+        ddp__requests_step(l, own);
+        tries = l->staging & DDP__STAGE_MOVED ? 0 : tries + 1;
+        /* a chunk takes microseconds: sleeping between two costs more */
+    } while (ddp__p2p_blocks == DDP__BLOCKED && (l->staging & DDP__STAGE_WAITS) && tries < l->spins);
     pthread_mutex_unlock(&l->p2p_lock);
     if (ddp__load_relaxed(&l->refused) == 1 && __atomic_exchange_n(&l->refused, 2, __ATOMIC_RELAXED) == 1)
         ddp_group_log(group, "process_vm_readv is refused here: large messages between private buffers are copied twice");
@@ -3348,6 +3378,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
+        r->blocking = ddp__p2p_blocks != 0;
         r->channel = &l->channels[from * l->world_size + to];
         while (*end) end = &(*end)->next;
         *end = r;
@@ -3902,6 +3933,7 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
     double start = ddp_now(), now = start, moment = group->backend->p2p_sleep ? 100e-6 : 1e-3;
     int sleeps = 0;
     ddp__waited_since = start;
+    ddp__p2p_blocks = DDP__BLOCKED;
     for (ddp__p2p_step(group, op); !op->done; now = ddp_now()) {
         int overdue = now - start > group->desc.timeout_ms * 1e-3;
         sleeps = now - start > moment;
@@ -3918,6 +3950,7 @@ static void ddp__p2p_wait(ddp_group *group, ddp__op *op) {
             }
         if (sleeps && !op->done) ddp__p2p_step_all(group);
     }
+    ddp__p2p_blocks = 0;
     if (sleeps && group->p2p) pthread_cond_signal(&group->work_cond); /* the communication thread goes on */
 }
 
@@ -4022,7 +4055,9 @@ static ddp_result ddp__submit_p2p(ddp_group *group, ddp_call *call, ddp_work *wo
     if (!op) return ddp__p2p_no_memory(group, call);
     ddp_result result = group->backend->status(group, group->state);
     if (result == DDP_OK && work && ddp__queue_enter(group, 0) != DDP__INSIDE_TASK) result = ddp__thread_start(group);
+    if (!work) ddp__p2p_blocks = group->in_batch ? DDP__STARTS_BLOCKING : DDP__BLOCKED;
     if (result == DDP_OK && !enqueues) result = group->backend->p2p_start(group, group->state, &op->call, &op->request);
+    ddp__p2p_blocks = 0;
     if (result != DDP_OK) {
         ddp__op_free(group, op);
         if (result == DDP_ERR_NO_MEMORY) return ddp__p2p_no_memory(group, call);
