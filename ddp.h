@@ -422,8 +422,8 @@ DDPDEF ddp_result ddp_recv(ddp_group *group, void *buf, size_t count, ddp_dtype 
 
 /* Between begin and end, sends and receives with work == NULL do not block; end waits for all of them, so their order does not
    matter. Not collective. Batches do not nest. */
-DDPDEF ddp_result ddp_batch_begin(ddp_group *group);
-DDPDEF ddp_result ddp_batch_end(ddp_group *group);
+DDPDEF ddp_result ddp_p2p_begin(ddp_group *group);
+DDPDEF ddp_result ddp_p2p_end(ddp_group *group);
 
 /* Blocks until the work is done and returns its result; *work stands for nothing afterwards. Waiting for nothing is DDP_OK. */
 DDPDEF ddp_result ddp_wait(ddp_group *group, ddp_work *work);
@@ -629,7 +629,7 @@ typedef struct ddp_loader_desc {
     void *fetch_user;
     int worker_count;             /* threads, 64 at most; 0 = 1; -1 = none: ddp_loader_next fetches */
     int prefetch;                 /* batches made ready ahead; 0 = 2 per worker */
-    int hold;                     /* batches that stay valid behind the newest; 0 = 1: for copies to a device that are still under way */
+    int extra_valid_batches;                     /* batches that stay valid behind the newest; 0 = 1: for copies to a device that are still under way */
     ddp_group *group;             /* NULL = batches lie in memory of alloc_fn; otherwise in host memory from which its device copies best (pinned) */
     int timeout_ms;               /* 0 = 600000; the longest that ddp_loader_next waits for its workers */
     void *(*alloc_fn)(size_t size_bytes, void *user); /* NULL = the group's, or malloc; set both or neither; any thread may call them */
@@ -652,7 +652,7 @@ typedef struct ddp_loader_stats {
 
 /* Loader: worker threads fetch what the sampler says into a ring of batches, ahead of the consumer, who gets them in the sampler's order however many
    workers there are. These share the batches' pieces. Threads share their memory too; nothing is allocated after create.
-       batch   4  5 | 6 | 7  8  9  10     hold 2, prefetch 4: 4 and 5 may still be copied, 6 is the newest, 7 is ready, 8 is being fetched;
+       batch   4  5 | 6 | 7  8  9  10     extra_valid_batches 2, prefetch 4: 4 and 5 may still be copied, 6 is the newest, 7 is ready, 8 is being fetched;
                held  new   prefetch       ddp_loader_next gives 7, and lets a worker write 11 where 4 was
    One thread at a time consumes. Not collective: each rank has a loader, made inside it, with the same desc but for sampler.rank. */
 
@@ -664,7 +664,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
 DDPDEF ddp_result ddp_loader_set_epoch(ddp_loader *loader, uint64_t epoch);
 DDPDEF int64_t ddp_loader_length(const ddp_loader *loader); /* batches that ddp_loader_next still gives in this epoch */
 
-/* Waits for the next batch, which is valid until `hold` + 1 more have been given. At the end of the epoch count is 0. Errors: what a fetch returned, at
+/* Waits for the next batch, which is valid until `extra_valid_batches` + 1 more have been given. At the end of the epoch count is 0. Errors: what a fetch returned, at
    its batch's place, as "sample 123: its line", for the first of the batch that failed; DDP_ERR_TIMEOUT names a sample whose fetch blocks. The next call
    fetches the batch again, or waits again: nothing is lost. */
 DDPDEF ddp_result ddp_loader_next(ddp_loader *loader, ddp_batch *out);
@@ -728,10 +728,10 @@ struct ddp_backend {
     void (*close)(ddp_group *group, void *state);
     int enqueues;            /* 1 = run returns once the work is on the communication lane */
     ddp_order default_order; /* 0 = tree */
-    ddp_result (*batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
+    ddp_result (*p2p_batch)(ddp_group *group, void *state, int begin); /* enqueues: around the messages of a batch; end follows every begin */
     void *(*peer)(ddp_group *group, void *state, const void *memory, int rank); /* see ddp_group_peer; NULL = no rank reads another's memory */
-    void (*raise)(ddp_group *group, void *state, uint64_t *word, uint64_t value);              /* see ddp_group_raise; where peer is, so are these */
-    ddp_result (*await)(ddp_group *group, void *state, const uint64_t *word, uint64_t target); /* may run beside run's calls of the ranks that do not wait */
+    void (*signal)(ddp_group *group, void *state, uint64_t *word, uint64_t value);              /* see ddp_group_signal; where peer is, so are these */
+    ddp_result (*wait_signal)(ddp_group *group, void *state, const uint64_t *word, uint64_t target); /* may run beside run's calls of the ranks that do not wait */
     void (*p2p_wake)(ddp_group *group, void *state); /* ends p2p_sleep of this rank's threads, or the next one of each; NULL = sleeps are short */
 };
 
@@ -741,13 +741,14 @@ DDPDEF void ddp_exact_sum_merge(ddp_exact_sum *sum, const ddp_exact_sum *other);
 DDPDEF double ddp_exact_sum_value(const ddp_exact_sum *sum); /* rounded once, to nearest even */
 
 /* Two queues of a device, in which work runs in order: the caller's own, and that of a group's communication. */
-typedef enum ddp_lane { DDP_LANE_COMPUTE = 0, DDP_LANE_COMM } ddp_lane;
+typedef enum ddp_stream_kind { DDP_STREAM_COMPUTE = 0, DDP_STREAM_COMM } ddp_stream_kind;
 
 /* An optimizer's step over count elements of dtype f32 or f64. Every product, sum, root and quotient is rounded to dtype: nothing is fused. The factors are of
    dtype already. w, g, m, v are elements of value, grad, state0 and state1, g times grad_scale unless that is 0 or 1:
-     ADAMW   m = beta1 m + rest1 g;  v = beta2 v + rest2 (g g);  w = w keep - (rate m) / (sqrt(v) root + eps)
-     LAMB    m and v as above;  g = (rate m) / (sqrt(v) root + eps) + decay w, the last term only if decay is not 0
-     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + rest1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d
+     ADAMW   m = beta1 m + one_minus_beta1 g;  v = beta2 v + one_minus_beta2 (g g);
+             w = w decay_factor - (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps)
+     LAMB    m and v as above;  g = (rate m) / (sqrt(v) inv_sqrt_bias_correction2 + eps) + decay w, the last term only if decay is not 0
+     SGD     d = scale (g + decay w), likewise;  with state0: m = first ? d : beta1 m + one_minus_beta1 d, then d = nesterov ? d + beta1 m : m;  w = w - rate d
      SCALE   value, which may be grad, becomes g. For devices with clip alone */
 typedef enum ddp_update_kind { DDP_UPDATE_ADAMW, DDP_UPDATE_LAMB, DDP_UPDATE_SGD, DDP_UPDATE_SCALE } ddp_update_kind;
 typedef struct ddp_update {
@@ -755,7 +756,9 @@ typedef struct ddp_update {
     ddp_dtype dtype;
     void *value, *grad, *state0, *state1;
     size_t count;
-    double rate, beta1, rest1, beta2, rest2, root, eps, keep, decay, scale, grad_scale;
+    double rate, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, scale, grad_scale;
+    double decay_factor;              /* 1 - rate * weight decay */
+    double inv_sqrt_bias_correction2; /* 1 / sqrt(1 - beta2^step) */
     int first, nesterov;
     const float *grad_scale_at; const double *scale_at; /* not NULL: the factor lies there, on the device, and is read when the work runs */
 } ddp_update;
@@ -820,20 +823,20 @@ struct ddp_device {
        thread has entered, and copy is done on return when either side is host memory. */
     ddp_result (*open)(ddp_group *group, ddp_group *parent, void **state); /* what the device keeps per group; parent: of a split, or NULL */
     void (*close)(ddp_group *group, void *state);
-    ddp_result (*enter)(ddp_group *group, ddp_lane lane); /* until the thread enters another one; ddp.h returns to the compute lane */
+    ddp_result (*use_stream)(ddp_group *group, ddp_stream_kind lane); /* until the thread enters another one; ddp.h returns to the compute lane */
     ddp_result (*check)(ddp_group *group); /* the first failure of this thread's calls of the functions that return nothing, or DDP_OK */
     ddp_result (*event_create)(ddp_group *group, void **event);
     void (*event_destroy)(ddp_group *group, void *event);
-    ddp_result (*event_record)(ddp_group *group, ddp_lane lane, void *event); /* marks what the lane holds now; marks anew */
-    ddp_result (*event_wait)(ddp_group *group, ddp_lane lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
+    ddp_result (*event_record)(ddp_group *group, ddp_stream_kind lane, void *event); /* marks what the lane holds now; marks anew */
+    ddp_result (*event_wait)(ddp_group *group, ddp_stream_kind lane, void *event);   /* the lane, not the host, waits for the mark as it is now */
     ddp_result (*event_test)(ddp_group *group, void *event, int *done);
     void (*update)(const ddp_update *update); /* NULL where memory is the host's: ddp_fsdp.h computes there itself */
     ddp_result (*layer)(ddp_group *group, const ddp_layer *layer); /* likewise, ddp_tensor.h; on the lane entered. NULL: no layers there */
-    /* Host memory that copy is quickest with; NULL = any is alike. free_host: on any thread, with the group gone or not. */
-    ddp_result (*alloc_host)(ddp_group *group, size_t size_bytes, void **out);
-    void (*free_host)(void *memory);
-    void (*start_copy)(void *dst, const void *src, size_t size_bytes); /* copy that returns at once: the host's side is alloc_host's, and the lane's until then */
-    /* What sums of squares tell, with the host's bits; NULL: it has to. n(k) is the root of number k. clip: *norm = n(0), f32, may be alloc_host's; *factor =
+    /* Host memory that copy is quickest with; NULL = any is alike. free_pinned: on any thread, with the group gone or not. */
+    ddp_result (*alloc_pinned)(ddp_group *group, size_t size_bytes, void **out);
+    void (*free_pinned)(void *memory);
+    void (*copy_async)(void *dst, const void *src, size_t size_bytes); /* copy that returns at once: the host's side is alloc_pinned's, and the lane's until then */
+    /* What sums of squares tell, with the host's bits; NULL: it has to. n(k) is the root of number k. clip: *norm = n(0), f32, may be alloc_pinned's; *factor =
        limit / *norm where that is finite and above limit, or 1. trust: out[i] = lr, times c n(2i) / (n(2i+1) + decay n(2i)) unless either n is 0; decay -1: no sum */
     void (*clip)(const ddp_exact_sum *sum, float limit, float *factor, float *norm);
     void (*trust)(const ddp_exact_sum *sums, size_t count, double lr, double c, double decay, double *out);
@@ -851,10 +854,10 @@ DDPDEF ddp_order ddp_group_order(const ddp_group *group);    /* never DDP_ORDER_
 DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank);
 
 /* How ranks that read each other's memory tell how far they are. word: 8 bytes, aligned, of this group's own group memory, the same ones on every rank, which only grow.
-   raise sets this rank's, after all that this thread has written. await returns once every rank's has reached target; until then it blocks, with
+   signal sets this rank's, after all that this thread has written. wait_signal returns once every rank's has reached target; until then it blocks, with
    the errors of a collective, in issue order with this rank's collectives. Not collective. Where ddp_group_peer answers. */
-DDPDEF void ddp_group_raise(ddp_group *group, uint64_t *word, uint64_t value);
-DDPDEF ddp_result ddp_group_await(ddp_group *group, const uint64_t *word, uint64_t target);
+DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value);
+DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target);
 DDPDEF const char *ddp_group_name(const ddp_group *group);
 DDPDEF void ddp_group_log(const ddp_group *group, const char *text); /* a notice for log_fn, after the rank and the group's name */
 DDPDEF const char *ddp_call_name(ddp_call_kind kind);        /* "ddp_all_reduce" and its like */
@@ -890,8 +893,8 @@ DDPDEF ddp_result ddp_fail(ddp_result result, const char *format, ...)
 
 /* Memory from the group's alloc_fn, 64-byte aligned; NULL with the error line set when there is none. alloc_fn is asked for DDP_MALLOC_EXTRA bytes more. */
 #define DDP_MALLOC_EXTRA (64 + sizeof(void *))
-DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes);
-DDPDEF void ddp_group_mfree(ddp_group *group, void *memory);
+DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes);
+DDPDEF void ddp_host_free(ddp_group *group, void *memory);
 
 /* Runs fn(group, argument) in issue order with the group's collectives, on its communication thread and lane: blocking calls made inside run in
    place. How the reducer, and layers like it, put a sequence of calls behind compute. A backend that enqueues runs fn on the caller, at once. */
@@ -1244,7 +1247,7 @@ static ddp_call ddp__call_of(ddp_call_kind kind, const void *send, void *recv, s
 enum { DDP__FOR_SPLIT = 1, DDP__FOR_ALLOC, DDP__FOR_FREE, DDP__FOR_TASK /* stands for a task */, DDP__FOR_REDUCER = DDP_ON_HOST, DDP__FOR_AWAIT };
 
 static const char *ddp__call_title(const ddp_call *call) {
-    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", NULL, "ddp_group_await"};
+    static const char *const names[] = {NULL, "ddp_group_split", "ddp_group_alloc", "ddp_group_free", "ddp_group_enqueue", NULL, "ddp_group_wait_signal"};
     const char *name = !ddp__is_p2p(call->kind) && call->tag > 0 && call->tag <= DDP__FOR_AWAIT ? names[call->tag] : NULL;
     return name ? name : ddp_call_name(call->kind);
 }
@@ -1332,16 +1335,16 @@ static void *ddp__aligned_alloc(void *(*alloc_fn)(size_t, void *), void *user, s
 
 static void ddp__aligned_free(void (*free_fn)(void *, void *), void *user, void *memory) { if (memory) free_fn(((void **)memory)[-1], user); }
 
-DDPDEF void *ddp_group_malloc(ddp_group *group, size_t size_bytes) {
+DDPDEF void *ddp_host_alloc(ddp_group *group, size_t size_bytes) {
     void *memory = ddp__aligned_alloc(group->desc.alloc_fn, group->desc.user, size_bytes ? size_bytes : 1);
     if (!memory) DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 
-DDPDEF void ddp_group_mfree(ddp_group *group, void *memory) { ddp__aligned_free(group->desc.free_fn, group->desc.user, memory); }
+DDPDEF void ddp_host_free(ddp_group *group, void *memory) { ddp__aligned_free(group->desc.free_fn, group->desc.user, memory); }
 
 static void *ddp__group_calloc(ddp_group *group, size_t size_bytes) {
-    void *memory = ddp_group_malloc(group, size_bytes);
+    void *memory = ddp_host_alloc(group, size_bytes);
     if (memory) memset(memory, 0, size_bytes);
     return memory;
 }
@@ -1944,7 +1947,7 @@ static void ddp__cpu_add(void *dst, const void *left, const void *right, size_t 
 }
 
 DDPDEF const ddp_device *ddp_device_cpu(void) {
-    static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_group_mfree, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
+    static const ddp_device cpu = {"cpu", ddp__cpu_alloc, ddp_host_free, ddp__cpu_copy, ddp__cpu_fill_zero, ddp__cast,
                                    ddp__cpu_add, ddp__scale, ddp__divide, ddp__exact_add_squares, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
                                    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     return &cpu;
@@ -2257,7 +2260,7 @@ typedef struct ddp__local {
     ddp__heap *heap;
     int rank, world_size, owns_rank; /* owns_rank: this handle is the rank's world */
     int spins, yields;               /* before sleeping */
-    int awaits_word;                 /* inside ddp_group_await */
+    int awaits_word;                 /* inside ddp_group_wait_signal */
     int woken;                       /* a sleep for messages ends, or the next one: 2 = of the communication thread, 1 = of another one */
     int member[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank of the job */
     int number[DDP_MAX_LOCAL_RANKS]; /* rank here -> rank in the causes of failures: that of a group of which these ranks are one machine */
@@ -2524,7 +2527,7 @@ static void ddp__look_for_lost(ddp__local *l, const uint64_t *words, size_t stri
     }
 }
 
-/* While words of ddp_group_raise are waited for: who has gone on to the next collective without reaching target never will. */
+/* While words of ddp_group_signal are waited for: who has gone on to the next collective without reaching target never will. */
 static void ddp__look_for_strays(const ddp_group *group, ddp__local *l, const uint64_t *words, size_t stride, uint64_t target) {
     char call[72];
     for (int r = 0; r < l->world_size && l->awaits_word; r++) {
@@ -3374,7 +3377,7 @@ static ddp_result ddp__local_p2p_start(ddp_group *group, void *state, const ddp_
     ddp__request *r = NULL, **end = &l->requests;
     DDP__LOCKED(&l->p2p_lock) {
         if ((r = l->free_requests) != NULL) l->free_requests = r->next;
-        else if ((r = (ddp__request *)ddp_group_malloc(group, sizeof *r)) == NULL) continue;
+        else if ((r = (ddp__request *)ddp_host_alloc(group, sizeof *r)) == NULL) continue;
         memset(r, 0, sizeof *r);
         r->call = *call;
         r->size = call->count * ddp_dtype_size(call->dtype);
@@ -3473,7 +3476,7 @@ static ddp__local *ddp__local_attach(ddp_group *group, ddp__heap *heap, uint64_t
     void *memory = ddp__heap_map(heap, offset, l->size);
     if (!memory) {
         DDP__GROUP_FAIL(group, DDP_ERR_NO_MEMORY, "%zu bytes of shared memory could not be mapped: %s", l->size, strerror(errno));
-        ddp_group_mfree(group, l);
+        ddp_host_free(group, l);
         return NULL;
     }
     ddp__control_layout(l, (uintptr_t)memory, group->world_size);
@@ -3547,7 +3550,7 @@ static ddp_result ddp__local_alloc(ddp_group *group, void *state, size_t size_by
     }
     if (base) ddp__heap_unmap(l->heap, base);
     if (offset && group->rank == 0) ddp__heap_give_back(l->heap, offset, total);
-    ddp_group_mfree(group, region);
+    ddp_host_free(group, region);
     if (result != DDP_OK) return result;
     return DDP__RANK_FAIL(group, DDP_ERR_NO_MEMORY, "ddp_group_alloc group=%s: %d ranks x %zu bytes of shared memory are not to be had", group->name,
                           l->world_size, size_bytes);
@@ -3568,7 +3571,7 @@ static ddp_result ddp__local_free(ddp_group *group, void *state, void *memory) {
     DDP__LOCKED(&l->heap->lock) *link = region->next;
     ddp__heap_give_back(l->heap, region->offset + (size_t)l->rank * region->stride, region->stride);
     ddp__heap_unmap(l->heap, region->base);
-    ddp_group_mfree(group, region);
+    ddp_host_free(group, region);
     return result;
 }
 
@@ -3591,17 +3594,17 @@ static void ddp__local_close(ddp_group *group, void *state) {
     if (l->owns_rank) ddp__store(&l->heap->job->rank[l->rank].state, (uint32_t)DDP__RANK_LEFT);
     for (int r = 0; r < l->world_size; r++)
         if (r != l->rank) { ddp__wake_one(&l->line[r].collective); ddp__wake_one(&l->line[r].p2p); }
-    for (ddp__region *region; (region = l->regions) != NULL; ddp_group_mfree(group, region)) {
+    for (ddp__region *region; (region = l->regions) != NULL; ddp_host_free(group, region)) {
         l->regions = region->next;
         ddp__heap_unmap(l->heap, region->base);
     }
-    for (ddp__request *r; (r = l->requests ? l->requests : l->free_requests) != NULL; ddp_group_mfree(group, r))
+    for (ddp__request *r; (r = l->requests ? l->requests : l->free_requests) != NULL; ddp_host_free(group, r))
         *(l->requests ? &l->requests : &l->free_requests) = r->next;
     if (ddp__fetch_add(&l->control->closed, 1u) + 1 == (uint32_t)l->world_size) ddp__heap_give_back(l->heap, l->offset, l->size);
     ddp__heap_unmap(l->heap, l->control);
     pthread_mutex_destroy(&l->p2p_lock);
     ddp__heap_release(l->heap);
-    ddp_group_mfree(group, l);
+    ddp_host_free(group, l);
 }
 
 static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, int rank) {
@@ -3614,13 +3617,13 @@ static void *ddp__local_peer(ddp_group *group, void *state, const void *memory, 
     return (unsigned char *)(uintptr_t)memory + (ptrdiff_t)region->stride * (number - region->owner->rank);
 }
 
-static void ddp__local_raise(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
+static void ddp__local_signal(ddp_group *group, void *state, uint64_t *word, uint64_t value) {
     (void)group;
     ddp__store(word, value);
     ddp__announce((ddp__local *)state);
 }
 
-static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
+static ddp_result ddp__local_wait_signal(ddp_group *group, void *state, const uint64_t *word, uint64_t target) {
     ddp__local *l = (ddp__local *)state;
     const uint64_t *first = (const uint64_t *)ddp__local_peer(group, state, word, 0), *second = (const uint64_t *)ddp__local_peer(group, state, word, 1);
     ddp_result result = DDP_OK;
@@ -3633,7 +3636,7 @@ static ddp_result ddp__local_await(ddp_group *group, void *state, const uint64_t
 static const ddp_backend ddp__backend_local = {
     "local", NULL, ddp__local_run, ddp__local_p2p_start, ddp__local_p2p_poll, ddp__local_p2p_sleep, ddp__local_split,
     ddp__local_alloc, ddp__local_free, ddp__local_status, ddp__local_poison, ddp__local_close, 0, DDP_ORDER_TREE, NULL,
-    ddp__local_peer, ddp__local_raise, ddp__local_await, ddp__local_p2p_wake};
+    ddp__local_peer, ddp__local_signal, ddp__local_wait_signal, ddp__local_p2p_wake};
 
 //== the self backend: one rank ========================================================================= >>impl-self
 
@@ -3665,7 +3668,7 @@ static ddp_result ddp__self_alloc(ddp_group *group, void *state, size_t size_byt
     ddp__self *self = (ddp__self *)state;
     ddp__region *region = (ddp__region *)ddp__group_calloc(group, sizeof *region);
     *out = region ? ddp__group_calloc(group, size_bytes) : NULL;
-    if (!*out) { ddp_group_mfree(group, region); return DDP_ERR_NO_MEMORY; }
+    if (!*out) { ddp_host_free(group, region); return DDP_ERR_NO_MEMORY; }
     region->mine = (unsigned char *)*out;
     region->next = self->regions;
     self->regions = region;
@@ -3676,8 +3679,8 @@ static ddp_result ddp__self_free(ddp_group *group, void *state, void *memory) {
     ddp__region **link = ddp__region_link(group, &((ddp__self *)state)->regions, memory), *region = *link;
     if (!region) return DDP_ERR_INVALID;
     *link = region->next;
-    ddp_group_mfree(group, memory);
-    ddp_group_mfree(group, region);
+    ddp_host_free(group, memory);
+    ddp_host_free(group, region);
     return DDP_OK;
 }
 
@@ -3698,7 +3701,7 @@ static void ddp__self_abort(ddp_group *group, void *state, ddp_result cause, con
 static void ddp__self_close(ddp_group *group, void *state) {
     ddp__self *self = (ddp__self *)state;
     while (self->regions) ddp__self_free(group, state, self->regions->mine);
-    ddp_group_mfree(group, state);
+    ddp_host_free(group, state);
 }
 
 static const ddp_backend ddp__backend_self = {
@@ -3754,7 +3757,7 @@ static ddp_result ddp__carry_out(ddp_group *group, ddp_call *call, ddp_task_fn t
 
 /* Makes this thread's device functions go where the caller's own work goes. */
 static ddp_result ddp__compute(ddp_group *group) {
-    return group->device->enter ? ddp__device_result(group, group->device->enter(group, DDP_LANE_COMPUTE)) : DDP_OK;
+    return group->device->use_stream ? ddp__device_result(group, group->device->use_stream(group, DDP_STREAM_COMPUTE)) : DDP_OK;
 }
 
 /* What this thread's device functions have come to. */
@@ -3763,9 +3766,9 @@ static ddp_result ddp__device_check(ddp_group *group) { return ddp__device_resul
 /* On a device with lanes: from here on the op follows what the compute lane holds now. */
 static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
-    if (!device->enter) return DDP_OK;
+    if (!device->use_stream) return DDP_OK;
     ddp_result result = op->event ? DDP_OK : device->event_create(group, &op->event);
-    if (result == DDP_OK) result = device->event_record(group, DDP_LANE_COMPUTE, op->event);
+    if (result == DDP_OK) result = device->event_record(group, DDP_STREAM_COMPUTE, op->event);
     op->ordered = result == DDP_OK;
     return ddp__device_result(group, result);
 }
@@ -3773,13 +3776,13 @@ static ddp_result ddp__op_order(ddp_group *group, ddp__op *op) {
 static ddp_result ddp__op_run(ddp_group *group, ddp__op *op) {
     const ddp_device *device = group->device;
     if (!op->ordered) return ddp__carry_out(group, &op->call, op->task, op->argument);
-    ddp_result result = device->enter(group, DDP_LANE_COMM);
-    if (result == DDP_OK) result = device->event_wait(group, DDP_LANE_COMM, op->event);
+    ddp_result result = device->use_stream(group, DDP_STREAM_COMM);
+    if (result == DDP_OK) result = device->event_wait(group, DDP_STREAM_COMM, op->event);
     if (ddp__device_result(group, result) == DDP_OK) {
         result = ddp__carry_out(group, &op->call, op->task, op->argument);
-        if (result == DDP_OK) result = ddp__device_result(group, device->event_record(group, DDP_LANE_COMM, op->event));
+        if (result == DDP_OK) result = ddp__device_result(group, device->event_record(group, DDP_STREAM_COMM, op->event));
     }
-    device->enter(group, DDP_LANE_COMPUTE);
+    device->use_stream(group, DDP_STREAM_COMPUTE);
     if (op->task) op->call.seq = group->seq; /* for ddp_wait's line, should the group fail before it ends */
     return result;
 }
@@ -3905,7 +3908,7 @@ static ddp__op *ddp__op_new(ddp_group *group, const ddp_call *call, ddp_task_fn 
     if (call) op->call = *call;
     if (!op->call.recv_counts) return op; /* otherwise: the caller's arrays may go before the call ends */
     const size_t **list[4] = {&op->call.send_counts, &op->call.send_offsets, &op->call.recv_counts, &op->call.recv_offsets};
-    if (!op->arrays) op->arrays = (size_t *)ddp_group_malloc(group, 4 * w * sizeof *op->arrays);
+    if (!op->arrays) op->arrays = (size_t *)ddp_host_alloc(group, 4 * w * sizeof *op->arrays);
     if (!op->arrays) { ddp__op_free(group, op); return NULL; }
     for (size_t i = 0; i < 4; i++) if (*list[i]) *list[i] = (const size_t *)memcpy(op->arrays + i * w, *list[i], w * sizeof *op->arrays);
     return op;
@@ -3966,7 +3969,7 @@ static ddp_result ddp__op_wait(ddp_group *group, ddp__op *op) {
     if (result == DDP_OK && op->ordered) { /* the compute lane waits for what it left on the communication lane */
         result = group->backend->status(group, group->state);
         if (result != DDP_OK) result = ddp__call_failed(group, &op->call, result);
-        else result = ddp__device_result(group, group->device->event_wait(group, DDP_LANE_COMPUTE, op->event));
+        else result = ddp__device_result(group, group->device->event_wait(group, DDP_STREAM_COMPUTE, op->event));
     }
     ddp__op_free(group, op);
     return ddp__deliver(group, result);
@@ -3989,7 +3992,7 @@ static ddp_result ddp__issue(ddp_group *group, ddp_call *call, ddp_task_fn task,
     int enqueues = group->backend->enqueues && (task || ddp__is_p2p(call->kind) || !call->tag);
     int place = ddp__queue_enter(group, !work || enqueues || group->world_size == 1);
     int here = place != DDP__BEHIND_OTHERS || group->world_size == 1;
-    int apart = task && group->device->enter; /* a task is on the communication lane, behind the device work of tasks before it */
+    int apart = task && group->device->use_stream; /* a task is on the communication lane, behind the device work of tasks before it */
     ddp_result result = DDP_OK;
     if (!work && (place == DDP__INSIDE_TASK || (place == DDP__TOOK_QUEUE && !enqueues && !apart))) {
         if (place == DDP__TOOK_QUEUE) result = ddp__compute(group);
@@ -4108,7 +4111,7 @@ DDPDEF ddp_result ddp_test(ddp_group *group, ddp_work *work, int *done) {
     return group->device->event_test(group, op->event, done);
 }
 
-DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
+DDPDEF ddp_result ddp_p2p_begin(ddp_group *group) {
     DDP__NEED(group, "group is NULL");
     DDP__NOT_FORKED(group, __func__);
     DDP__CHECK(__func__, group, !group->in_batch, "a batch is open already; end it first");
@@ -4118,15 +4121,15 @@ DDPDEF ddp_result ddp_batch_begin(ddp_group *group) {
 
 /* The messages of a batch, on a backend that enqueues. A task. */
 static ddp_result ddp__batch_run(ddp_group *group, void *argument) {
-    ddp_result result = group->backend->batch(group, group->state, 1);
+    ddp_result result = group->backend->p2p_batch(group, group->state, 1);
     (void)argument;
     for (ddp__op *op = group->batch; op && result == DDP_OK; op = op->next) result = group->backend->run(group, group->state, &op->call);
-    ddp_result end = group->backend->batch(group, group->state, 0);
+    ddp_result end = group->backend->p2p_batch(group, group->state, 0);
     if (result == DDP_OK) result = end;
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &group->batch->call, result);
 }
 
-DDPDEF ddp_result ddp_batch_end(ddp_group *group) {
+DDPDEF ddp_result ddp_p2p_end(ddp_group *group) {
     ddp__outcome first;
     first.result = DDP_OK;
     DDP__NEED(group, "group is NULL");
@@ -4569,8 +4572,8 @@ static void ddp__tell_peers(const ddp__venue *v, int result, const char *text, i
 /* Makes *bytes hold size; what it held may go. */
 static ddp_result ddp__room(ddp_group *group, unsigned char **bytes, size_t *room, size_t size) {
     if (size <= *room) return DDP_OK;
-    ddp_group_mfree(group, *bytes);
-    *bytes = (unsigned char *)ddp_group_malloc(group, size);
+    ddp_host_free(group, *bytes);
+    *bytes = (unsigned char *)ddp_host_alloc(group, size);
     *room = *bytes ? size : 0;
     return *bytes ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
@@ -5544,9 +5547,9 @@ static void ddp__hold(ddp__venue *v, int listener, ddp__heap **heap) {
 static void ddp__venue_close(ddp__venue *v, ddp_group *group) {
     for (int i = 0; i < v->count; i++) {
         ddp__peer_close(&v->peer[i]);
-        ddp_group_mfree(group, v->peer[i].bytes);
+        ddp_host_free(group, v->peer[i].bytes);
     }
-    ddp_group_mfree(group, v->peer);
+    ddp_host_free(group, v->peer);
     v->peer = NULL;
     v->count = 0;
 }
@@ -5879,7 +5882,7 @@ static void ddp__tcp_close(ddp_group *group, void *state) {
     ddp__tcp *t = (ddp__tcp *)state;
     ddp__tell_peers(&t->venue, DDP_OK, "", -1);
     ddp__venue_close(&t->venue, group);
-    ddp_group_mfree(group, t->out);
+    ddp_host_free(group, t->out);
     pthread_mutex_destroy(&t->lock);
     ddp__self_close(group, state);
 }
@@ -5945,12 +5948,12 @@ static ddp_result ddp__tcp_split(ddp_group *parent, void *state, ddp_group *chil
         result = DDP__RANK_FAIL(parent, DDP_ERR_MISMATCH,
                                 "ddp_group_split: a rank announces %llu bytes, allowed are %zu",
                                 (unsigned long long)size, sizeof mine);
-    if (result == DDP_OK && !(all = (char *)ddp_group_malloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && !(all = (char *)ddp_host_alloc(parent, size * (uint64_t)parent->world_size))) result = DDP_ERR_NO_MEMORY;
     if (result == DDP_OK) result = ddp_all_gather(parent, mine, all, size, DDP_U8, NULL);
     for (int r = 0; r < parent->world_size && result == DDP_OK; r++) all[size * (uint64_t)r + size - 1] = 0;
     if (result == DDP_OK && child && (!ddp__venue_hear(&venue, 0, all + size * (uint64_t)members[0]) || (!local && !venue.port)))
         result = DDP__RANK_FAIL(parent, DDP_ERR_SYSTEM, "ddp_group_split: rank %d could not listen at any port", members[0]);
-    ddp_group_mfree(parent, all);
+    ddp_host_free(parent, all);
     *child_state = NULL;
     if (result != DDP_OK || !child) { if (listener >= 0) close(listener); return result; }
     venue.ports = 1;
@@ -5994,8 +5997,8 @@ static void ddp__group_delete(ddp_group *group) {
         ddp__op *op = group->all_ops;
         if (op->event) group->device->event_destroy(group, op->event);
         group->all_ops = op->older;
-        ddp_group_mfree(group, op->arrays);
-        ddp_group_mfree(group, op);
+        ddp_host_free(group, op->arrays);
+        ddp_host_free(group, op);
     }
     if (group->device_state) group->device->close(group, group->device_state);
     pthread_cond_destroy(&group->done_cond);
@@ -6035,7 +6038,7 @@ static ddp_result ddp__group_new(ddp_group **out, const ddp_group_desc *desc, co
     group->backend = backend;
     group->device = desc->device;
     group->device_index = ddp__here.device_plus_1 - 1;
-    group->queued = backend->enqueues || desc->device->enter;
+    group->queued = backend->enqueues || desc->device->use_stream;
     if (desc->order == DDP_ORDER_DEFAULT) group->desc.order = backend->default_order ? backend->default_order : DDP_ORDER_TREE;
     pthread_mutex_init(&group->lock, NULL);
     pthread_cond_init(&group->work_cond, NULL);
@@ -6294,8 +6297,8 @@ DDPDEF void *ddp_group_peer(ddp_group *group, const void *memory, int rank) {
     if (group->world_size == 1) return (void *)(uintptr_t)memory;
     return memory && group->backend->peer ? group->backend->peer(group, group->state, memory, rank) : NULL;
 }
-DDPDEF void ddp_group_raise(ddp_group *group, uint64_t *word, uint64_t value) {
-    if (group->world_size > 1) group->backend->raise(group, group->state, word, value);
+DDPDEF void ddp_group_signal(ddp_group *group, uint64_t *word, uint64_t value) {
+    if (group->world_size > 1) group->backend->signal(group, group->state, word, value);
 }
 
 typedef struct ddp__goal { const uint64_t *word; uint64_t target; } ddp__goal;
@@ -6303,13 +6306,13 @@ typedef struct ddp__goal { const uint64_t *word; uint64_t target; } ddp__goal;
 static ddp_result ddp__await_task(ddp_group *group, void *argument) {
     const ddp__goal *goal = (const ddp__goal *)argument;
     ddp_call call = ddp__call_of(DDP_CALL_BARRIER, NULL, NULL, (size_t)goal->target, DDP_U8);
-    ddp_result result = group->backend->await(group, group->state, goal->word, goal->target);
+    ddp_result result = group->backend->wait_signal(group, group->state, goal->word, goal->target);
     call.tag = DDP__FOR_AWAIT;
     call.seq = group->seq; /* the last collective before it */
     return result == DDP_OK ? DDP_OK : ddp__call_failed(group, &call, result);
 }
 
-DDPDEF ddp_result ddp_group_await(ddp_group *group, const uint64_t *word, uint64_t target) {
+DDPDEF ddp_result ddp_group_wait_signal(ddp_group *group, const uint64_t *word, uint64_t target) {
     ddp__goal goal;
     goal.word = word;
     goal.target = target;
@@ -6492,7 +6495,7 @@ static ddp_result ddp__mpi_look(ddp_group *group, ddp__mpi *s, double start) {
 /* --- what MPI carries of a call --- */
 
 /* Waits for what has been started. */
-static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
+static ddp_result ddp__mpi_wait_signal(ddp_group *group, ddp__mpi *s) {
     double start = 0;
     int done = 0;
     for (uint64_t tries = 0;; tries++) { /* more than an int holds in half an hour */
@@ -6512,7 +6515,7 @@ static ddp_result ddp__mpi_await(ddp_group *group, ddp__mpi *s) {
     do {                                                                                            \
         (s)->messages = 0;                                                                          \
         DDP__MPI(function, __VA_ARGS__, (s)->comm, &(s)->requests[(s)->request_count++]);           \
-        DDP__TRY(ddp__mpi_await(group, s));                                                         \
+        DDP__TRY(ddp__mpi_wait_signal(group, s));                                                         \
     } while (0)
 
 /* What MPI counts as one: head bytes, and size_bytes at some distance from them. */
@@ -6615,7 +6618,7 @@ static ddp_result ddp__mpi_flat(ddp_group *group, ddp__mpi *s, const ddp_call *c
     for (size_t k = 0; k <= m.rounds; k++) {
         if (k < m.rounds) DDP__TRY(ddp__mpi_exchange(s, &m, k, came[k & 1]));
         if (k > 0) DDP__TRY(ddp__mpi_add(s, &m, k - 1, came[(k - 1) & 1], (const void **)(void *)(came[1] + w * m.room)));
-        DDP__TRY(ddp__mpi_await(group, s));
+        DDP__TRY(ddp__mpi_wait_signal(group, s));
     }
     return DDP_OK;
 }
@@ -6625,7 +6628,7 @@ static ddp_result ddp__mpi_by_machine(ddp_group *group, ddp__mpi *s, const ddp_c
     ddp_dtype wide = ddp__is_half(call->dtype) ? DDP_F32 : call->dtype;
     size_t element = ddp_dtype_size(call->dtype), most = DDP__MPI_CHUNK_BYTES / ddp_dtype_size(wide), n;
     int leads = s->local->rank == 0, converts = wide != call->dtype;
-    if (converts && !s->wide && !(s->wide = (float *)ddp_group_malloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
+    if (converts && !s->wide && !(s->wide = (float *)ddp_host_alloc(group, most * sizeof(float)))) return DDP_ERR_NO_MEMORY;
     for (size_t first = 0; first < call->count; first += n) {
         const unsigned char *send = (const unsigned char *)call->send + first * element;
         unsigned char *recv = (unsigned char *)call->recv + first * element;
@@ -6676,7 +6679,7 @@ static ddp_result ddp__mpi_move(ddp_group *group, ddp__mpi *s, const ddp_call *c
     m.room = SIZE_MAX;
     DDP__TRY(ddp__mpi_exchange(s, &m, 0, NULL));
     ddp__move_own(s->rank, &m);
-    return ddp__mpi_await(group, s);
+    return ddp__mpi_wait_signal(group, s);
 }
 
 /* --- calls --- */
@@ -6755,7 +6758,7 @@ static ddp_result ddp__mpi_run(ddp_group *group, void *state, const ddp_call *ca
 
 static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_call *call, void **out) {
     ddp__mpi *s = (ddp__mpi *)state;
-    ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_group_malloc(group, sizeof *m));
+    ddp__mpi_message *m = (ddp__mpi_message *)(*out = ddp_host_alloc(group, sizeof *m));
     const void *data = call->send ? call->send : call->recv;
     int tag = (int)(DDP__MPI_TAGS + (unsigned)call->tag); /* MPI says when it is too large */
     if (!m) return DDP_ERR_NO_MEMORY;
@@ -6764,7 +6767,7 @@ static ddp_result ddp__mpi_p2p_start(ddp_group *group, void *state, const ddp_ca
     m->count = call->count;
     ddp_result result = ddp__mpi_post(s, call->kind == DDP_CALL_SEND, m, 2 * sizeof(uint64_t), (MPI_Aint)((uintptr_t)data - (uintptr_t)m),
                                       call->count * ddp_dtype_size(call->dtype), call->root, tag, &m->request);
-    if (result != DDP_OK) ddp_group_mfree(group, m);
+    if (result != DDP_OK) ddp_host_free(group, m);
     return result;
 }
 
@@ -6777,7 +6780,7 @@ static ddp_result ddp__mpi_p2p_poll(ddp_group *group, void *state, void *request
     else if (!*done && ddp__mpi_look(group, s, ddp_now()) == DDP_OK) return DDP_OK; /* the time is the caller's to watch */
     else if (!*done) return MPI_Cancel(&m->request), DDP_ERR_POISONED;
     int same = m->dtype == (uint64_t)call->dtype && m->count == call->count, cut = kind == MPI_ERR_TRUNCATE;
-    if (error == MPI_SUCCESS && same) { ddp_group_mfree(group, m); return DDP_OK; }
+    if (error == MPI_SUCCESS && same) { ddp_host_free(group, m); return DDP_OK; }
     if (error != MPI_SUCCESS && !cut) ddp__mpi_fail(group, s, ddp__mpi_result(error, "MPI_Test"));
     else ddp__mpi_fail(group, s, ddp_fail(DDP_ERR_MISMATCH, "ranks made different calls: rank %d ddp_send %s count=%llu%s, rank %d ddp_recv %s count=%llu "
         "(tag %d)", call->root, ddp_dtype_name((ddp_dtype)m->dtype), (unsigned long long)m->count + (unsigned)same, same ? " or more" : "" /* it was cut off */,
@@ -6808,8 +6811,8 @@ static void ddp__mpi_close(ddp_group *group, void *state) {
     if (!healthy) ddp__mpi_fail(group, s, DDP_ERR_POISONED);
     ddp_group_destroy(s->local);
     if (!healthy) return;
-    ddp_group_mfree(group, s->scratch);
-    ddp_group_mfree(group, s->wide);
+    ddp_host_free(group, s->scratch);
+    ddp_host_free(group, s->wide);
 }
 
 /* Finds out who shares a machine, as many as the local backend serves; ids: each rank's machine, and a number that no other job has. Describes this machine. */
@@ -6839,7 +6842,7 @@ static ddp_result ddp__mpi_join(ddp_group *group, ddp__mpi *s, MPI_Comm comm, ui
     ddp_group_desc desc = group->desc;
     ddp__identity here = DDP_ZERO;
     DDP__MPI(MPI_Comm_idup, comm, &s->comm, &s->requests[s->request_count++]);
-    DDP__TRY(ddp__mpi_await(group, s));
+    DDP__TRY(ddp__mpi_wait_signal(group, s));
     MPI_Comm_set_errhandler(s->comm, MPI_ERRORS_RETURN);
     s->local = local;
     DDP__TRY(ddp__room(group, &s->scratch, &s->scratch_bytes, (size_t)s->world_size * sizeof *ids));
@@ -6867,7 +6870,7 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
     ddp__mpi *s = (ddp__mpi *)ddp__group_calloc(group, sizeof *s + w * (4 * sizeof *s->requests + sizeof *s->machine_of + 1));
     if (!s) return NULL;
     if (ddp__room(group, &s->scratch, &s->scratch_bytes, 3 * w * sizeof(uint64_t)) != DDP_OK) {
-        ddp_group_mfree(group, s);
+        ddp_host_free(group, s);
         return NULL;
     }
     s->requests = (MPI_Request *)(void *)(s + 1);
@@ -6881,8 +6884,8 @@ static ddp__mpi *ddp__mpi_new(ddp_group *group) {
 }
 
 static void ddp__mpi_delete(ddp_group *group, ddp__mpi *s) {
-    if (s) ddp_group_mfree(group, s->scratch);
-    ddp_group_mfree(group, s);
+    if (s) ddp_host_free(group, s->scratch);
+    ddp_host_free(group, s);
 }
 
 /* s: from ddp__mpi_new, or NULL. machine: a number of this rank's. local: its ranks, whose handle is the new
@@ -6910,8 +6913,8 @@ static ddp_result ddp__mpi_open_on(ddp_group *group, ddp__mpi *s, MPI_Comm comm,
         *state = s->local->state;
         ddp__group_delete(s->local);
         MPI_Comm_free(&s->comm);
-        ddp_group_mfree(group, s->scratch);
-        ddp_group_mfree(group, s);
+        ddp_host_free(group, s->scratch);
+        ddp_host_free(group, s);
     }
     return result;
 }
@@ -7067,7 +7070,7 @@ DDPDEF ddp_group *ddp_mesh_group(ddp_mesh *mesh, const char *name) {
 
 DDPDEF void ddp_mesh_destroy(ddp_mesh *mesh) {
     for (int i = 0; mesh && i < mesh->ndim; i++) ddp_group_destroy(mesh->group[i]);
-    if (mesh) ddp_group_mfree(mesh->world, mesh);
+    if (mesh) ddp_host_free(mesh->world, mesh);
 }
 
 //== launch ============================================================================================== >>impl-launch
@@ -7920,8 +7923,8 @@ static void ddp__reducer_free(ddp_reducer *reducer) {
     ddp_group_free(reducer->group, reducer->flat);
     ddp_group_free(reducer->group, reducer->arena);
     reducer->device->free(reducer->group, reducer->squares);
-    ddp_group_mfree(reducer->group, reducer->buckets);
-    ddp_group_mfree(reducer->group, reducer);
+    ddp_host_free(reducer->group, reducer->buckets);
+    ddp_host_free(reducer->group, reducer);
 }
 
 DDPDEF ddp_result ddp_reducer_create(ddp_reducer **out, ddp_group *group, const ddp_reducer_desc *desc) {
@@ -8209,7 +8212,7 @@ static void ddp__accumulator_layout(ddp_accumulator *accumulator, size_t *scratc
         for (int k = i; k >= 0; k = ranged ? grads[k].next : -1) {
             ddp_tensor member = ddp__param_grad(&desc->params[k]);
             size_t count = (size_t)ddp_tensor_count(&member);
-            size_t block = accumulator->group->device->enter ? count : DDP__ACCUMULATE_BLOCK;
+            size_t block = accumulator->group->device->use_stream ? count : DDP__ACCUMULATE_BLOCK;
             size_t distance = k == i ? 0 : (size_t)(grads[k].data - grads[i].data) / size * wide;
             accumulator->first[k] = accumulator->level_bytes + distance;
             end = accumulator->first[k] + count * wide;
@@ -8250,7 +8253,7 @@ DDPDEF ddp_result ddp_accumulator_create(ddp_accumulator **out, ddp_group *group
     ddp_result result = DDP_OK;
     if (depth > 0) result = group->device->alloc(group, depth + scratch, &accumulator->levels);
     if (result != DDP_OK) {
-        ddp_group_mfree(group, accumulator);
+        ddp_host_free(group, accumulator);
         return result;
     }
     accumulator->scratch = (unsigned char *)accumulator->levels + depth;
@@ -8271,7 +8274,7 @@ static ddp_result ddp__accumulate(ddp_accumulator *accumulator, int param_index,
     size_t size = ddp_dtype_size(tensor.dtype), wide_size = ddp_dtype_size(wide);
     size_t count = (size_t)ddp_tensor_count(&tensor);
     unsigned char *levels = (unsigned char *)accumulator->levels + accumulator->first[param_index]; /* level k at levels + k * level_bytes */
-    size_t block = device->enter ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
+    size_t block = device->use_stream ? count : DDP__ACCUMULATE_BLOCK; /* caches count, or launches */
     if (last && depth == 0) return DDP_OK; /* a step of one micro-batch has no levels */
     DDP__TRY(ddp__compute(accumulator->group));
     for (size_t done = 0; done < count; done += block) {
@@ -8331,7 +8334,7 @@ DDPDEF void ddp_accumulator_destroy(ddp_accumulator *accumulator) {
         ddp__reducer_attach(accumulator->desc.reducer, NULL);
     }
     accumulator->group->device->free(accumulator->group, accumulator->levels);
-    ddp_group_mfree(accumulator->group, accumulator);
+    ddp_host_free(accumulator->group, accumulator);
 }
 
 //== uneven inputs ================================================================================== >>impl-join
@@ -8391,7 +8394,7 @@ DDPDEF ddp_result ddp_join_step(ddp_join *join, int have_batch, int *active) {
 DDPDEF void ddp_join_destroy(ddp_join *join) {
     if (!join) return;
     join->desc.reducer->active = join->desc.reducer->group->world_size;
-    ddp_group_mfree(join->desc.reducer->group, join);
+    ddp_host_free(join->desc.reducer->group, join);
 }
 
 //== sampler ======================================================================================== >>impl-sampler
@@ -8833,7 +8836,7 @@ DDPDEF void ddp_sampler_free(ddp_sampler *sampler) {
 //== loader ========================================================================================== >>impl-loader
 
 /* Batches are numbered over all epochs; one lies in slot number % slot_count.
-       [given - 1 - hold, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
+       [given - 1 - extra_valid_batches, given)  with the consumer      [given, drawn)  its samples are known      [drawn, given + prefetch)  may be drawn
    A worker fetches a piece of the oldest batch that has unclaimed samples, or else draws the next batch from the sampler. To go elsewhere raises
    restart: workers leave their pieces, and once none is busy, what was fetched ahead is forgotten. */
 
@@ -8863,7 +8866,7 @@ struct ddp_loader {
     ddp_tensor field[DDP_LOADER_FIELDS]; /* of a batch, without data */
     size_t sample_bytes[DDP_LOADER_FIELDS], field_at[DDP_LOADER_FIELDS];
     void *buffers;
-    void (*free_host)(void *memory); /* NULL: buffers are free_fn's */
+    void (*free_pinned)(void *memory); /* NULL: buffers are free_fn's */
     ddp_sampler place;           /* where the consumer stands; it never gives a sample */
     ddp_sampler sampler;         /* what is drawn from, by the thread that has set drawing */
     int64_t slot_count, piece;
@@ -8974,7 +8977,7 @@ static int ddp__loader_turn(ddp_loader *l, ddp__loader_worker *w) {
 static void ddp__loader_free(ddp_loader *l) {
     ddp_loader_desc d = l->desc;
     ddp_sampler_free(&l->sampler);
-    if (l->free_host) l->free_host(l->buffers);
+    if (l->free_pinned) l->free_pinned(l->buffers);
     else ddp__aligned_free(d.free_fn, d.user, l->buffers);
     pthread_cond_destroy(&l->work);
     pthread_cond_destroy(&l->ready);
@@ -9128,7 +9131,7 @@ DDPDEF void ddp_loader_destroy(ddp_loader *loader) {
 static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     const struct { const char *name; int value, low, high; } ranges[] = {
         {"field_count", d->field_count, 1, DDP_LOADER_FIELDS}, {"worker_count", d->worker_count, -1, DDP__LOADER_WORKERS},
-        {"prefetch", d->prefetch, 0, DDP__LOADER_DEPTH}, {"hold", d->hold, 0, DDP__LOADER_DEPTH}, {"timeout_ms", d->timeout_ms, 0, INT32_MAX}};
+        {"prefetch", d->prefetch, 0, DDP__LOADER_DEPTH}, {"extra_valid_batches", d->extra_valid_batches, 0, DDP__LOADER_DEPTH}, {"timeout_ms", d->timeout_ms, 0, INT32_MAX}};
     if (d->batch_size == 0) d->batch_size = d->sampler.global_batch / (d->sampler.num_replicas > 0 ? d->sampler.num_replicas : 1);
     DDP__LOADER_NEED(d->sampler.dataset_size >= 1, "sampler.dataset_size=%lld; an empty data set has nothing to load", (long long)d->sampler.dataset_size);
     DDP__LOADER_NEED(d->batch_size >= 1, "batch_size=%lld; set it to the samples of this rank per batch", (long long)d->batch_size);
@@ -9139,7 +9142,7 @@ static ddp_result ddp__loader_resolve(ddp_loader_desc *d) {
     DDP__LOADER_NEED(!d->alloc_fn == !d->free_fn, "set both alloc_fn and free_fn, or neither");
     d->worker_count = d->worker_count == -1 ? 0 : d->worker_count ? d->worker_count : 1;
     if (!d->prefetch || !d->worker_count) d->prefetch = d->worker_count ? 2 * d->worker_count : 1;
-    if (!d->hold) d->hold = 1;
+    if (!d->extra_valid_batches) d->extra_valid_batches = 1;
     if (!d->timeout_ms) d->timeout_ms = 600000;
     if (!d->alloc_fn && d->group) { d->alloc_fn = d->group->desc.alloc_fn; d->free_fn = d->group->desc.free_fn; d->user = d->group->desc.user; }
     if (!d->alloc_fn) { d->alloc_fn = ddp__malloc_default; d->free_fn = ddp__free_default; }
@@ -9160,7 +9163,7 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
         DDP__LOADER_NEED(t->ndim >= 0 && t->ndim < DDP_MAX_NDIM, "fields[%d].ndim=%d, allowed are 0 to %d", f, t->ndim, DDP_MAX_NDIM - 1);
         DDP__LOADER_NEED(elements > 0, "fields[%d].shape has an entry below 1, or overflows", f);
         DDP__LOADER_NEED(d->batch_size <= most / 16 && elements <= most / bytes / d->batch_size - DDP__ALIGN, "batch_size=%lld: %lld batches with fields[%d] "
-                         "do not fit in memory; lower batch_size, prefetch or hold", (long long)d->batch_size, (long long)l->slot_count, f);
+                         "do not fit in memory; lower batch_size, prefetch or extra_valid_batches", (long long)d->batch_size, (long long)l->slot_count, f);
         l->field_at[f] = size_bytes;
         l->sample_bytes[f] = (size_t)(elements * bytes);
         size_bytes += ddp__round_up(l->sample_bytes[f] * batch, DDP__ALIGN);
@@ -9170,10 +9173,10 @@ static ddp_result ddp__loader_memory(ddp_loader *l) {
     }
     size_t list_at = size_bytes;
     size_bytes += ddp__round_up(batch * 9, DDP__ALIGN);
-    if (device->alloc_host) DDP__TRY(device->alloc_host(d->group, slots * size_bytes, &l->buffers));
+    if (device->alloc_pinned) DDP__TRY(device->alloc_pinned(d->group, slots * size_bytes, &l->buffers));
     else if (!(l->buffers = ddp__aligned_alloc(d->alloc_fn, d->user, slots * size_bytes)))
-        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or hold", slots, size_bytes);
-    l->free_host = device->alloc_host ? device->free_host : NULL;
+        return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu batches of %zu bytes; lower batch_size, prefetch or extra_valid_batches", slots, size_bytes);
+    l->free_pinned = device->alloc_pinned ? device->free_pinned : NULL;
     for (size_t i = 0; i < slots; i++) {
         l->slot[i].data = (unsigned char *)l->buffers + i * size_bytes;
         l->slot[i].indices = (int64_t *)(void *)(l->slot[i].data + list_at);
@@ -9188,7 +9191,7 @@ DDPDEF ddp_result ddp_loader_create(ddp_loader **out, const ddp_loader_desc *des
     DDP__NEED(out && desc, "out or desc is NULL");
     ddp_loader_desc d = *desc;
     DDP__TRY(ddp__loader_resolve(&d));
-    size_t slots = (size_t)d.prefetch + (size_t)d.hold + 1, size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
+    size_t slots = (size_t)d.prefetch + (size_t)d.extra_valid_batches + 1, size_bytes = sizeof(ddp_loader) + slots * sizeof(ddp__loader_slot);
     ddp_loader *l = (ddp_loader *)ddp__aligned_alloc(d.alloc_fn, d.user, size_bytes);
     if (!l) return ddp_fail(DDP_ERR_NO_MEMORY, "ddp_loader_create: %zu bytes", size_bytes);
     memset(l, 0, size_bytes);

@@ -187,7 +187,7 @@ DDPDEF ddp_result ddp_cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *de
                 all-to-all, a kernel and an all-gather. MIN and MAX of floats (NaNs stay) and AVG of
                 integers always use those three. Their first call of a size allocates.
      messages   match by order, not by tag, and run one after the other. Two ranks that send to each other
-                need ddp_batch_begin and ddp_batch_end.
+                need ddp_p2p_begin and ddp_p2p_end.
      failures   of a rank, of CUDA or NCCL, mismatched calls, or timeout_ms without progress end the
                 communication on every rank. A later ddp_wait or call returns the cause. Work that is
                 already on streams ends with undefined data.
@@ -599,17 +599,17 @@ static ddp_result ddp__cuda_pick(ddp_group *control, const ddp_cuda_pick_desc *d
     mine->result = choice < 0 ? DDP_ERR_INVALID : ddp__cuda_choose(desc, control ? ddp_local_rank(control) : 0, given, mine);
     if (mine->result != DDP_OK) snprintf(mine->text, sizeof mine->text, "%.399s", ddp_last_error());
     if (!control) return ddp__cuda_compare(mine, rank, world_size);
-    seats = (ddp__cuda_seat *)ddp_group_malloc(control, sizeof *seats * (size_t)world_size);
+    seats = (ddp__cuda_seat *)ddp_host_alloc(control, sizeof *seats * (size_t)world_size);
     result = ddp_agree(control, "ddp_cuda_pick", seats ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
     if (result != DDP_OK) {
-        ddp_group_mfree(control, seats);
+        ddp_host_free(control, seats);
         return result;
     }
     result = ddp_all_gather(control, mine, seats, sizeof *seats, DDP_U8, NULL);
     if (result == DDP_OK) result = ddp__cuda_compare(seats, rank, world_size);
     for (int i = 0; i < world_size && result == DDP_OK; i++)
         for (int k = i + 1; k < world_size; k++) mine->shared |= memcmp(seats[i].uuid, seats[k].uuid, 16) == 0;
-    ddp_group_mfree(control, seats);
+    ddp_host_free(control, seats);
     return result;
 }
 
@@ -1558,8 +1558,8 @@ template <class T, int ADAM> struct ddp__cuda_update {
 };
 
 template <class T, int ADAM> static ddp_result ddp__cuda_update_run(const ddp_update *u, cudaStream_t stream) {
-    ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->rest1, (T)u->beta2,
-                                   (T)u->rest2, (T)u->root, (T)u->eps, (T)u->keep, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
+    ddp__cuda_update<T, ADAM> f = {(T *)u->value, (T *)u->grad, (T *)u->state0, (T *)u->state1, (T)u->rate, (T)u->beta1, (T)u->one_minus_beta1, (T)u->beta2,
+                                   (T)u->one_minus_beta2, (T)u->inv_sqrt_bias_correction2, (T)u->eps, (T)u->decay_factor, (T)u->decay, (T)u->scale, (T)(u->grad_scale ? u->grad_scale : 1),
                                    u->kind == DDP_UPDATE_LAMB, u->first, u->nesterov, u->kind == DDP_UPDATE_SCALE, u->grad_scale_at, u->scale_at};
     const void *arrays[4] = {u->value, u->grad, u->state0, u->state1};
     uint32_t mask = (1u << f.WIDTH) - 1;
@@ -1889,7 +1889,7 @@ typedef struct ddp__cuda_seed {
 /* What ddp_device_cuda() keeps per group. */
 typedef struct ddp__cuda_lanes {
     int device;
-    cudaStream_t stream[2]; /* by ddp_lane */
+    cudaStream_t stream[2]; /* by ddp_stream_kind */
     int owns_comm;
     void *products;         /* from the first product by cuBLASLt on */
     void (*close_products)(ddp_group *group, void *products);
@@ -1910,19 +1910,19 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     const ddp__cuda_lanes *from = parent ? ddp__cuda_lanes_of(parent) : NULL;
     const ddp__cuda_seed *seed = from ? NULL : (const ddp__cuda_seed *)ddp_group_backend_user(group);
-    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_group_malloc(group, sizeof *lanes);
+    ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)ddp_host_alloc(group, sizeof *lanes);
     const char *call = "cudaSetDevice";
     cudaError_t error = cudaSuccess;
     if (!lanes) return DDP_ERR_NO_MEMORY;
     memset(lanes, 0, sizeof *lanes);
-    lanes->stream[DDP_LANE_COMPUTE] = from ? from->stream[DDP_LANE_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
-    if (seed) lanes->stream[DDP_LANE_COMM] = seed->comm_stream;
+    lanes->stream[DDP_STREAM_COMPUTE] = from ? from->stream[DDP_STREAM_COMPUTE] : seed ? seed->stream : ddp__cuda_mine.stream;
+    if (seed) lanes->stream[DDP_STREAM_COMM] = seed->comm_stream;
     if (from || seed) error = cuda->set_device(lanes->device = from ? from->device : seed->device);
     else error = cuda->get_device(&lanes->device);
-    lanes->owns_comm = !lanes->stream[DDP_LANE_COMM];
+    lanes->owns_comm = !lanes->stream[DDP_STREAM_COMM];
     if (error == cudaSuccess && lanes->owns_comm) {
         call = "cudaStreamCreateWithPriority";
-        error = cuda->stream_create(&lanes->stream[DDP_LANE_COMM], 1);
+        error = cuda->stream_create(&lanes->stream[DDP_STREAM_COMM], 1);
     }
     *state = lanes;
     if (error == cudaSuccess) return DDP_OK;
@@ -1930,19 +1930,19 @@ static ddp_result ddp__cuda_device_open(ddp_group *group, ddp_group *parent, voi
     lanes->failed = ddp__cuda_fail(error, "making the group", call);
     snprintf(lanes->text, sizeof lanes->text, "%.159s", ddp_last_error());
     if (from || seed) return DDP_OK;
-    ddp_group_mfree(group, lanes);
+    ddp_host_free(group, lanes);
     *state = NULL;
     return ddp_fail(DDP_ERR_ENGINE, "rank %d/%d group=%s: %s", ddp_rank(group), ddp_world_size(group), ddp_group_name(group), ddp_last_error());
 }
 
 static void ddp__cuda_device_close(ddp_group *group, void *state) {
     ddp__cuda_lanes *lanes = (ddp__cuda_lanes *)state;
-    if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_LANE_COMM]);
+    if (lanes->owns_comm) DDP__CUDA_RUNTIME->stream_destroy(lanes->stream[DDP_STREAM_COMM]);
     if (lanes->products) lanes->close_products(group, lanes->products);
-    ddp_group_mfree(group, lanes);
+    ddp_host_free(group, lanes);
 }
 
-static ddp_result ddp__cuda_device_enter(ddp_group *group, ddp_lane lane) {
+static ddp_result ddp__cuda_device_use_stream(ddp_group *group, ddp_stream_kind lane) {
     const ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
     ddp__cuda_mine.stream = lanes->stream[lane];
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->set_device(lanes->device), "cudaSetDevice");
@@ -1960,18 +1960,18 @@ static ddp_result ddp__cuda_event_make(ddp_group *group, void **event) {
 
 static void ddp__cuda_event_unmake(ddp_group *, void *event) { DDP__CUDA_RUNTIME->event_destroy((cudaEvent_t)event); }
 
-static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_lane lane, void *event) {
+static ddp_result ddp__cuda_event_mark(ddp_group *group, ddp_stream_kind lane, void *event) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->event_record((cudaEvent_t)event, ddp__cuda_lanes_of(group)->stream[lane]), "cudaEventRecord");
 }
 
-static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_lane lane, void *event) {
+static ddp_result ddp__cuda_event_follow(ddp_group *group, ddp_stream_kind lane, void *event) {
     return ddp__cuda_group_fail(group, DDP__CUDA_RUNTIME->stream_wait_event(ddp__cuda_lanes_of(group)->stream[lane], (cudaEvent_t)event), "cudaStreamWaitEvent");
 }
 
 /* While a graph is captured nothing runs, and asking would spoil the capture. */
 static ddp_result ddp__cuda_event_done(ddp_group *group, void *event, int *done) {
     int capturing = 0;
-    cudaError_t error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM], &capturing);
+    cudaError_t error = DDP__CUDA_RUNTIME->stream_capturing(ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM], &capturing);
     *done = 0;
     if (error == cudaSuccess && capturing)
         return ddp_fail(DDP_ERR_INVALID, "rank %d/%d group=%s ddp_test: the stream is being captured into a graph, and nothing runs until that is launched",
@@ -2025,20 +2025,20 @@ static void ddp__cuda_device_free(ddp_group *, void *memory) {
     if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->free(memory), "ddp_device_cuda free", "cudaFree");
 }
 
-static ddp_result ddp__cuda_device_alloc_host(ddp_group *group, size_t size_bytes, void **out) {
+static ddp_result ddp__cuda_device_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) {
     const ddp__cuda_lanes *lanes = group ? ddp__cuda_lanes_of(group) : NULL;
     char call[64];
     *out = NULL;
-    if (lanes) DDP__CUDA_DO("ddp_device_cuda alloc_host", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(lanes->device));
+    if (lanes) DDP__CUDA_DO("ddp_device_cuda alloc_pinned", "cudaSetDevice", DDP__CUDA_RUNTIME->set_device(lanes->device));
     snprintf(call, sizeof call, "cudaHostAlloc of %llu bytes", (unsigned long long)size_bytes);
     cudaError_t error = DDP__CUDA_RUNTIME->host_alloc(out, size_bytes ? size_bytes : 1);
     if (error == cudaSuccess) return DDP_OK;
     *out = NULL;
-    return ddp__cuda_fail(error, "ddp_device_cuda alloc_host", call);
+    return ddp__cuda_fail(error, "ddp_device_cuda alloc_pinned", call);
 }
 
-static void ddp__cuda_device_free_host(void *memory) {
-    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_host", "cudaFreeHost");
+static void ddp__cuda_device_free_pinned(void *memory) {
+    if (memory) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->host_free(memory), "ddp_device_cuda free_pinned", "cudaFreeHost");
 }
 
 /* Waits where the CPU could otherwise read or reuse its side too early. */
@@ -2058,8 +2058,8 @@ static void ddp__cuda_device_copy(void *dst, const void *src, size_t size_bytes)
         ddp__cuda_keep_error(cuda->synchronize(stream), "ddp_device_cuda copy", "cudaStreamSynchronize");
 }
 
-static void ddp__cuda_device_start_copy(void *dst, const void *src, size_t size_bytes) {
-    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream), "ddp_device_cuda start_copy", "cudaMemcpyAsync");
+static void ddp__cuda_device_copy_async(void *dst, const void *src, size_t size_bytes) {
+    if (size_bytes) ddp__cuda_keep_error(DDP__CUDA_RUNTIME->memcpy_async(dst, src, size_bytes, cudaMemcpyDefault, ddp__cuda_mine.stream), "ddp_device_cuda copy_async", "cudaMemcpyAsync");
 }
 
 static void ddp__cuda_device_fill_zero(void *dst, size_t size_bytes) {
@@ -2160,13 +2160,13 @@ static void ddp__cuda_products_close(ddp_group *group, void *state) {
     ddp__cuda_products *p = (ddp__cuda_products *)state;
     ddp__cuda_device_free(group, p->workspace);
     if (p->handle) cublasLtDestroy(p->handle);
-    ddp_group_mfree(group, p);
+    ddp_host_free(group, p);
 }
 
 /* Makes what is missing of it. */
 static ddp_result ddp__cuda_products_open(ddp_group *group, const ddp_gemm *g, ddp__cuda_products **out) {
     ddp__cuda_lanes *lanes = ddp__cuda_lanes_of(group);
-    ddp__cuda_products *p = (ddp__cuda_products *)(lanes->products ? lanes->products : ddp_group_malloc(group, sizeof *p));
+    ddp__cuda_products *p = (ddp__cuda_products *)(lanes->products ? lanes->products : ddp_host_alloc(group, sizeof *p));
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     ddp_result result = DDP_OK;
     if (!p) return DDP_ERR_NO_MEMORY;
@@ -2437,13 +2437,13 @@ static ddp_result ddp__nccl_close_group(ddp__nccl *n, ddp_result before) {
 static ddp_result ddp__nccl_send(ddp__nccl *n, const void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
     const unsigned char *from = (const unsigned char *)base + offset * ddp_dtype_size(dtype);
     if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, n->comm, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclSend");
+    return ddp__nccl_settle(n, n->comm, ncclSend(from, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclSend");
 }
 
 static ddp_result ddp__nccl_recv(ddp__nccl *n, void *base, size_t offset, size_t count, ddp_dtype dtype, int peer) {
     unsigned char *to = (unsigned char *)base + offset * ddp_dtype_size(dtype);
     if (count == 0) return DDP_OK;
-    return ddp__nccl_settle(n, n->comm, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclRecv");
+    return ddp__nccl_settle(n, n->comm, ncclRecv(to, count, ddp__nccl_dtype[dtype], peer, n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclRecv");
 }
 
 /* This rank's own block, which needs no sending. */
@@ -2452,7 +2452,7 @@ static ddp_result ddp__nccl_copy(ddp__nccl *n, void *to, size_t to_offset, const
     unsigned char *dst = (unsigned char *)to + to_offset * size;
     const unsigned char *src = (const unsigned char *)from + from_offset * size;
     cudaError_t error = cudaSuccess;
-    if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_LANE_COMM]);
+    if (count && dst != src) error = DDP__CUDA_RUNTIME->memcpy_async(dst, src, count * size, cudaMemcpyDeviceToDevice, n->lanes->stream[DDP_STREAM_COMM]);
     return ddp__cuda_group_fail(n->group, error, "cudaMemcpyAsync");
 }
 
@@ -2493,7 +2493,7 @@ static ddp_result ddp__nccl_tree_round(ddp__nccl *n, const ddp__nccl_tree *t) {
     if (to_all || (to_root && call->root == n->rank)) sum = (unsigned char *)call->recv + own * size;
     if (call->kind == DDP_CALL_REDUCE_SCATTER) sum = (unsigned char *)call->recv + t->first * size;
     const ddp__cuda_tree_call tree = {&sum, 1, sources, n->world_size, mine, call->op, call->op == DDP_OP_AVG && call->divisor ? call->divisor : 1,
-                                      n->lanes->stream[DDP_LANE_COMM], "the sum in tree order", t->share * size, n->rank};
+                                      n->lanes->stream[DDP_STREAM_COMM], "the sum in tree order", t->share * size, n->rank};
     if (result == DDP_OK && mine) result = ddp__cuda_tree_any(&tree, call->dtype);
     if (result != DDP_OK || !(to_all || to_root)) return result;
     DDP__CUDA_TRY(ddp__nccl_open_group(n));
@@ -2517,9 +2517,9 @@ static ddp_result ddp__nccl_scratch(ddp__nccl *n, size_t bytes) {
     int capturing = 0;
     if (bytes <= n->scratch_bytes) return DDP_OK;
     while (size < bytes) size *= 2;
-    cudaError_t error = cuda->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    cudaError_t error = cuda->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
     if (error == cudaSuccess && capturing) return DDP_OK;
-    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+    if (error == cudaSuccess) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]); }
     if (error == cudaSuccess) { call = "cudaFree"; error = cuda->free(n->scratch); n->scratch = NULL; }
     if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, size); }
     if (error == cudaSuccess) n->scratch_bytes = size;
@@ -2537,7 +2537,7 @@ static ddp_result ddp__nccl_reduce_in_order(ddp__nccl *n, const ddp_call *call) 
     t.share = (t.share + 15) / 16 * 16; /* shares begin at whole vectors */
     if (t.share > most) t.share = most;
     if (n->world_size == 1)
-        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_LANE_COMM]);
+        return ddp_cuda_reduce_tree((void *const *)&call->recv, 1, &call->send, 1, call->count, call->dtype, call->op, call->divisor, n->lanes->stream[DDP_STREAM_COMM]);
     result = ddp__nccl_scratch(n, world * t.share * size);
     most = n->scratch_bytes / size / world / 16 * 16;
     if (t.share > most) t.share = most;
@@ -2575,7 +2575,7 @@ static ddp_result ddp__nccl_op_of(ddp__nccl *n, const ddp_call *call, ncclRedOp_
 }
 
 static ddp_result ddp__nccl_reduce(ddp__nccl *n, const ddp_call *call) {
-    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     ncclRedOp_t op;
     int made;
@@ -2617,7 +2617,7 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
         unsigned char *to = (unsigned char *)call->recv + call->recv_offsets[j] * ddp_dtype_size(call->dtype);
         if (call->recv_counts[j] == 0) continue;
         result = ddp__nccl_settle(n, n->comm, ncclBroadcast(j == n->rank ? call->send : to, to, call->recv_counts[j], ddp__nccl_dtype[call->dtype], j,
-                                                            n->comm, n->lanes->stream[DDP_LANE_COMM]), "ncclBroadcast");
+                                                            n->comm, n->lanes->stream[DDP_STREAM_COMM]), "ncclBroadcast");
     }
     return ddp__nccl_close_group(n, result);
 }
@@ -2625,7 +2625,7 @@ static ddp_result ddp__nccl_all_gather_v(ddp__nccl *n, const ddp_call *call) {
 /* Every rank's communication lane has come here, and the host waits for it. A captured one only joins the lanes. */
 static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
-    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
     cudaError_t error;
     ddp_result result = ddp__nccl_settle(n, n->comm, ncclAllReduce(n->cell, n->cell, 1, ncclUint8, ncclMax, n->comm, stream), "ncclAllReduce");
     if (result != DDP_OK || capturing) return result;
@@ -2644,7 +2644,7 @@ static ddp_result ddp__nccl_barrier(ddp__nccl *n, int capturing) {
 }
 
 static ddp_result ddp__nccl_call(ddp__nccl *n, const ddp_call *call, int capturing) {
-    cudaStream_t stream = n->lanes->stream[DDP_LANE_COMM];
+    cudaStream_t stream = n->lanes->stream[DDP_STREAM_COMM];
     ncclDataType_t dtype = ddp__nccl_dtype[call->dtype];
     if (call->kind == DDP_CALL_BARRIER) return ddp__nccl_barrier(n, capturing);
     if (call->count == 0 && call->kind != DDP_CALL_ALL_TO_ALL_V) return DDP_OK; /* on all ranks; in all_gather_v it is the sum */
@@ -2697,7 +2697,7 @@ static ddp_result ddp__nccl_failed(ddp__nccl *n, const ddp_call *call, ddp_resul
 static ddp_result ddp__nccl_noted(ddp__nccl *n, const ddp_call *call, int capturing, ddp_result result) {
     ddp__nccl_op *op = &n->ops[n->current];
     cudaError_t error = cudaSuccess;
-    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_LANE_COMM]);
+    if (result == DDP_OK && !capturing) error = DDP__CUDA_RUNTIME->event_record(op->event, n->lanes->stream[DDP_STREAM_COMM]);
     pthread_mutex_lock(&n->lock);
     if (capturing || result != DDP_OK) n->op_count -= n->op_count > 0; /* nothing of it runs now */
     else op->recorded = error == cudaSuccess;
@@ -2716,7 +2716,7 @@ static ddp_result ddp__nccl_run(ddp_group *, void *state, const ddp_call *call) 
         DDP__CUDA_TRY(ddp__nccl_status(n->group, n));
         return ddp__nccl_failed(n, call, ddp_group_call(n->control, call, NULL));
     }
-    error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    error = DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
     if (error != cudaSuccess) return ddp__nccl_failed(n, call, ddp__cuda_group_fail(n->group, error, "cudaStreamIsCapturing"));
     if (n->in_batch) return ddp__nccl_call(n, call, capturing); /* ddp__nccl_batch does the rest */
     DDP__CUDA_TRY(ddp__nccl_begin(n, NULL));
@@ -2740,7 +2740,7 @@ static ddp_result ddp__nccl_batch(ddp_group *, void *state, int begin) {
     }
     if (!n->in_batch) return DDP_OK; /* it did not begin */
     result = ddp__nccl_close_group(n, DDP_OK);
-    DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_LANE_COMM], &capturing);
+    DDP__CUDA_RUNTIME->stream_capturing(n->lanes->stream[DDP_STREAM_COMM], &capturing);
     return ddp__nccl_noted(n, &call, capturing, result);
 }
 
@@ -3002,14 +3002,14 @@ static void ddp__nccl_delete(ddp__nccl *n) {
     ddp_group_destroy(n->control);
     pthread_cond_destroy(&n->changed);
     pthread_mutex_destroy(&n->lock);
-    ddp_group_mfree(n->group, n);
+    ddp_host_free(n->group, n);
 }
 
 /* All that this rank makes alone. NULL when there is no memory even for the object. */
 static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     size_t words = sizeof(ddp__nccl_word) * (2 * (size_t)ddp_world_size(group) + 1);
-    ddp__nccl *n = (ddp__nccl *)ddp_group_malloc(group, sizeof *n + words);
+    ddp__nccl *n = (ddp__nccl *)ddp_host_alloc(group, sizeof *n + words);
     const char *call = "cudaSetDevice";
     pthread_condattr_t clock;
     cudaError_t error;
@@ -3030,7 +3030,7 @@ static ddp__nccl *ddp__nccl_new(ddp_group *group, ddp_result *result) {
     if (error == cudaSuccess) error = cuda->event_create(&n->idle);
     if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&n->scratch, n->scratch_bytes = DDP__NCCL_SCRATCH_FIRST + 128 * (size_t)n->world_size); }
     if (error == cudaSuccess) error = cuda->malloc(&n->cell, 16);
-    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_LANE_COMM]); }
+    if (error == cudaSuccess) { call = "cudaMemsetAsync"; error = cuda->memset_async(n->cell, 0, 16, n->lanes->stream[DDP_STREAM_COMM]); }
     *result = error == cudaSuccess ? DDP_OK : ddp__cuda_fail(error, "making the group", call);
     return n;
 }
@@ -3204,13 +3204,13 @@ static void ddp__nccl_release(ddp__nccl *n, ddp__nccl_region *region) {
 #else
     if (region->memory) DDP__CUDA_RUNTIME->free(region->memory);
 #endif
-    ddp_group_mfree(n->group, region);
+    ddp_host_free(n->group, region);
 }
 
 static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_bytes, void **out) {
     const ddp__cuda_runtime *cuda = DDP__CUDA_RUNTIME;
     ddp__nccl *n = (ddp__nccl *)state;
-    ddp__nccl_region *region = (ddp__nccl_region *)ddp_group_malloc(group, sizeof *region);
+    ddp__nccl_region *region = (ddp__nccl_region *)ddp_host_alloc(group, sizeof *region);
     size_t size = (size_bytes + 4095) / 4096 * 4096; /* whole pages, as windows want them */
     ddp_result result = region ? DDP_OK : DDP_ERR_NO_MEMORY;
     cudaError_t error = cudaSuccess;
@@ -3225,8 +3225,8 @@ static ddp_result ddp__nccl_alloc(ddp_group *group, void *state, size_t size_byt
 #else
         if (error == cudaSuccess) { call = "cudaMalloc"; error = cuda->malloc(&region->memory, size); }
 #endif
-        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_LANE_COMM]); }
-        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_LANE_COMM]); }
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaMemsetAsync"; error = cuda->memset_async(region->memory, 0, size, n->lanes->stream[DDP_STREAM_COMM]); }
+        if (error == cudaSuccess && result == DDP_OK) { call = "cudaStreamSynchronize"; error = cuda->synchronize(n->lanes->stream[DDP_STREAM_COMM]); }
         if (result == DDP_OK && error != cudaSuccess) result = ddp__cuda_fail(error, "allocating group memory", call);
     }
     result = ddp__nccl_vote(n, result, "ddp_group_alloc");
@@ -3254,8 +3254,8 @@ static ddp_result ddp__nccl_free(ddp_group *group, void *state, void *memory) {
     region = *link;
     if (!region)
         return ddp_fail(DDP_ERR_INVALID, "ddp_group_free group=%s: %p did not come from ddp_group_alloc of this group", ddp_group_name(group), memory);
-    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMM]);
-    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_LANE_COMPUTE]);
+    cudaError_t error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMM]);
+    if (error == cudaSuccess) error = DDP__CUDA_RUNTIME->synchronize(n->lanes->stream[DDP_STREAM_COMPUTE]);
     *link = region->next;
     ddp__nccl_release(n, region);
     ddp_result result = ddp__cuda_group_fail(group, error, "cudaStreamSynchronize");
@@ -3284,7 +3284,7 @@ static void ddp__nccl_close(ddp_group *, void *state) {
     ddp__nccl *n = (ddp__nccl *)state;
     cuda->set_device(n->lanes->device);
     while (ddp__nccl_status(n->group, n) == DDP_OK &&
-           cuda->stream_query(n->lanes->stream[DDP_LANE_COMM]) == cudaErrorNotReady) {
+           cuda->stream_query(n->lanes->stream[DDP_STREAM_COMM]) == cudaErrorNotReady) {
         cuda->clear_error();
         ddp__cuda_nap(50);
     }
@@ -3619,15 +3619,15 @@ static ddp__cuda_message *ddp__cuda_message_take(ddp__cuda_staged *s, size_t siz
     for (ddp__cuda_message **link = &s->free_messages; *link; link = &(*link)->next)
         if ((*link)->capacity >= size && (!best || (*link)->capacity < (*best)->capacity)) best = link;
     if (best) { m = *best; *best = m->next; return m; }
-    m = (ddp__cuda_message *)ddp_group_malloc(s->owner, sizeof *m);
+    m = (ddp__cuda_message *)ddp_host_alloc(s->owner, sizeof *m);
     if (!m) return NULL;
     memset(m, 0, sizeof *m);
     while (capacity < size) capacity *= 2;
     m->capacity = capacity;
     result = ddp__cuda_staged_error(cuda->event_create(&m->event), "cudaEventCreate");
-    if (result != DDP_OK) { ddp_group_mfree(s->owner, m); return NULL; }
+    if (result != DDP_OK) { ddp_host_free(s->owner, m); return NULL; }
     result = ddp__cuda_staged_error(cuda->host_alloc(&m->memory, capacity), "cudaHostAlloc");
-    if (result != DDP_OK) { cuda->event_destroy(m->event); ddp_group_mfree(s->owner, m); return NULL; }
+    if (result != DDP_OK) { cuda->event_destroy(m->event); ddp_host_free(s->owner, m); return NULL; }
     m->older = s->all_messages;
     s->all_messages = m;
     return m;
@@ -3749,7 +3749,7 @@ typedef struct ddp__cuda_staged_task {
 static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) {
     ddp__cuda_staged_task *task = (ddp__cuda_staged_task *)argument;
     ddp__cuda_staged *s = task->s;
-    ddp__cuda_region *region = (ddp__cuda_region *)ddp_group_malloc(group, sizeof *region);
+    ddp__cuda_region *region = (ddp__cuda_region *)ddp_host_alloc(group, sizeof *region);
     char text[64];
     const ddp__cuda_visit visit(s->device);
     ddp_result result = visit.result != DDP_OK ? visit.result : region ? ddp__cuda_device_alloc(group, task->size_bytes, &task->memory) : DDP_ERR_NO_MEMORY;
@@ -3761,7 +3761,7 @@ static ddp_result ddp__cuda_staged_alloc_task(ddp_group *group, void *argument) 
         snprintf(line, sizeof line, "%s", ddp_last_error());
         if (task->memory) DDP__CUDA_RUNTIME->free(task->memory);
         task->memory = NULL;
-        ddp_group_mfree(group, region);
+        ddp_host_free(group, region);
         result = ddp_fail(result, "rank %d/%d ddp_group_alloc: %s", s->rank, s->world_size, line);
     } else {
         region->memory = task->memory, region->number = ++s->region_count, region->next = s->regions;
@@ -3794,7 +3794,7 @@ static ddp_result ddp__cuda_staged_free_task(ddp_group *group, void *argument) {
     }
     *task->link = region->next;
     ddp__cuda_device_free(group, region->memory);
-    ddp_group_mfree(group, region);
+    ddp_host_free(group, region);
     return result;
 }
 
@@ -3818,13 +3818,13 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
         s->all_messages = m->older;
         cuda->event_destroy(m->event);
         cuda->host_free(m->memory);
-        ddp_group_mfree(group, m);
+        ddp_host_free(group, m);
     }
     while (s->regions) {
         ddp__cuda_region *region = s->regions;
         s->regions = region->next;
         cuda->free(region->memory);
-        ddp_group_mfree(group, region);
+        ddp_host_free(group, region);
     }
     if (s->memory) cuda->host_free(s->memory);
     for (int i = 0; i < 2; i++) if (s->down[i]) cuda->event_destroy(s->down[i]);
@@ -3832,8 +3832,8 @@ static void ddp__cuda_staged_close(ddp_group *group, void *state) {
     if (s->stream) cuda->stream_destroy(s->stream);
     if (s->message_stream) cuda->stream_destroy(s->message_stream);
     pthread_mutex_destroy(&s->lock);
-    ddp_group_mfree(group, s->words);
-    ddp_group_mfree(group, s);
+    ddp_host_free(group, s->words);
+    ddp_host_free(group, s);
 }
 
 static ddp_result ddp__cuda_staged_resources(ddp__cuda_staged *s) {
@@ -3852,11 +3852,11 @@ static ddp_result ddp__cuda_staged_make(ddp_group *group, ddp_group *control, in
     ddp_group *split[2] = {NULL, NULL};
     ddp_result result = DDP_OK;
     *state = NULL;
-    if (color >= 0) s = (ddp__cuda_staged *)ddp_group_malloc(group, sizeof *s);
+    if (color >= 0) s = (ddp__cuda_staged *)ddp_host_alloc(group, sizeof *s);
     if (s) {
         memset(s, 0, sizeof *s);
-        s->words = (ddp__cuda_word *)ddp_group_malloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
-        if (!s->words) { ddp_group_mfree(group, s); s = NULL; }
+        s->words = (ddp__cuda_word *)ddp_host_alloc(group, (size_t)ddp_world_size(group) * sizeof *s->words);
+        if (!s->words) { ddp_host_free(group, s); s = NULL; }
     }
     result = ddp_agree(control, "ddp_cuda_group_create", s || color < 0 ? DDP_OK : DDP_ERR_NO_MEMORY, 0, "");
     for (int i = 0; i < 2 && result == DDP_OK; i++)
@@ -3970,21 +3970,21 @@ DDPDEF ddp_result ddp_cuda_group_create(ddp_group **out, ddp_group *control, con
 DDPDEF ddp_result ddp_cuda_set_stream(ddp_group *group, cudaStream_t stream) {
     if (!group || ddp_group_device(group) != ddp_device_cuda())
         return ddp_fail(DDP_ERR_INVALID, "ddp_cuda_set_stream: group is %s", group ? "not one of GPUs" : "NULL");
-    ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMPUTE] = stream;
+    ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMPUTE] = stream;
     return DDP_OK;
 }
 
 DDPDEF cudaStream_t ddp_cuda_comm_stream(const ddp_group *group) {
-    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_lanes_of(group)->stream[DDP_LANE_COMM] : 0;
+    return group && ddp_group_device(group) == ddp_device_cuda() ? ddp__cuda_lanes_of(group)->stream[DDP_STREAM_COMM] : 0;
 }
 
 DDPDEF const ddp_device *ddp_device_cuda(void) {
     static const ddp_device cuda = {"cuda", ddp__cuda_device_alloc, ddp__cuda_device_free, ddp__cuda_device_copy, ddp__cuda_device_fill_zero,
                                     ddp__cuda_device_cast, ddp__cuda_device_add, ddp__cuda_device_scale, ddp__cuda_device_divide,
-                                    ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_enter,
+                                    ddp__cuda_device_sum_squares, ddp__cuda_device_open, ddp__cuda_device_close, ddp__cuda_device_use_stream,
                                     ddp__cuda_device_check, ddp__cuda_event_make, ddp__cuda_event_unmake, ddp__cuda_event_mark,
                                     ddp__cuda_event_follow, ddp__cuda_event_done, ddp__cuda_device_update, ddp__cuda_device_layer,
-                                    ddp__cuda_device_alloc_host, ddp__cuda_device_free_host, ddp__cuda_device_start_copy, ddp__cuda_device_clip,
+                                    ddp__cuda_device_alloc_pinned, ddp__cuda_device_free_pinned, ddp__cuda_device_copy_async, ddp__cuda_device_clip,
                                     ddp__cuda_device_trust};
     return &cuda;
 }

@@ -23,11 +23,11 @@ EXAMPLE
         desc.units = &unit, desc.unit_count = 1;
         if (ddp_fsdp_create(&fsdp, world, &desc) != DDP_OK) return DDP_ERR_INVALID;
         for (int step = 0; step < 400; step++) {
-            ddp_fsdp_unit_gather(fsdp, 0);                            // value.data and grad.data point to whole tensors now
+            ddp_fsdp_unshard(fsdp, 0);                            // value.data and grad.data point to whole tensors now
             float *w = (float *)p.param.value.data, *g = (float *)p.param.grad.data;
             for (int i = 0; i < 8; i++) g[i] = w[i] - (float)i;
             if (step == 399 && ddp_rank(world) == 0) printf("w[7] = %g\n", w[7]);
-            ddp_fsdp_unit_reduce(fsdp, 0);                            // adds g over ranks, each keeps its rows of the sum
+            ddp_fsdp_reduce_grads(fsdp, 0);                            // adds g over ranks, each keeps its rows of the sum
             if (ddp_fsdp_step(fsdp, 0.05f) != DDP_OK) break;
         }
         ddp_fsdp_destroy(fsdp);
@@ -68,7 +68,7 @@ CONCEPTS
                other sums of 16-bit gradients, and stage the largest unit's gradients in f32. Ranks that do
                not read each other's memory stage one unit more: its gathered values and its f32 gradients.
     Traffic    bytes that each rank sends, times (W - 1) / W. A gather sends 4 P, 16-bit 2 P: once per step;
-               FULL_SHARD twice per micro-batch, once with keep_after_forward. A reduction of gradients sends
+               FULL_SHARD twice per micro-batch, once with no_reshard_after_forward. A reduction of gradients sends
                4 P, also of 16-bit ones, which are added in f32: once per step; SHARD_GRAD and FULL_SHARD once
                per micro-batch. NO_SHARD has no gather, and its all-reduce sends 8 P. Ranks that read each
                other's memory read 16-bit gradients as they are: 2 P, sums over micro-batches 4 P.
@@ -78,7 +78,7 @@ CONCEPTS
                the others add over micro-batches first. In both ways the sum is the tree over the micro-batches of the step, where rank
                r's micro-batch k is number kW + r in the first way (W a power of two), and a block of 2^k per rank is given in the second.
                So W ranks under any strategy end with the bits of one. 16-bit gradients are added in f32
-               everywhere. Outside this promise: reduce_dtype, sequential accumulation (plain_accumulation),
+               everywhere. Outside this promise: reduce_dtype, sequential accumulation (sequential_accumulation),
                quantize_gather.
 
 ERRORS
@@ -181,11 +181,11 @@ typedef struct ddp_optimizer_desc {
 
 typedef struct ddp_lr_desc {
     ddp_lr_kind kind;
-    double peak;             /* required; the highest rate */
-    double floor;            /* the rate at the end; 0 = 0 */
-    int64_t batch, base_batch; /* 0 = none; otherwise peak and floor are right for base_batch samples a step and grow with batch: the linear-scaling rule of
+    double max_lr;           /* required; the highest rate */
+    double min_lr;           /* the rate at the end; 0 = 0 */
+    int64_t batch, base_batch; /* 0 = none; otherwise max_lr and min_lr are right for base_batch samples a step and grow with batch: the linear-scaling rule of
                                   large batches (Goyal et al. 2017) */
-    int64_t warmup_steps;    /* linear from 0: step s of them has peak * s / warmup_steps */
+    int64_t warmup_steps;    /* linear from 0: step s of them has max_lr * s / warmup_steps */
     int64_t total_steps;     /* required but for DDP_LR_CONSTANT */
     int64_t decay_steps;     /* WSD: 0 = a tenth of total_steps */
     float power;             /* POLYNOMIAL: 0 = 1 */
@@ -226,20 +226,20 @@ typedef struct ddp_fsdp_desc {
     int unit_count;
     ddp_fsdp_strategy strategy;    /* 0 = FULL_SHARD */
     ddp_group *replicas;           /* hybrid: the ranks that hold the same shard. While ddp_fsdp lives, only it issues calls there between the first
-                                      ddp_fsdp_unit_reduce of a step and the end of ddp_fsdp_step. NULL = none */
+                                      ddp_fsdp_reduce_grads of a step and the end of ddp_fsdp_step. NULL = none */
     ddp_dtype param_dtype;         /* what is gathered: 0 = as the parameter. DDP_BF16, DDP_F16: the master copy is f32 */
     /* The dtype in which gradients are added over ranks. 0 = f32, f64 for f64 parameters. Backward writes
        gradients in param.grad.dtype (0 = param_dtype); they are cast on the way. DDP_BF16 or DDP_F16 halves
        the bytes of each reduce-scatter: every gradient is rounded before it is sent, and every sum over ranks
        once more. Any value except 0 is outside the promise of equal bits, unless it is the default's dtype */
     ddp_dtype reduce_dtype;
-    int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_unit_reduce comes so often for each unit */
+    int micro_batch_count;         /* 0 = 1; per rank and step: ddp_fsdp_reduce_grads comes so often for each unit */
     int per_token;                 /* 1 = gradients are of a loss summed over tokens; see ddp_fsdp_mean */
-    int plain_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
+    int sequential_accumulation;        /* 1 = micro-batches are added one after the other, in one buffer: outside the promise of equal bits */
     int prefetch;                  /* 0 = 1; units gathered ahead, in the order that the first step had; -1 = none. FULL_SHARD: whatever is gathered takes as much
                                       memory as the largest unit, so that units of like size waste least: an embedding of 8 blocks' size costs 8 for each block ahead */
     size_t max_gathered_bytes;     /* 0 = no limit; no unit is gathered ahead beyond it */
-    int keep_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
+    int no_reshard_after_forward;        /* FULL_SHARD: 1 = a unit whose gradients have not been reduced yet stays gathered through its release */
     int overwrite_gradients;       /* 1 = every backward writes all gradients of a unit; otherwise every gather, a forward's too, clears their memory */
     int quantize_gather;           /* FULL_SHARD: 1 = parameters travel in 8 bits, in blocks of 256 with a scale (ZeRO++ qwZ, Wang et al. 2023). A value is off by
                                       at most 1/254 of the largest magnitude in its block, by the same amount
@@ -299,19 +299,19 @@ DDPDEF ddp_result ddp_fsdp_create(ddp_fsdp **out, ddp_group *group, const ddp_fs
 /* Whole parameters of the unit are there: value.data and grad.data of its params point to them, in param_dtype and the gradient's dtype, until release. Gradients are
    zero, unless overwrite_gradients. Collective where something has to be sent; a unit that is there is not sent again. The next units of the recorded order are on
    their way when it returns. Call it before forward and again before backward, or a recomputation. */
-DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit);
+DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit);
 
 /* This rank is done with the unit's parameters for now; FULL_SHARD frees them, value.data is NULL then. Gradients that have not been given to
-   ddp_fsdp_unit_reduce are dropped. Never blocks. */
-DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit);
+   ddp_fsdp_reduce_grads are dropped. Never blocks. */
+DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit);
 
 /* Whole gradients of the unit are final for this micro-batch: adding them over ranks starts. Collective; grad.data is this object's from here on. Does
    not block, with one exception: SHARD_OPTIM with several micro-batches of 16-bit gradients waits until all
    ranks have read the previous unit's sums. Call it with the unit gathered. More often than micro_batch_count
    in one step is DDP_ERR_INVALID. */
-DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit);
+DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit);
 
-/* on = 1: forward alone. Gathers bring no gradients and releases free, whatever keep_after_forward says; the order of gathers is not recorded. */
+/* on = 1: forward alone. Gathers bring no gradients and releases free, whatever no_reshard_after_forward says; the order of gathers is not recorded. */
 DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on);
 
 /* Scales all gradients by max_norm / norm when the global norm exceeds max_norm. *norm is the norm before. Collective; after the last unit's last
@@ -335,7 +335,7 @@ DDPDEF ddp_result ddp_fsdp_mean(ddp_fsdp *fsdp, ddp_mean *loss);
 DDPDEF ddp_result ddp_fsdp_step(ddp_fsdp *fsdp, float lr);
 
 /* Forgets the gradients of the step so far, on all ranks: to start a step anew. Collective. */
-DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp);
+DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp);
 
 /* This rank's rows of a parameter: its master values and, between the last reduce and the step, their gradients (sums, not divided yet). Any of the three may be
    NULL. data is NULL where there are no rows. Not collective; waits for this rank's reductions when grad is asked for. */
@@ -400,7 +400,7 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step);
 
 DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer); /* not collective; NULL is ignored */
 
-/* The learning rate of step `step`, counted from 1. After total_steps it stays at the floor. A pure function; 0 for a desc that ddp_lr_check refuses. */
+/* The learning rate of step `step`, counted from 1. After total_steps it stays at min_lr. A pure function; 0 for a desc that ddp_lr_check refuses. */
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step);
 
 /* DDP_ERR_INVALID names the field. */
@@ -488,7 +488,7 @@ static ddp_result ddp__told_again(const ddp__told *told) { return told->result =
 
 /* Makes this thread's device functions follow the caller's own work; what they have come to. */
 #define DDP__ON_DEVICE(group, call, ...) (ddp_group_device(group)->call ? ddp_group_device(group)->call(__VA_ARGS__) : DDP_OK)
-static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, enter, group, DDP_LANE_COMPUTE); }
+static ddp_result ddp__fsdp_enter(ddp_group *group) { return DDP__ON_DEVICE(group, use_stream, group, DDP_STREAM_COMPUTE); }
 static ddp_result ddp__fsdp_check(ddp_group *group) { return DDP__ON_DEVICE(group, check, group); }
 
 #if !defined(DDP__CALL_BYTES) /* bytes of one collective at most: the tcp backend carries twice that. Tests make it small. */
@@ -590,8 +590,8 @@ static ddp_result ddp__host_reduce(ddp_group *group, void *data, size_t count, d
     }                                                                                                                              \
     static void ddp__update_##suffix(const ddp_update *u) {                                                                        \
         const ddp__factors_##suffix f = {(real *)u->value, (real *)u->grad, (real *)u->state0, (real *)u->state1, (real)u->rate,   \
-                                         (real)u->beta1, (real)u->rest1, (real)u->beta2, (real)u->rest2, (real)u->root, (real)u->eps, \
-                                         (real)u->keep, (real)u->decay, (real)u->scale, (real)(u->grad_scale != 0 ? u->grad_scale : 1), u->first, \
+                                         (real)u->beta1, (real)u->one_minus_beta1, (real)u->beta2, (real)u->one_minus_beta2, (real)u->inv_sqrt_bias_correction2, (real)u->eps, \
+                                         (real)u->decay_factor, (real)u->decay, (real)u->scale, (real)(u->grad_scale != 0 ? u->grad_scale : 1), u->first, \
                                          u->nesterov, u->kind == DDP_UPDATE_LAMB};                                                 \
         size_t lanes = DDP__UPDATE_BYTES / sizeof(real), whole = u->count / lanes * lanes, rest = u->count - whole;                \
         if (u->kind == DDP_UPDATE_SGD) {                                                                                           \
@@ -721,7 +721,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     DDP__OPTIMIZER_NEED(!d->state_alloc_fn == !d->state_free_fn, "set both state_alloc_fn and state_free_fn, or neither");
     o->wire = o->desc.shard_group ? ddp_group_device(o->desc.shard_group) : o->device;
     o->state_count = ddp__optimizer_is_adam(&o->desc) ? 2 : o->desc.momentum != 0;
-    o->params = (ddp__optimizer_param *)ddp_group_malloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
+    o->params = (ddp__optimizer_param *)ddp_host_alloc(o->group, (size_t)o->desc.param_count * sizeof *o->params);
     if (!o->params) return DDP_ERR_NO_MEMORY;
     memset(o->params, 0, (size_t)o->desc.param_count * sizeof *o->params);
     for (int i = 0; i < o->desc.param_count; i++) DDP__FSDP_TRY(ddp__optimizer_take(o, i));
@@ -732,7 +732,7 @@ static ddp_result ddp__optimizer_build(ddp_optimizer *o) {
     ddp__optimizer_place(o, (unsigned char *)o->state);
     if (!o->square_count) return DDP_OK;
     bytes = (size_t)o->square_count * sizeof(ddp_exact_sum);
-    o->sums = (ddp_exact_sum *)ddp_group_malloc(o->group, bytes);
+    o->sums = (ddp_exact_sum *)ddp_host_alloc(o->group, bytes);
     if (!o->sums) return DDP_ERR_NO_MEMORY;
     int there = o->device->trust && o->device->update && o->wire == o->device;
     DDP__FSDP_TRY(o->device->alloc(o->group, bytes + (there ? (size_t)o->square_count / 2 * sizeof *o->rates : 0), &memory));
@@ -749,7 +749,7 @@ DDPDEF ddp_result ddp_optimizer_create(ddp_optimizer **out, ddp_group *group, co
     DDP__FSDP_NEED(out, "out is NULL");
     *out = NULL;
     DDP__FSDP_NEED(group && desc, "group or desc is NULL");
-    ddp_optimizer *o = (ddp_optimizer *)ddp_group_malloc(group, sizeof *o);
+    ddp_optimizer *o = (ddp_optimizer *)ddp_host_alloc(group, sizeof *o);
     if (!o) return DDP_ERR_NO_MEMORY;
     memset(o, 0, sizeof *o);
     o->desc = *desc, o->group = group, o->device = ddp_group_device(group);
@@ -766,9 +766,9 @@ DDPDEF void ddp_optimizer_destroy(ddp_optimizer *optimizer) {
     if (o->squares) o->device->free(o->group, o->squares);
     if (o->state && !o->desc.state_alloc_fn) o->device->free(o->group, o->state);
     else if (o->state) o->desc.state_free_fn(o->state, o->desc.state_user);
-    ddp_group_mfree(o->group, o->sums);
-    ddp_group_mfree(o->group, o->params);
-    ddp_group_mfree(o->group, o);
+    ddp_host_free(o->group, o->sums);
+    ddp_host_free(o->group, o->params);
+    ddp_host_free(o->group, o);
 }
 
 /* What the step is for all tensors of one dtype: in double where that is exact, rounded to dtype as often as arithmetic in dtype would. */
@@ -783,10 +783,10 @@ static ddp_update ddp__optimizer_factors(const ddp_optimizer *o, ddp_dtype dtype
     u.scale = 1;
     u.beta1 = adam ? d->beta1 : d->momentum;
     u.beta2 = d->beta2;
-    u.rest1 = ddp__in_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
-    u.rest2 = ddp__in_dtype(dtype, 1.0 - u.beta2);
+    u.one_minus_beta1 = ddp__in_dtype(dtype, 1.0 - (double)(adam ? d->beta1 : d->dampening));
+    u.one_minus_beta2 = ddp__in_dtype(dtype, 1.0 - u.beta2);
     u.rate = adam ? ddp__in_dtype(dtype, (lamb ? 1.0 : lr) / (1.0 - pow(u.beta1, (double)o->step))) : lr;
-    u.root = ddp__in_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
+    u.inv_sqrt_bias_correction2 = ddp__in_dtype(dtype, 1.0 / sqrt(1.0 - pow(u.beta2, (double)o->step)));
     u.eps = d->eps;
     u.first = o->step == 1;
     u.nesterov = d->nesterov && d->kind == DDP_OPTIMIZER_SGD;
@@ -810,7 +810,7 @@ static ddp_result ddp__optimizer_norms(ddp_optimizer *o, float lr) {
         o->device->sum_squares(o->squares + p->squares, param->value.data, p->rows, p->count / p->rows, param->value.dtype);
         o->device->sum_squares(o->squares + p->squares + 1, param->grad.data, p->rows, p->count / p->rows, param->value.dtype);
     }
-    if (o->sent != o->squares) (o->device->enter ? o->device : o->wire)->copy(o->sent, o->squares, bytes);
+    if (o->sent != o->squares) (o->device->use_stream ? o->device : o->wire)->copy(o->sent, o->squares, bytes);
     if (o->desc.shard_group) {
         DDP__FSDP_TRY(ddp_all_reduce(o->desc.shard_group, o->sent, o->sent, bytes / sizeof(int64_t), DDP_I64, DDP_OP_SUM, NULL));
         DDP__FSDP_TRY(ddp__fsdp_enter(o->desc.shard_group));
@@ -840,7 +840,7 @@ static ddp_result ddp__optimizer_pass(const ddp_optimizer *o, int i, ddp_update 
     size_t count = o->params[i].count, piece = o->piece_fn ? DDP__HOST_PIECE : count, size = ddp_dtype_size(u.dtype);
     double decay = (double)ddp__optimizer_decay(o, i), rate = last ? ddp__in_dtype(u.dtype, (double)lr * ddp__optimizer_trust(o, i)) : 0;
     u.state0 = o->params[i].state[0], u.state1 = o->params[i].state[1], u.decay = decay;
-    if (o->desc.kind == DDP_OPTIMIZER_ADAMW) u.keep = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * decay));
+    if (o->desc.kind == DDP_OPTIMIZER_ADAMW) u.decay_factor = ddp__in_dtype(u.dtype, 1.0 - ddp__in_dtype(u.dtype, (double)lr * decay));
     else if (o->desc.kind == DDP_OPTIMIZER_LARS) {
         u.scale = rate;
         u.rate = 1;
@@ -927,8 +927,8 @@ DDPDEF void ddp_optimizer_set_step(ddp_optimizer *optimizer, int64_t step) { if 
 DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
     DDP__FSDP_NEED(desc, "desc is NULL");
     DDP__FSDP_NEED((unsigned)desc->kind <= DDP_LR_WSD, "kind=%d is not one of ddp_lr_kind", (int)desc->kind);
-    DDP__FSDP_NEED(desc->peak > 0 && ddp__is_amount(desc->peak), "peak=%g; pass a positive number", desc->peak);
-    DDP__FSDP_NEED(desc->floor >= 0 && desc->floor <= desc->peak, "floor=%g; pass 0 to peak=%g", desc->floor, desc->peak);
+    DDP__FSDP_NEED(desc->max_lr > 0 && ddp__is_amount(desc->max_lr), "max_lr=%g; pass a positive number", desc->max_lr);
+    DDP__FSDP_NEED(desc->min_lr >= 0 && desc->min_lr <= desc->max_lr, "min_lr=%g; pass 0 to max_lr=%g", desc->min_lr, desc->max_lr);
     DDP__FSDP_NEED(desc->batch >= 0 && desc->base_batch >= 0 && !desc->batch == !desc->base_batch, "batch=%lld and base_batch=%lld; give both, or neither",
                    (long long)desc->batch, (long long)desc->base_batch);
     DDP__FSDP_NEED(desc->warmup_steps >= 0, "warmup_steps=%lld; pass 0 or more", (long long)desc->warmup_steps);
@@ -945,7 +945,7 @@ DDPDEF ddp_result ddp_lr_check(const ddp_lr_desc *desc) {
 DDPDEF float ddp_lr_at(const ddp_lr_desc *desc, int64_t step) {
     if (ddp_lr_check(desc) != DDP_OK) return 0;
     int64_t warm = desc->warmup_steps, total = desc->total_steps, decay = total - warm;
-    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1, peak = desc->peak * grown, low = desc->floor * grown;
+    double grown = desc->batch ? (double)desc->batch / (double)desc->base_batch : 1, peak = desc->max_lr * grown, low = desc->min_lr * grown;
     if (step < 0) step = 0;
     if (step <= warm && warm) return (float)(peak * (double)step / (double)warm);
     if (desc->kind == DDP_LR_CONSTANT) return (float)peak;
@@ -1363,9 +1363,9 @@ typedef struct ddp__draft {
 static char *ddp__draft_room(ddp__draft *d, size_t more) {
     if (!d->failed && d->room - d->length < more) {
         size_t room = (d->room + more) * 2 + 4096;
-        char *grown = (char *)ddp_group_malloc(d->group, room);
+        char *grown = (char *)ddp_host_alloc(d->group, room);
         if (grown && d->length) memcpy(grown, d->at, d->length);
-        ddp_group_mfree(d->group, d->at);
+        ddp_host_free(d->group, d->at);
         d->failed = !grown, d->at = grown, d->room = room;
     }
     return d->failed ? NULL : d->at + d->length;
@@ -1529,8 +1529,8 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
     int pair_count = 0, count = 0, metadata = 0;
     memset(header, 0, sizeof *header);
     for (size_t i = 0; i < length; i++) colons += text[i] == ':'; /* no more keys than colons, of which a tensor has four */
-    header->records = (ddp__stored *)ddp_group_malloc(group, (colons / 4 + 1) * sizeof *header->records);
-    pairs = header->records ? (ddp__pair *)ddp_group_malloc(group, colons * sizeof *pairs) : NULL;
+    header->records = (ddp__stored *)ddp_host_alloc(group, (colons / 4 + 1) * sizeof *header->records);
+    pairs = header->records ? (ddp__pair *)ddp_host_alloc(group, colons * sizeof *pairs) : NULL;
     if (!pairs) return DDP_ERR_NO_MEMORY;
     if (length == 0 || *text != '{') (void)ddp__json_fail(&j, "a header starts with {");
     for (ddp__words name; ddp__json_entry(&j, &count, &name);) {
@@ -1547,7 +1547,7 @@ static ddp_result ddp__header_read(ddp_group *group, const char *path, char *tex
 
     ddp_result result = ddp__json_end(&j) ? ddp__header_check(path, 8 + length, data_bytes, header, pairs, pair_count)
                       : ddp_fail(DDP_ERR_CORRUPT, "%s: the header is damaged at byte %zu: %s", path, 8 + (size_t)(j.at - j.begin), j.error);
-    ddp_group_mfree(group, pairs);
+    ddp_host_free(group, pairs);
     return result;
 }
 
@@ -1929,7 +1929,7 @@ static ddp_result ddp__repeats_leave(ddp__task *t) {
 static ddp_result ddp__task_begin(ddp__task *t, const char *dir, const int64_t option[2], int tile, ddp_result own) {
     size_t n = (size_t)t->count, other;
     if (own == DDP_OK) own = ddp__folder_name(dir, t->dir);
-    t->keys = (ddp__key *)ddp_group_malloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc + 1));
+    t->keys = (ddp__key *)ddp_host_alloc(t->group, (n + 1) * (sizeof *t->keys + 2 * sizeof *t->numbers + sizeof *t->crc + 1));
     if (!t->keys) own = DDP_ERR_NO_MEMORY;
     if (own == DDP_OK) own = ddp__slices_check(t->slices, t->count, t->keys);
     t->numbers = (int64_t *)(t->keys + n + 1);
@@ -2238,7 +2238,7 @@ static ddp_result ddp__save_run(ddp__saving *s, const char *dir, const ddp_fsdp_
     int rank = ddp_rank(t->group);
     const int64_t option[2] = {(int64_t)s->max_file_bytes, s->keep};
     ddp_result result = s->keep < 0 ? ddp_fail(DDP_ERR_INVALID, "keep_checkpoints=%d; set how many, or 0 for one", s->keep) : DDP_OK;
-    s->files = (ddp__out_file *)ddp_group_malloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
+    s->files = (ddp__out_file *)ddp_host_alloc(t->group, n * (sizeof *s->files + sizeof *s->begin + sizeof *s->order));
     if (!s->files) result = DDP_ERR_NO_MEMORY;
     s->begin = (uint64_t *)(s->files + n), s->order = (int *)(s->begin + n);
     DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 1, result));
@@ -2270,9 +2270,9 @@ static ddp_result ddp__checkpoint_save(ddp_group *group, const char *dir, const 
     saving.task = ddp__task_of(group, "ddp_fsdp_save", slices, count);
     saving.keep = keep ? keep : 1, saving.max_file_bytes = max_file_bytes;
     ddp_result result = ddp__save_run(&saving, dir, state ? state : &none);
-    ddp_group_mfree(group, saving.draft.at);
-    ddp_group_mfree(group, saving.files);
-    ddp_group_mfree(group, saving.task.keys);
+    ddp_host_free(group, saving.draft.at);
+    ddp_host_free(group, saving.files);
+    ddp_host_free(group, saving.task.keys);
     return result;
 }
 
@@ -2318,7 +2318,7 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
     else if ((uint64_t)info.st_size > DDP__HEADER_MAX) result = ddp_fail(DDP_ERR_CORRUPT, "%s: is larger than 100 MB", path);
     else {
         *length = (size_t)info.st_size;
-        *text = (char *)ddp_group_malloc(l->task.group, *length + 1);
+        *text = (char *)ddp_host_alloc(l->task.group, *length + 1);
         result = *text ? ddp__read_all(fd, *text, *length, 0, path) : DDP_ERR_NO_MEMORY;
     }
     close(fd);
@@ -2327,7 +2327,7 @@ static ddp_result ddp__text_load(ddp__loading *l, const char *name, char **text,
 
 /* Makes room for the files of a text: an entry has seven characters or more. */
 static ddp_result ddp__in_files_make(ddp__loading *l, size_t length) {
-    l->files = (ddp__in_file *)ddp_group_malloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
+    l->files = (ddp__in_file *)ddp_host_alloc(l->task.group, (length / 7 + 1) * sizeof *l->files);
     return l->files ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
@@ -2411,7 +2411,7 @@ static ddp_result ddp__load_state(ddp__loading *l, size_t length) {
         ddp_result result = ddp__text_load(l, file.name, &text, &length);
         if (result == DDP_OK && (!text || ddp__crc32c(text, length) != file.want_crc))
             result = ddp_fail(DDP_ERR_CORRUPT, "%s/%s %s", l->task.dir, file.name, text ? "is damaged: its checksum is not that in " DDP__STATE_FILE : "is missing");
-        ddp_group_mfree(l->task.group, text);
+        ddp_host_free(l->task.group, text);
         DDP__FSDP_TRY(result);
     }
     return DDP_OK;
@@ -2463,7 +2463,7 @@ static ddp_result ddp__in_file_open(ddp__loading *l, ddp__in_file *file) {
         result = ddp_fail(DDP_ERR_CORRUPT, "%s: the header claims %llu bytes, allowed are 100 MB, and the file has %llu behind its start", path,
                           (unsigned long long)length, (unsigned long long)info.st_size - 8);
     file->data_at = 8 + length;
-    if (result == DDP_OK && !(file->text = (char *)ddp_group_malloc(l->task.group, (size_t)length + 1))) result = DDP_ERR_NO_MEMORY;
+    if (result == DDP_OK && !(file->text = (char *)ddp_host_alloc(l->task.group, (size_t)length + 1))) result = DDP_ERR_NO_MEMORY;
     if (result == DDP_OK) result = ddp__read_all(fd, file->text, length, 8, path);
     if (result == DDP_OK) {
         file->crc = ~ddp__crc_feed(ddp__crc_feed(0xffffffffu, size, 8), file->text, (size_t)length);
@@ -2686,7 +2686,7 @@ static ddp_result ddp__load_check(ddp__loading *l, const char *dir, const ddp_sc
     ddp_scaler probe = DDP_ZERO; /* finds out whether the scaler would accept the checkpoint's numbers */
     struct stat info;
     size_t other;
-    l->sources = (ddp__source *)ddp_group_malloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
+    l->sources = (ddp__source *)ddp_host_alloc(t->group, ((size_t)t->count + 1) * sizeof *l->sources);
     if (l->sources) memset(l->sources, 0, (size_t)t->count * sizeof *l->sources);
     DDP__FSDP_TRY(ddp__task_begin(t, dir, option, 0, l->sources ? DDP_OK : DDP_ERR_NO_MEMORY));
     if (stat(t->dir, &info) != 0) { /* killed in the middle of ddp__save_commit */
@@ -2736,13 +2736,13 @@ static ddp_result ddp__checkpoint_load(ddp_group *group, ddp_group *replicas, co
     ddp_result result = ddp__load_run(&loading, replicas, dir, scaler, state);
     for (ddp__in_file *file = loading.files; file < loading.files + loading.file_count; file++) {
         if (file->map) munmap((void *)(uintptr_t)file->map, file->map_bytes);
-        ddp_group_mfree(group, file->header.records);
-        ddp_group_mfree(group, file->text);
+        ddp_host_free(group, file->header.records);
+        ddp_host_free(group, file->text);
     }
-    ddp_group_mfree(group, loading.files);
-    ddp_group_mfree(group, loading.sources);
-    ddp_group_mfree(group, loading.text);
-    ddp_group_mfree(group, loading.task.keys);
+    ddp_host_free(group, loading.files);
+    ddp_host_free(group, loading.sources);
+    ddp_host_free(group, loading.text);
+    ddp_host_free(group, loading.task.keys);
     return result;
 }
 
@@ -2920,14 +2920,14 @@ static void ddp__holding_count(ddp_fsdp *f, const ddp__holding *h, int add) {
 static void *ddp__fsdp_host(ddp_fsdp *f, size_t size, void **raw, size_t *counted) {
     int own = f->desc.alloc_fn != NULL;
     *counted = size + (own ? 64 : DDP_MALLOC_EXTRA);
-    *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_group_malloc(f->group, size);
+    *raw = own ? f->desc.alloc_fn(size + 64, f->desc.user) : ddp_host_alloc(f->group, size);
     if (!*raw) ddp__fsdp_tell(DDP_ERR_NO_MEMORY, f->who, f->group, "%zu bytes could not be allocated", size);
     return *raw && own ? (void *)(((uintptr_t)*raw + 63) / 64 * 64) : *raw;
 }
 
 static void ddp__fsdp_unhost(ddp_fsdp *f, void *raw) {
     if (f->desc.alloc_fn) f->desc.free_fn(raw, f->desc.user);
-    else ddp_group_mfree(f->group, raw);
+    else ddp_host_free(f->group, raw);
 }
 
 /* The next pages of the offload file, mapped. */
@@ -2955,7 +2955,7 @@ static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size
     void *raw, *memory = NULL;
     if (kind == DDP__MEMORY_GROUP && ddp_world_size(f->group) == 1) kind = DDP__MEMORY_DEVICE;
     if (kind == DDP__MEMORY_DEVICE && f->device == ddp_device_cpu()) kind = DDP__MEMORY_HOST;
-    if (kind == DDP__MEMORY_PINNED && !f->device->alloc_host) kind = DDP__MEMORY_HOST;
+    if (kind == DDP__MEMORY_PINNED && !f->device->alloc_pinned) kind = DDP__MEMORY_HOST;
     size = size ? size : 64, behind = kind == DDP__MEMORY_HOST ? size : 0;
     memset(out, 0, sizeof memory);
     ddp__holding *h = (ddp__holding *)ddp__fsdp_host(f, node + behind, &raw, &counted);
@@ -2965,7 +2965,7 @@ static ddp_result ddp__fsdp_take(ddp_fsdp *f, int purpose, int kind, size_t size
     if (kind == DDP__MEMORY_GROUP) result = ddp_group_alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_DEVICE) result = f->device->alloc(f->group, size, &memory);
     else if (kind == DDP__MEMORY_FILE) result = (memory = ddp__fsdp_map(f, size)) != NULL ? DDP_OK : DDP_ERR_SYSTEM;
-    else if (kind == DDP__MEMORY_PINNED) result = f->device->alloc_host(f->group, size, &memory);
+    else if (kind == DDP__MEMORY_PINNED) result = f->device->alloc_pinned(f->group, size, &memory);
     else memory = (unsigned char *)h + node;
     if (result != DDP_OK) {
         ddp__fsdp_unhost(f, raw);
@@ -2990,7 +2990,7 @@ static void ddp__fsdp_give(ddp_fsdp *f, void *memory) {
     if (h->kind == DDP__MEMORY_GROUP) ddp_group_free(f->group, memory);
     else if (h->kind == DDP__MEMORY_DEVICE) f->device->free(f->group, memory);
     else if (h->kind == DDP__MEMORY_FILE) munmap(memory, h->size);
-    else if (h->kind == DDP__MEMORY_PINNED) f->device->free_host(memory);
+    else if (h->kind == DDP__MEMORY_PINNED) f->device->free_pinned(memory);
     ddp__fsdp_unhost(f, h->raw);
 }
 
@@ -3174,7 +3174,7 @@ static void ddp__dequantize(const ddp__weight *w, unsigned char *out, const unsi
 
 /* Marks an event; the host waits until a lane has come to it. NULL where the device's calls are done when they return. A failed group ends the wait, unless what
    the event stands for uses memory that is about to go: then only the time `until` does, where it is not 0. */
-static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_lane lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
+static ddp_result ddp__fsdp_mark(const ddp_fsdp *f, ddp_stream_kind lane, void *event) { return event ? f->device->event_record(f->group, lane, event) : DDP_OK; }
 static ddp_result ddp__fsdp_await(const ddp_fsdp *f, void *event, double until) {
     const struct timespec nap = {0, 20000};
     for (int done = !event; !done;) {
@@ -3193,8 +3193,8 @@ static ddp_result ddp__host_publish(ddp_fsdp *f, const ddp__weight *w, size_t fr
         n = count < DDP__HOST_PIECE ? count : DDP__HOST_PIECE;
         DDP__FSDP_TRY(ddp__fsdp_await(f, f->left[f->turn_up], 0));
         ddp_device_cpu()->cast(near, w->dtype, w->master + from * ddp_dtype_size(w->master_dtype), w->master_dtype, n);
-        (f->device->start_copy ? f->device->start_copy : f->device->copy)(w->shard + from * size, near, n * size);
-        DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_LANE_COMPUTE, f->left[f->turn_up]));
+        (f->device->copy_async ? f->device->copy_async : f->device->copy)(w->shard + from * size, near, n * size);
+        DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->left[f->turn_up]));
     }
     return DDP_OK;
 }
@@ -3274,7 +3274,7 @@ static ddp_result ddp__whole_slot_take(ddp_fsdp *f, ddp__unit *unit) {
     return DDP_OK;
 }
 
-static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->in_shard || f->desc.keep_after_forward; }
+static int ddp__has_own_whole(const ddp_fsdp *f) { return f->keeps_whole || f->in_shard || f->desc.no_reshard_after_forward; }
 
 static ddp_result ddp__unit_forget(ddp__unit *unit, ddp_result result) {
     unit->state = DDP__UNIT_GONE;
@@ -3480,13 +3480,13 @@ static ddp_result ddp__reduce_packed(ddp_fsdp *f, ddp__unit *unit, const unsigne
 static ddp_result ddp__reduce_copy(ddp_fsdp *f, ddp_group *copies, void *memory, size_t count, ddp_dtype dtype) {
     const ddp_device *d = f->device;
     int lanes = copies != f->group && f->turn;
-    if (lanes) DDP__FSDP_TRY(d->event_record(f->group, DDP_LANE_COMM, f->turn));
-    if (lanes) DDP__FSDP_TRY(d->event_wait(f->group, DDP_LANE_COMPUTE, f->turn));
+    if (lanes) DDP__FSDP_TRY(d->event_record(f->group, DDP_STREAM_COMM, f->turn));
+    if (lanes) DDP__FSDP_TRY(d->event_wait(f->group, DDP_STREAM_COMPUTE, f->turn));
     DDP__FSDP_TRY(ddp_all_reduce(copies, memory, memory, count, dtype, DDP_OP_SUM, NULL));
     if (!lanes) return DDP_OK;
-    DDP__FSDP_TRY(d->event_record(f->group, DDP_LANE_COMPUTE, f->turn));
-    DDP__FSDP_TRY(d->event_wait(f->group, DDP_LANE_COMM, f->turn));
-    return d->enter(f->group, DDP_LANE_COMM);
+    DDP__FSDP_TRY(d->event_record(f->group, DDP_STREAM_COMPUTE, f->turn));
+    DDP__FSDP_TRY(d->event_wait(f->group, DDP_STREAM_COMM, f->turn));
+    return d->use_stream(f->group, DDP_STREAM_COMM);
 }
 
 /* Adds memory of a unit over the ranks that hold copies of it, run by run of one dtype. */
@@ -3513,7 +3513,7 @@ static ddp_result ddp__reduce_copies(ddp_fsdp *f, const ddp__unit *unit, unsigne
    the latest micro-batch lie: in level[depth], or, if they are whole, where backward has written them, and there the last sum stays. */
 static void ddp__unit_carry(ddp_fsdp *f, ddp__unit *unit, unsigned char *newest, int layout) {
     int last = unit->reduced == f->desc.micro_batch_count, stays = last && layout != DDP__SUMS;
-    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.plain_accumulation || (n & 1)); n >>= 1) {
+    for (int n = unit->reduced - 1; unit->depth > 0 && (last || f->desc.sequential_accumulation || (n & 1)); n >>= 1) {
         unsigned char *left = unit->level[--unit->depth], *sum = stays ? newest : left;
         ddp__unit_add(f, unit, sum, left, newest, layout);
         newest = sum;
@@ -3577,7 +3577,7 @@ static int ddp__turn_reached(const ddp_fsdp *f, int word, uint64_t number) {
 }
 
 static ddp_result ddp__turn_await(ddp_fsdp *f, int word, uint64_t number) {
-    return ddp__turn_reached(f, word, number) ? DDP_OK : ddp_group_await(f->group, f->turns[f->rank] + word, number);
+    return ddp__turn_reached(f, word, number) ? DDP_OK : ddp_group_wait_signal(f->group, f->turns[f->rank] + word, number);
 }
 
 /* A rank that gave up may have freed its gradients while they were read. */
@@ -3589,7 +3589,7 @@ static ddp_result ddp__turn_alive(ddp_fsdp *f) {
 static ddp_result ddp__turn_mismatch(ddp_fsdp *f, uint64_t number, int rank) {
     uint64_t at = DDP__TURN_UNITS + number % (uint64_t)ddp__turns_kept(f), other = (uint32_t)f->turns[rank][at];
     DDP__FSDP_TRY(ddp__turn_alive(f));
-    return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_unit_reduce", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
+    return ddp__fsdp_tell(DDP_ERR_MISMATCH, "ddp_fsdp_reduce_grads", f->group, "rank %d reduces unit %s where this rank reduces unit %s; make the same calls on every rank",
                           rank, other < (uint64_t)f->unit_count ? f->units[other].name : "?", f->units[(uint32_t)f->turns[f->rank][at]].name);
 }
 
@@ -3608,7 +3608,7 @@ static ddp_result ddp__reduce_take_next(ddp_fsdp *f) {
     }
     ddp__reduce_direct(f, unit, theirs);
     DDP__FSDP_TRY(ddp__turn_alive(f));
-    ddp_group_raise(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
+    ddp_group_signal(f->group, f->turns[f->rank] + DDP__TURN_TAKEN, f->taken = number);
     return ddp__reduce_rest(f, unit);
 }
 
@@ -3629,7 +3629,7 @@ static ddp_result ddp__reduce_take(ddp_fsdp *f, uint64_t least) {
 static ddp_result ddp__reduce_end(ddp_fsdp *f, ddp__unit *unit) {
     ddp_result result = ddp__reduce_take(f, unit->given);
     if (result == DDP_OK) result = ddp_wait(f->group, &unit->reducing);
-    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_unit_reduce", unit);
+    return result == DDP_OK ? DDP_OK : ddp__fsdp_fail(f, result, "ddp_fsdp_reduce_grads", unit);
 }
 
 static ddp_result ddp__reduce_wait(ddp_fsdp *f, ddp__unit *unit) {
@@ -3653,7 +3653,7 @@ static ddp_result ddp__reduce_give(ddp_fsdp *f, ddp__unit *unit) {
     if (unit->reducing_slot) unit->reducing_slot->given = f->given;
     f->given_units[f->given % (uint64_t)ddp__turns_kept(f)] = unit;
     mine[DDP__TURN_UNITS + f->given % (uint64_t)ddp__turns_kept(f)] = (uint64_t)unit->index | slot_number << 32;
-    ddp_group_raise(f->group, mine + DDP__TURN_GIVEN, f->given);
+    ddp_group_signal(f->group, mine + DDP__TURN_GIVEN, f->given);
     if (!f->copy_count) return ddp__reduce_take(f, 0);
     return ddp_group_enqueue(f->group, ddp__reduce_task, unit, &unit->reducing); /* collectives of two groups need the same order on all ranks */
 }
@@ -3709,7 +3709,7 @@ static ddp_result ddp__fsdp_finish(ddp_fsdp *f, const char *who) {
     if (f->finished) return DDP_OK;
     DDP__EACH_UNIT(f, unit)
         if (unit->trained && unit->reduced != f->desc.micro_batch_count)
-            return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_unit_reduce for every unit in every micro-batch",
+            return ddp__fsdp_bad(who, f->group, "unit %s was reduced %d times in this step, micro_batch_count is %d; call ddp_fsdp_reduce_grads for every unit in every micro-batch",
                                  unit->name, unit->reduced, f->desc.micro_batch_count);
     if (!f->divisor) return ddp__fsdp_bad(who, f->group, "per_token is set, and nothing tells the tokens of this step; call ddp_fsdp_mean first");
     if (f->desc.scaler && f->desc.scaler->unscaled)
@@ -3752,7 +3752,7 @@ static ddp_result ddp__fsdp_clip(ddp_fsdp *f, float max_norm) {
     if (f->world > 1) DDP__FSDP_TRY(ddp_all_reduce(f->group, f->squares, f->squares, DDP_EXACT_CELLS, DDP_I64, DDP_OP_SUM, NULL));
     if (f->factor) {
         f->device->clip(f->squares, max_norm, f->factor, f->norm);
-        DDP__FSDP_TRY(f->device->event_record(f->group, DDP_LANE_COMPUTE, f->clipped));
+        DDP__FSDP_TRY(f->device->event_record(f->group, DDP_STREAM_COMPUTE, f->clipped));
     } else f->device->copy(&sum, f->squares, sizeof sum);
     DDP__FSDP_TRY(ddp__fsdp_check(f->group)); /* until here there is no norm, and nothing to multiply by */
     f->has_norm = 1;
@@ -3870,16 +3870,16 @@ static ddp_result ddp__slots_complete(ddp_fsdp *f) {
 static ddp_result ddp__host_fetch(ddp_fsdp *f) {
     ddp_result result = DDP_OK, back;
     ddp__fsdp_scale(f);
-    DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_LANE_COMPUTE, f->arrived[0]));
-    if (f->arrived[0]) DDP__FSDP_TRY(f->device->event_wait(f->group, DDP_LANE_COMM, f->arrived[0]));
-    DDP__FSDP_TRY(DDP__ON_DEVICE(f->group, enter, f->group, DDP_LANE_COMM));
+    DDP__FSDP_TRY(ddp__fsdp_mark(f, DDP_STREAM_COMPUTE, f->arrived[0]));
+    if (f->arrived[0]) DDP__FSDP_TRY(f->device->event_wait(f->group, DDP_STREAM_COMM, f->arrived[0]));
+    DDP__FSDP_TRY(DDP__ON_DEVICE(f->group, use_stream, f->group, DDP_STREAM_COMM));
     f->piece = 0;
     for (int i = 0; i < f->master_count && result == DDP_OK; i++) {
         size_t size = ddp_dtype_size(f->sums[i].dtype), bytes = ddp__mine(f->master_of[i]) * size, most = DDP__HOST_PIECE * size;
         for (size_t at = 0; at < bytes && result == DDP_OK; at += most) {
-            void (*copy)(void *, const void *, size_t) = f->device->start_copy ? f->device->start_copy : f->device->copy;
+            void (*copy)(void *, const void *, size_t) = f->device->copy_async ? f->device->copy_async : f->device->copy;
             copy((char *)f->masters[i].grad.data + at, (char *)f->sums[i].data + at, bytes - at < most ? bytes - at : most);
-            result = ddp__fsdp_mark(f, DDP_LANE_COMM, f->arrived[f->piece++]);
+            result = ddp__fsdp_mark(f, DDP_STREAM_COMM, f->arrived[f->piece++]);
         }
     }
     f->piece = 0;
@@ -4090,7 +4090,7 @@ DDPDEF ddp_result ddp_fsdp_load(ddp_fsdp *fsdp, const char *dir) {
     *(fsdp->desc.state ? fsdp->desc.state : &fsdp->state) = s->state;
     if (fsdp->optimizer) ddp_optimizer_set_step(fsdp->optimizer, fsdp->step);
     DDP__FSDP_TRY(ddp__fsdp_publish(fsdp, 0));
-    return ddp_fsdp_drop_gradients(fsdp);
+    return ddp_fsdp_zero_grad(fsdp);
 }
 
 //== sharding: create and destroy ======================================================================= >>impl-create
@@ -4173,7 +4173,7 @@ static ddp_result ddp__options_compare(const ddp_fsdp *f) {
     const ddp__option option[] = {
         {"checkpoint_group", d->checkpoint_group ? 1.0 : 0.0}, DDP__OPTION(unit_count), {"the number of parameters", (double)f->weight_count},
         DDP__OPTION(strategy), DDP__OPTION(param_dtype), DDP__OPTION(reduce_dtype), DDP__OPTION(micro_batch_count), DDP__OPTION(per_token),
-        DDP__OPTION(plain_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(keep_after_forward),
+        DDP__OPTION(sequential_accumulation), DDP__OPTION(prefetch), DDP__OPTION(max_gathered_bytes), DDP__OPTION(no_reshard_after_forward),
         DDP__OPTION(overwrite_gradients), DDP__OPTION(quantize_gather), DDP__OPTION(offload), DDP__OPTION(save_in_background),
         DDP__OPTION(skip_initial_broadcast), DDP__OPTION(max_file_bytes), DDP__OPTION(keep_checkpoints), {"scaler", d->scaler ? 1.0 : 0.0},
         DDP__OPTION(optimizer.kind), DDP__OPTION(optimizer.nesterov), DDP__OPTION(optimizer.decay_matrices_only), DDP__OPTION(optimizer.beta1),
@@ -4243,7 +4243,7 @@ static ddp_result ddp__fsdp_compare(const ddp_fsdp *f, ddp_result own) {
 static int ddp__fsdp_levels(const ddp_fsdp *f) {
     int levels = 0;
     for (int m = f->desc.micro_batch_count; m > 1; m >>= 1) levels++;
-    if (f->desc.plain_accumulation && levels > 1) levels = 1;
+    if (f->desc.sequential_accumulation && levels > 1) levels = 1;
     return f->reduces_each ? levels + 1 : levels;
 }
 
@@ -4286,7 +4286,7 @@ static ddp_result ddp__fsdp_take_host(ddp_fsdp *f) {
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_PINNED, f->host_rows_bytes, &f->host_rows));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_GRADIENTS, DDP__MEMORY_PINNED, f->host_sums_bytes, &f->host_sums));
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_HOST, (size_t)f->pieces * sizeof *f->arrived, &f->arrived));
-    for (int i = 0; i < f->pieces + 2 && f->device->enter; i++) DDP__FSDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
+    for (int i = 0; i < f->pieces + 2 && f->device->use_stream; i++) DDP__FSDP_TRY(f->device->event_create(f->group, i < 2 ? &f->left[i] : &f->arrived[i - 2]));
     return DDP_OK;
 }
 
@@ -4315,7 +4315,7 @@ static ddp_result ddp__fsdp_take_staging(ddp_fsdp *f) {
     if (f->send_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->send_bytes, &f->send));
     if (f->receive_bytes) DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_COMMUNICATION, DDP__MEMORY_GROUP, f->receive_bytes, &f->receive));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_HOST) DDP__FSDP_TRY(ddp__fsdp_take_host(f));
-    int clips = f->device->clip && f->device->alloc_host && f->device->update && f->device->enter;
+    int clips = f->device->clip && f->device->alloc_pinned && f->device->update && f->device->use_stream;
     DDP__FSDP_TRY(ddp__fsdp_take(f, DDP__OF_BOOKKEEPING, DDP__MEMORY_DEVICE, sizeof *f->squares + (clips ? 64 : 0), &f->squares));
     if (!clips) return DDP_OK;
     f->factor = (float *)(void *)(f->squares + 1);
@@ -4338,7 +4338,7 @@ static ddp_result ddp__fsdp_take_turns(ddp_fsdp *f) {
 
 static ddp_result ddp__fsdp_take_memory(ddp_fsdp *f) {
     char path[4096];
-    if (f->device->enter && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
+    if (f->device->use_stream && f->desc.replicas) DDP__FSDP_TRY(f->device->event_create(f->group, &f->turn));
     if (f->desc.offload == DDP_FSDP_OFFLOAD_FILE) {
         snprintf(path, sizeof path, "%s/ddp-offload-XXXXXX", f->desc.offload_dir);
         f->file = mkstemp(path);
@@ -4515,7 +4515,7 @@ static ddp_fsdp_bytes ddp__fsdp_predict(const ddp_fsdp *f) {
         }
     }
     if (window > f->unit_count) window = f->unit_count;
-    if (f->desc.keep_after_forward && !f->keeps_whole && !f->in_shard) bytes[DDP__OF_GATHERED] += sum_whole;
+    if (f->desc.no_reshard_after_forward && !f->keeps_whole && !f->in_shard) bytes[DDP__OF_GATHERED] += sum_whole;
     else if (!f->keeps_whole) bytes[DDP__OF_GATHERED] += (double)ddp__slots_wanted(f, 1) * (double)f->whole_slot_bytes;
     if (f->reduces_each) bytes[DDP__OF_GRADIENTS] += (double)window * (double)f->grad_slot_bytes;
     bytes[DDP__OF_GRADIENTS] += (double)f->host_sums_bytes;
@@ -4615,7 +4615,7 @@ static ddp_result ddp__unit_bring(ddp_fsdp *f, ddp__unit *unit) {
 
 static void ddp__order_hash(ddp_fsdp *f, int what, int unit) { f->order_hash = (f->order_hash ^ (uint64_t)(2 * unit + what)) * UINT64_C(0x100000001b3); }
 
-DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
+DDPDEF ddp_result ddp_fsdp_unshard(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     fsdp->who = __func__;
@@ -4634,7 +4634,7 @@ DDPDEF ddp_result ddp_fsdp_unit_gather(ddp_fsdp *fsdp, int unit) {
     return ddp__fsdp_check(fsdp->group);
 }
 
-DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
+DDPDEF ddp_result ddp_fsdp_reshard(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->in_use, "unit %s is not gathered", u->name);
@@ -4643,11 +4643,11 @@ DDPDEF ddp_result ddp_fsdp_unit_release(ddp_fsdp *fsdp, int unit) {
     if (u->attached) ddp__grads_drop(fsdp, u);
     ddp__unit_point(fsdp, u, fsdp->keeps_whole, !fsdp->reduces_each);
     if (fsdp->keeps_whole || ddp__is_next(fsdp, unit, fsdp->desc.prefetch)) return DDP_OK;
-    if (fsdp->desc.keep_after_forward && !fsdp->no_grad && u->trained && u->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
+    if (fsdp->desc.no_reshard_after_forward && !fsdp->no_grad && u->trained && u->reduced < fsdp->desc.micro_batch_count) return DDP_OK;
     return ddp__unit_drop(fsdp, u);
 }
 
-DDPDEF ddp_result ddp_fsdp_unit_reduce(ddp_fsdp *fsdp, int unit) {
+DDPDEF ddp_result ddp_fsdp_reduce_grads(ddp_fsdp *fsdp, int unit) {
     DDP__UNIT_NEED(fsdp, unit);
     ddp__unit *u = &fsdp->units[unit];
     DDP__FSDP_NEED(u->reduced < fsdp->desc.micro_batch_count, "unit %s was reduced %d times in this step already, as micro_batch_count says; call ddp_fsdp_step first",
@@ -4673,7 +4673,7 @@ DDPDEF ddp_result ddp_fsdp_no_grad(ddp_fsdp *fsdp, int on) {
     return DDP_OK;
 }
 
-DDPDEF ddp_result ddp_fsdp_drop_gradients(ddp_fsdp *fsdp) {
+DDPDEF ddp_result ddp_fsdp_zero_grad(ddp_fsdp *fsdp) {
     DDP__FSDP_NEED(fsdp, "fsdp is NULL");
     DDP__EACH_UNIT(fsdp, unit) DDP__FSDP_TRY(ddp__reduce_wait(fsdp, unit));
     DDP__EACH_UNIT(fsdp, unit) {

@@ -218,7 +218,7 @@ typedef struct ddp_pipeline_call {
 /* A result other than DDP_OK ends the step on all ranks; the text of ddp_fail, if set, goes into the error. */
 typedef ddp_result (*ddp_pipeline_fn)(const ddp_pipeline_call *call, void *user);
 typedef ddp_result (*ddp_stage_hook)(int stage, void *user);
-typedef ddp_result (*ddp_final_grad)(int stage, int param, ddp_tensor *grad, void *user);
+typedef ddp_result (*ddp_get_sharded_grad)(int stage, int param, ddp_tensor *grad, void *user);
 
 /* One stage. Only the entries of this rank's stages are read. Callbacks run on the thread of ddp_pipeline_step, one at a time, in the order of the
    schedule; on a device with lanes they put their work on the compute lane. They may call collectives of groups other than the pipeline's. */
@@ -234,7 +234,7 @@ typedef struct ddp_pipeline_stage {
        one micro-batch's gradients to param->grad.data; the runner adds them pairwise by index and leaves the
        sum there. 16-bit gradients are added and divided in f32 and rounded once. Replicas add the rounded
        sums; grad.dtype = DDP_F32 gives the same bits on any number of replicas. Each entry is &param or
-       &fsdp_param.param. Its pointers are read for each action, as ddp_fsdp_unit_gather moves them. NULL
+       &fsdp_param.param. Its pointers are read for each action, as ddp_fsdp_unshard moves them. NULL
        grad.data at create: the runner's memory, set there; with unshard: what that sets, until reduce_grad
        (of grad.dtype; 0 = value's). PipeDream and 2BW: hooks see the newest values; while a callback takes
        older ones, value.data is a copy */
@@ -242,14 +242,14 @@ typedef struct ddp_pipeline_stage {
     int param_count;
     int zero_gradients;           /* 1 = gradient memory is cleared before each W or B */
     /* Data parallelism. All may be NULL; each returns before its next call for this stage, and replicas call them in the same order. */
-    ddp_stage_hook unshard;       /* before the stage's first action of a step, or where the list has UNSHARD: ddp_fsdp_unit_gather */
-    ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_unit_release */
-    ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_unit_reduce */
+    ddp_stage_hook unshard;       /* before the stage's first action of a step, or where the list has UNSHARD: ddp_fsdp_unshard */
+    ddp_stage_hook reshard;       /* after its last one, or at RESHARD: ddp_fsdp_reshard */
+    ddp_stage_hook reduce_grad;   /* after its last W or B of an update, or at REDUCE_GRAD; sums are in grad.data: ddp_reducer_ready, ddp_fsdp_reduce_grads */
     ddp_stage_hook wait_grad;     /* at the end of the update, for local stages in ascending order: ddp_reducer_wait */
     ddp_stage_hook update;        /* gradients are final: a step on the newest values. NULL = the caller steps later; not with PipeDream and 2BW, where it
                                      gathers anew if there is unshard, since actions of the step follow, up to reshard */
     int divide;                   /* 1 = by update_interval, before reduce_grad, which divides by replicas alone: ddp_fsdp, micro_batch_count 1 */
-    ddp_final_grad final_grad;    /* NULL = grad.data; required for ties of gradients that come with unshard: ddp_fsdp_get_shard */
+    ddp_get_sharded_grad get_sharded_grad;    /* NULL = grad.data; required for ties of gradients that come with unshard: ddp_fsdp_get_shard */
 } ddp_pipeline_stage;
 
 /* One parameter used by two stages, such as the embedding and the last projection: equal shapes, dtypes of gradients, and first values. */
@@ -385,13 +385,13 @@ DDPDEF ddp_result ddp_pipeline_profile(const ddp_profile_desc *desc, ddp_stage_c
        ddp_result update(int stage, void *user) { return ddp_optimizer_step(model->optimizer[stage], model->lr); }
        stage->reduce_grad = reduce, stage->wait_grad = wait, stage->update = update;
 
-       ddp_result gather(int stage, void *user) { return ddp_fsdp_unit_gather(model->fsdp[stage], 0); }     // or a ddp_fsdp of one unit
-       ddp_result release(int stage, void *user) { return ddp_fsdp_unit_release(model->fsdp[stage], 0); }
-       ddp_result reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(model->fsdp[stage], 0); }
+       ddp_result gather(int stage, void *user) { return ddp_fsdp_unshard(model->fsdp[stage], 0); }     // or a ddp_fsdp of one unit
+       ddp_result release(int stage, void *user) { return ddp_fsdp_reshard(model->fsdp[stage], 0); }
+       ddp_result reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(model->fsdp[stage], 0); }
        ddp_result update(int stage, void *user) { return ddp_fsdp_step(model->fsdp[stage], model->lr); }
        stage->unshard = gather, stage->reshard = release, stage->reduce_grad = reduce, stage->update = update, stage->divide = 1;
 
-   Tied gradients that come with unshard are added where final_grad says, called when every wait_grad has returned: this rank's part, which is the same part
+   Tied gradients that come with unshard are added where get_sharded_grad says, called when every wait_grad has returned: this rank's part, which is the same part
    of both uses on the ranks of one pipeline. ddp_fsdp_get_shard gives it, an average if wait_grad is ddp_fsdp_clip_grad_norm(fsdp, FLT_MAX, NULL). */
 
 /* Checks the schedule, lays out all memory that steps will need, and connects the ranks: rank r of the group runs list r. Collective. While the
@@ -2751,7 +2751,7 @@ static void *ddp__pipe_host(ddp_pipeline *p, size_t count, size_t size) {
     size_t bytes = count <= (SIZE_MAX - 64) / size ? 64 + count * size : 0;
     ddp__pipe_piece *piece;
     if (!bytes) { ddp_fail(DDP_ERR_NO_MEMORY, "ddp_pipeline_create: %zu entries of %zu bytes", count, size); return NULL; }
-    piece = (ddp__pipe_piece *)ddp_group_malloc(p->group, bytes);
+    piece = (ddp__pipe_piece *)ddp_host_alloc(p->group, bytes);
     if (!piece) return NULL;
     memset(piece, 0, bytes);
     piece->next = p->pieces;
@@ -2776,7 +2776,7 @@ static ddp_result ddp__pipe_device(ddp_pipeline *p, size_t size, void **out) {
 }
 
 /* Functions of the device go to the compute lane; calls of other groups may have left this thread elsewhere. */
-static ddp_result ddp__pipe_enter(const ddp_pipeline *p) { return p->device->enter ? p->device->enter(p->group, DDP_LANE_COMPUTE) : DDP_OK; }
+static ddp_result ddp__pipe_enter(const ddp_pipeline *p) { return p->device->use_stream ? p->device->use_stream(p->group, DDP_STREAM_COMPUTE) : DDP_OK; }
 
 /* A collective on host memory, in place, whatever the device is; in pieces that any backend carries. */
 static ddp_result ddp__pipe_sum_over_ranks(ddp_pipeline *p, void *data, size_t count, ddp_dtype dtype) {
@@ -2900,8 +2900,8 @@ static ddp_result ddp__pipe_check_ties(const ddp_pipeline *p) {
             if (p->schedule->stage_rank[stage] != p->rank) continue;
             if (index < 0 || index >= d->stages[stage].param_count)
                 return DDP__PIPE_BAD("ties[%d]: %s has no params[%d]", i, ddp__pipe_stage_label(p, stage).text, index);
-            if (ddp__pipe_comes_and_goes(&d->stages[stage], index) && !d->stages[stage].final_grad)
-                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; set final_grad, which says where its sum is", i, index,
+            if (ddp__pipe_comes_and_goes(&d->stages[stage], index) && !d->stages[stage].get_sharded_grad)
+                return DDP__PIPE_BAD("ties[%d]: the gradient of params[%d] of %s comes with unshard; set get_sharded_grad, which says where its sum is", i, index,
                                      ddp__pipe_stage_label(p, stage).text);
         }
         for (int k = 0; k < d->tie_count; k++)
@@ -3512,7 +3512,7 @@ static void ddp__pipe_clear(const ddp_pipeline *p, const ddp__pipe_stage *s) {
 static ddp_result ddp__pipe_tied(ddp_pipeline *p, int stage, int param, ddp_tensor *grad) {
     ddp__pipe_stage *s = &p->stages[stage];
     *grad = ddp__pipe_grad(s->desc.params[param]);
-    if (s->desc.final_grad) DDP__PIPE_TRY(s->desc.final_grad(stage, param, grad, s->desc.user));
+    if (s->desc.get_sharded_grad) DDP__PIPE_TRY(s->desc.get_sharded_grad(stage, param, grad, s->desc.user));
     return ddp__pipe_enter(p);
 }
 
@@ -3537,7 +3537,7 @@ static ddp_result ddp__pipe_add_ties(ddp_pipeline *p) {
             if (back) DDP__PIPE_TRY(ddp_broadcast(two, grad[mine].data, count[mine], grad[mine].dtype, rank[0] > rank[1], NULL));
             else DDP__PIPE_TRY(ddp_all_reduce(two, grad[mine].data, grad[mine].data, count[mine], grad[mine].dtype, DDP_OP_SUM, NULL));
         } else if (count[0] != count[1] || grad[0].dtype != grad[1].dtype) {
-            return ddp_fail(DDP_ERR_INVALID, "ties[%d]: final_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
+            return ddp_fail(DDP_ERR_INVALID, "ties[%d]: get_sharded_grad gives %zu elements of %s and %zu of %s", number, count[0], ddp_dtype_name(grad[0].dtype), count[1],
                             ddp_dtype_name(grad[1].dtype));
         } else if (back) p->device->copy(grad[1].data, grad[0].data, count[1] * ddp_dtype_size(grad[1].dtype));
         else p->device->add(grad[0].data, grad[0].data, grad[1].data, count[0], grad[0].dtype);
@@ -3789,7 +3789,7 @@ static ddp_result ddp__pipe_finish(ddp_pipeline *p, ddp__pipe_stage *s, const dd
 static double ddp__pipe_settle(const ddp_pipeline *p) {
     double begin = ddp_now();
     int64_t cell;
-    if (p->desc.timed && p->device->enter) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
+    if (p->desc.timed && p->device->use_stream) p->device->copy(&cell, p->squares, sizeof cell); /* to the host: done on return */
     return p->desc.timed ? ddp_now() - begin : 0;
 }
 
@@ -4094,13 +4094,13 @@ static ddp_result ddp__pipe_agree_ties(ddp_pipeline *p, int64_t *ends) {
 static ddp_result ddp__pipe_warm_up_lane(ddp_pipeline *p, int before, int after, int count) {
     void *bytes = NULL;
     ddp_result result = ddp__pipe_device(p, (size_t)count + 1, &bytes), ended;
-    if (result == DDP_OK) result = ddp_batch_begin(p->group);
+    if (result == DDP_OK) result = ddp_p2p_begin(p->group);
     for (int i = 0; i < count && result == DDP_OK; i++) {
         result = ddp_recv(p->group, (unsigned char *)bytes + i, 1, DDP_U8, before, 0, NULL);
         if (result == DDP_OK) result = ddp_send(p->group, (unsigned char *)bytes + count, 1, DDP_U8, after, 0, NULL);
     }
     if (result != DDP_OK) ddp_group_poison(p->group, result, ddp_last_error());
-    ended = bytes ? ddp_batch_end(p->group) : DDP_OK;
+    ended = bytes ? ddp_p2p_end(p->group) : DDP_OK;
     return result == DDP_OK ? ended : result;
 }
 
@@ -4139,9 +4139,9 @@ static void ddp__pipe_free(ddp_pipeline *p) {
         ddp__pipe_piece *piece = p->pieces;
         p->pieces = piece->next;
         if (piece->device_memory) p->device->free(p->group, piece->device_memory);
-        ddp_group_mfree(p->group, piece);
+        ddp_host_free(p->group, piece);
     }
-    ddp_group_mfree(p->group, p);
+    ddp_host_free(p->group, p);
 }
 
 /* Whether ranks read each other's memory: asked of a piece of it. Collective. */
@@ -4173,16 +4173,16 @@ DDPDEF ddp_result ddp_pipeline_create(ddp_pipeline **out, ddp_group *group, cons
     ddp_result result;
     if (out) *out = NULL;
     if (!group) return DDP__PIPE_BAD("group is NULL");
-    p = (ddp_pipeline *)ddp_group_malloc(group, sizeof *p);
+    p = (ddp_pipeline *)ddp_host_alloc(group, sizeof *p);
     if (!p) { ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
     memset(p, 0, sizeof *p);
     memset(&own, 0, sizeof own);
     p->group = group;
     p->device = ddp_group_device(group);
     p->rank = ddp_rank(group), p->world_size = ddp_world_size(group);
-    p->one_lane = p->device->enter && p->world_size > 1;
+    p->one_lane = p->device->use_stream && p->world_size > 1;
     result = ddp__pipe_group_failed(p, ddp__pipe_ask_in_place(p), ddp__pipe_create_name);
-    if (result != DDP_OK) { ddp_group_mfree(group, p); return result; }
+    if (result != DDP_OK) { ddp_host_free(group, p); return result; }
     if (desc) p->desc = *desc;
     result = out && desc ? ddp__pipe_describe(p, &own, &ends, &bytes) : DDP__PIPE_BAD("%s is NULL", out ? "desc" : "out");
     if (result != DDP_OK) snprintf(own.text, sizeof own.text, "%s", ddp_last_error());
@@ -4286,7 +4286,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
     if (!p) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_times: pipeline is NULL");
     DDP__PIPE_TRY(ddp__pipe_need_step(p, "ddp_pipeline_get_times"));
     count = (size_t)p->schedule->count;
-    all = (ddp_action_time *)ddp_group_malloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
+    all = (ddp_action_time *)ddp_host_alloc(p->group, count * sizeof *all + (size_t)p->microbatch_count * sizeof(double));
     if (!all) { ddp_group_poison(p->group, DDP_ERR_NO_MEMORY, ddp_last_error()); return DDP_ERR_NO_MEMORY; }
     memset(all, 0, count * sizeof *all);
     earliest = p->starts[0];
@@ -4301,7 +4301,7 @@ DDPDEF ddp_result ddp_pipeline_get_times(ddp_pipeline *pipeline, ddp_stage_cost 
         if (one_clock) ddp__pipe_transfers(p, all, (double *)(all + count), costs);
     }
     if (result == DDP_OK && times) memcpy(times, all, count * sizeof *times);
-    ddp_group_mfree(p->group, all);
+    ddp_host_free(p->group, all);
     return result;
 }
 
@@ -4310,12 +4310,12 @@ DDPDEF ddp_result ddp_pipeline_get_stats(const ddp_pipeline *pipeline, ddp_pipel
     ddp_stage_cost *costs;
     ddp_result result;
     if (!pipeline || !stats) return ddp_fail(DDP_ERR_INVALID, "ddp_pipeline_get_stats: pipeline or stats is NULL");
-    costs = (ddp_stage_cost *)ddp_group_malloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
+    costs = (ddp_stage_cost *)ddp_host_alloc(pipeline->group, (size_t)pipeline->stage_count * sizeof *costs);
     if (!costs) return DDP_ERR_NO_MEMORY;
     *stats = pipeline->stats;
     ddp__pipe_costs(pipeline, costs);
     result = ddp_schedule_simulate(pipeline->schedule, costs, &report);
-    ddp_group_mfree(pipeline->group, costs);
+    ddp_host_free(pipeline->group, costs);
     if (result == DDP_OK) stats->predicted_bubble_rate = report.bubble_rate;
     return result;
 }

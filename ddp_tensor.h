@@ -236,7 +236,7 @@ DDPDEF ddp_result ddp_tensor_load_npy(ddp_group *group, const char *path, ddp_te
 /* "REPLICATE", "SHARD(1)" and its like; text of this thread, valid until its fourth next call. */
 DDPDEF const char *ddp_placement_name(ddp_placement placement);
 /* The box of rank's part of a tensor of that global shape. PARTIAL and REPLICATE: all of it. */
-DDPDEF ddp_result ddp_placement_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box);
+DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box);
 
 /* This rank's part of a tensor that every rank has whole. Sends nothing. PARTIAL: rank 0 keeps the values, others get zeros. */
 DDPDEF ddp_result ddp_tensor_shard(ddp_group *group, const ddp_tensor *whole, ddp_placement to, ddp_tensor *out);
@@ -270,7 +270,7 @@ DDPDEF ddp_result ddp_tensor_layout_box(const ddp_tensor_layout *layout, ddp_ten
    collective names the step that sends most. out NULL: plan alone, in's data need not be set. Errors as above, along each axis; but a layout that is not one, or
    two that do not fit each other, tell of no axes to send along: DDP_ERR_INVALID on this rank alone, which then calls ddp_group_abort on the axes,
    since the others would wait for it. */
-DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
+DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan);
 
 /* --- layers ---
@@ -469,7 +469,7 @@ static const ddp_device *ddp__tensor_device(const ddp_group *group) { return gro
 /* Before and behind what a device does for a call: which queue it goes to, and what failed there. */
 static ddp_result ddp__tensor_enter(ddp_group *group) {
     const ddp_device *device = ddp__tensor_device(group);
-    return device->enter ? device->enter(group, DDP_LANE_COMPUTE) : DDP_OK;
+    return device->use_stream ? device->use_stream(group, DDP_STREAM_COMPUTE) : DDP_OK;
 }
 static ddp_result ddp__tensor_leave(ddp_group *group) {
     const ddp_device *device = ddp__tensor_device(group);
@@ -478,12 +478,12 @@ static ddp_result ddp__tensor_leave(ddp_group *group) {
 
 /* Host memory, for what a call needs while it runs. */
 static void *ddp__tensor_malloc(ddp_group *group, size_t size_bytes) {
-    void *memory = group ? ddp_group_malloc(group, size_bytes) : malloc(size_bytes ? size_bytes : 1);
+    void *memory = group ? ddp_host_alloc(group, size_bytes) : malloc(size_bytes ? size_bytes : 1);
     if (!memory && !group) ddp_fail(DDP_ERR_NO_MEMORY, "%llu bytes could not be allocated", (unsigned long long)size_bytes);
     return memory;
 }
 static void ddp__tensor_mfree(ddp_group *group, void *memory) {
-    if (group) ddp_group_mfree(group, memory);
+    if (group) ddp_host_free(group, memory);
     else free(memory);
 }
 
@@ -1256,7 +1256,7 @@ DDPDEF const char *ddp_placement_name(ddp_placement placement) {
     return text;
 }
 
-DDPDEF ddp_result ddp_placement_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box) {
+DDPDEF ddp_result ddp_placement_shard_box(ddp_placement placement, int ndim, const int64_t *global_shape, int rank, int world_size, ddp_tensor_box *box) {
     ddp_tensor whole = DDP_ZERO;
     if (!box) return DDP__TENSOR_BAD(NULL, "box is NULL");
     if (ndim < 0 || ndim > DDP_MAX_NDIM) return DDP__TENSOR_BAD(NULL, "ndim=%d; use 0 to %d", ndim, DDP_MAX_NDIM);
@@ -1874,7 +1874,7 @@ static ddp_result ddp__tensor_relayout_check(const char *who, const ddp_tensor *
     return t->data != in->data && ddp__tensor_overlap(in, t) ? ddp__tensor_fail(DDP_ERR_INVALID, who, group, "in and out overlap") : DDP_OK;
 }
 
-DDPDEF ddp_result ddp_tensor_relayout(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
+DDPDEF ddp_result ddp_tensor_redistribute_mesh(const ddp_tensor *in, const ddp_tensor_layout *from, const ddp_tensor_layout *to, ddp_tensor *out,
                                       ddp_tensor_plan *plan) {
     ddp_tensor_plan found = {"none", 0, 0};
     ddp__tensor_route r;
@@ -2191,7 +2191,7 @@ static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result o
     for (int f = 0; f < count; f++) mine.value[f] = fields[f].value;
     snprintf(mine.call, sizeof mine.call, "%s", call);
     if (own != DDP_OK) snprintf(mine.text, sizeof mine.text, "%.399s", ddp_last_error());
-    all = (ddp__tp_notice *)ddp_group_malloc(group, (size_t)world_size * sizeof *all);
+    all = (ddp__tp_notice *)ddp_host_alloc(group, (size_t)world_size * sizeof *all);
     if (!all) {
         ddp_group_poison(group, DDP_ERR_NO_MEMORY, ddp_last_error());
         return DDP_ERR_NO_MEMORY;
@@ -2202,7 +2202,7 @@ static ddp_result ddp__tp_agree(ddp_group *group, const char *call, ddp_result o
     if (result == DDP_OK) result = ddp__tp_compare(group, call, all, fields, count);
     for (int r = 0; r < world_size && result == DDP_OK; r++)
         if (all[r].bytes > *bytes) *bytes = (size_t)all[r].bytes;
-    ddp_group_mfree(group, all);
+    ddp_host_free(group, all);
     return result;
 }
 
@@ -2223,11 +2223,11 @@ static ddp_result ddp__tp_settle(ddp_tp *tp, const char *call, ddp_result own, c
 /* *out: size_bytes for a layer, settled. own: how its making went so far. */
 static ddp_result ddp__tp_make(ddp_tp *tp, const char *call, ddp_result own, const ddp__tp_field *fields, int count, size_t bytes, size_t size_bytes,
                                void **out) {
-    void *layer = own == DDP_OK ? ddp_group_malloc(tp->group, size_bytes) : NULL;
+    void *layer = own == DDP_OK ? ddp_host_alloc(tp->group, size_bytes) : NULL;
     if (own == DDP_OK && !layer) own = DDP_ERR_NO_MEMORY;
     own = ddp__tp_settle(tp, call, own, fields, count, bytes);
     if (own == DDP_OK) *out = layer;
-    else ddp_group_mfree(tp->group, layer);
+    else ddp_host_free(tp->group, layer);
     return own;
 }
 
@@ -2402,7 +2402,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     if (!out || !group) return ddp_fail(DDP_ERR_INVALID, "ddp_tp_create: %s is NULL", out ? "group" : "out");
     *out = NULL;
     result = ddp__tp_resolve(group, desc, &d);
-    tp = (ddp_tp *)ddp_group_malloc(group, sizeof *tp + 2 * (size_t)ddp_world_size(group) * sizeof *tp->counts);
+    tp = (ddp_tp *)ddp_host_alloc(group, sizeof *tp + 2 * (size_t)ddp_world_size(group) * sizeof *tp->counts);
     if (!tp && result == DDP_OK) result = DDP_ERR_NO_MEMORY;
     fields[0].name = "dtype", fields[0].value = d.dtype;
     fields[1].name = "max_rows", fields[1].value = d.max_rows;
@@ -2411,7 +2411,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
     fields[4].name = "accumulate_grads", fields[4].value = d.accumulate_grads;
     result = ddp__tp_agree(group, call, result, fields, 5, &bytes);
     if (result != DDP_OK) {
-        ddp_group_mfree(group, tp);
+        ddp_host_free(group, tp);
         return result;
     }
     memset(tp, 0, sizeof *tp);
@@ -2434,7 +2434,7 @@ DDPDEF ddp_result ddp_tp_create(ddp_tp **out, ddp_group *group, const ddp_tp_des
 DDPDEF void ddp_tp_destroy(ddp_tp *tp) {
     if (!tp) return;
     if (tp->workspace) (void)ddp_group_free(tp->group, tp->workspace); /* after a failure it is the group's to free */
-    ddp_group_mfree(tp->group, tp);
+    ddp_host_free(tp->group, tp);
 }
 
 DDPDEF ddp_result ddp_tp_get_stats(const ddp_tp *tp, ddp_tp_stats *stats) {
@@ -2829,7 +2829,7 @@ DDPDEF ddp_result ddp_tp_linear_create(ddp_tp_linear **out, ddp_tp *tp, const dd
 }
 
 DDPDEF void ddp_tp_linear_destroy(ddp_tp_linear *linear) {
-    if (linear) ddp_group_mfree(linear->tp->group, linear);
+    if (linear) ddp_host_free(linear->tp->group, linear);
 }
 
 DDPDEF int64_t ddp_tp_linear_in_features(const ddp_tp_linear *linear) { return linear ? linear->in : 0; }
@@ -3054,7 +3054,7 @@ DDPDEF ddp_result ddp_tp_mlp_create(ddp_tp_mlp **out, ddp_tp *tp, const ddp_tp_m
 }
 
 DDPDEF void ddp_tp_mlp_destroy(ddp_tp_mlp *mlp) {
-    if (mlp) ddp_group_mfree(mlp->column.tp->group, mlp);
+    if (mlp) ddp_host_free(mlp->column.tp->group, mlp);
 }
 
 DDPDEF size_t ddp_tp_mlp_saved_count(const ddp_tp_mlp *mlp, int64_t rows) {
@@ -3161,7 +3161,7 @@ DDPDEF ddp_result ddp_tp_embedding_create(ddp_tp_embedding **out, ddp_tp *tp, co
 }
 
 DDPDEF void ddp_tp_embedding_destroy(ddp_tp_embedding *embedding) {
-    if (embedding) ddp_group_mfree(embedding->tp->group, embedding);
+    if (embedding) ddp_host_free(embedding->tp->group, embedding);
 }
 
 DDPDEF ddp_result ddp_tp_embedding_box(const ddp_tp_embedding *embedding, ddp_tensor_box *box) {
@@ -3463,7 +3463,7 @@ DDPDEF ddp_result ddp_tp_layer_norm_create(ddp_tp_layer_norm **out, ddp_tp *tp, 
 }
 
 DDPDEF void ddp_tp_layer_norm_destroy(ddp_tp_layer_norm *norm) {
-    if (norm) ddp_group_mfree(norm->tp->group, norm);
+    if (norm) ddp_host_free(norm->tp->group, norm);
 }
 
 static ddp_result ddp__tp_norm_check(const ddp_tp_layer_norm *norm, const char *call, const void *weight, const void *x, int64_t rows,

@@ -135,7 +135,7 @@ static ddp_result build(bench *b) {
 //== a step =================================================================================================== >>step
 
 static ddp_result gather(bench *b, way *w, int unit) {
-    TRY(ddp_fsdp_unit_gather(w->fsdp, unit));
+    TRY(ddp_fsdp_unshard(w->fsdp, unit));
     for (int i = 0; i < w->units[unit].param_count; i++) {
         const ddp_fsdp_param *param = &w->units[unit].params[i];
         b->model.values[param->index] = (float *)param->param.value.data;
@@ -153,13 +153,13 @@ static ddp_result step_fsdp(bench *b, way *w, int strategy) {
         for (int unit = 0; unit < units; unit++) {
             TRY(gather(b, w, unit));
             gpt_model_unit_forward(&b->model, &pass, unit, tokens, tokens + 1);
-            TRY(ddp_fsdp_unit_release(w->fsdp, unit));
+            TRY(ddp_fsdp_reshard(w->fsdp, unit));
         }
         for (int unit = units - 1; unit >= 0; unit--) {
             TRY(gather(b, w, unit));
             gpt_model_unit_backward(&b->model, &pass, unit, tokens, tokens + 1);
-            TRY(ddp_fsdp_unit_reduce(w->fsdp, unit));
-            TRY(ddp_fsdp_unit_release(w->fsdp, unit));
+            TRY(ddp_fsdp_reduce_grads(w->fsdp, unit));
+            TRY(ddp_fsdp_reshard(w->fsdp, unit));
         }
     }
     TRY(ddp_fsdp_clip_grad_norm(w->fsdp, 1.0f, NULL));
@@ -220,7 +220,7 @@ static ddp_result compare(bench *b) {
             for (int i = 0; i < b->model.param_count; i++)
                 if (b->infos[i].unit == unit && memcmp(b->model.values[i], b->own[i], (size_t)b->infos[i].count * sizeof(float)))
                     return ddp_fail(DDP_ERR_CORRUPT, "%s ends with other bits in %s than train_gpt's way", names[s], b->infos[i].name);
-            TRY(ddp_fsdp_unit_release(b->ways[s].fsdp, unit));
+            TRY(ddp_fsdp_reshard(b->ways[s].fsdp, unit));
         }
     }
     return DDP_OK;

@@ -209,8 +209,8 @@ static ddp_result comm__grow(ddp_group *group, comm__room *room, size_t bytes, i
         room->memory = NULL;
         COMM__TRY(ddp_group_alloc(group, bytes, &room->memory));
     } else {
-        ddp_group_mfree(group, room->memory);
-        room->memory = ddp_group_malloc(group, bytes);
+        ddp_host_free(group, room->memory);
+        room->memory = ddp_host_alloc(group, bytes);
         if (!room->memory) return ddp_fail(DDP_ERR_NO_MEMORY, "comm_hook_run: %zu bytes for a bucket; use a smaller bucket_cap_bytes", bytes);
     }
     room->bytes = bytes;
@@ -641,7 +641,7 @@ static ddp_result comm__allocate(comm_hook *hook) {
         }
         return DDP_OK;
     }
-    hook->error = (float *)ddp_group_malloc(hook->group, (floats ? floats : 1) * sizeof(float));
+    hook->error = (float *)ddp_host_alloc(hook->group, (floats ? floats : 1) * sizeof(float));
     if (!hook->error) return ddp_fail(DDP_ERR_NO_MEMORY, "comm_hook_create: %zu bytes to remember what was not sent", floats * sizeof(float));
     memset(hook->error, 0, hook->total * sizeof(float));
     hook->q = hook->error + hook->total;
@@ -659,7 +659,7 @@ static ddp_result comm__make(comm_hook **out, ddp_group *group, const comm_hook_
         return ddp_fail(DDP_ERR_UNSUPPORTED, "comm_hook_create: this kind computes in host memory, and the group's device is %s; use COMM_HOOK_BF16 or "
                         "COMM_HOOK_F16", ddp_group_device(group)->name);
     size_t n = (size_t)d.param_count, each = sizeof(comm__part) + 2 * (sizeof(ddp_work) + sizeof(size_t) + sizeof(int)), bytes = sizeof(comm_hook) + n * each;
-    comm_hook *hook = (comm_hook *)ddp_group_malloc(group, bytes);
+    comm_hook *hook = (comm_hook *)ddp_host_alloc(group, bytes);
     if (!hook) return ddp_fail(DDP_ERR_NO_MEMORY, "comm_hook_create: %zu bytes", bytes);
     memset(hook, 0, bytes);
     hook->group = group;
@@ -688,8 +688,8 @@ COMM_DEF ddp_result comm_hook_create(comm_hook **out, ddp_group *group, const co
     if (result == DDP_OK) { *out = hook; return DDP_OK; }
     if (hook) {
         ddp_group_destroy(hook->own);
-        ddp_group_mfree(group, hook->error);
-        ddp_group_mfree(group, hook);
+        ddp_host_free(group, hook->error);
+        ddp_host_free(group, hook);
     }
     return result;
 }
@@ -800,9 +800,9 @@ COMM_DEF void comm_hook_destroy(comm_hook *hook) {
         for (int b = 0; b < hook->desc.param_count && hook->own; b++) ddp_wait(hook->own, &hook->flights[f].works[b]);
     for (int k = 0; k < 2; k++) ddp_group_free(hook->group, hook->wires[k].memory);
     ddp_group_destroy(hook->own); /* and the flights */
-    ddp_group_mfree(hook->group, hook->work.memory);
-    ddp_group_mfree(hook->group, hook->error);
-    ddp_group_mfree(hook->group, hook);
+    ddp_host_free(hook->group, hook->work.memory);
+    ddp_host_free(hook->group, hook->error);
+    ddp_host_free(hook->group, hook);
 }
 
 //== local SGD, DiLoCo =========================================================================================
@@ -861,7 +861,7 @@ static ddp_result comm__local_make(local_sgd **out, ddp_group *group, const loca
     for (int i = 0; i < d.param_count; i++) if (comm__is_first(d.params, i)) total += (size_t)ddp_tensor_count(&d.params[i].value);
     int outer = d.outer_lr != 1 || d.outer_momentum > 0, kept = outer + (d.outer_momentum > 0);
     size_t bytes = sizeof(local_sgd) + total * (size_t)kept * sizeof(float);
-    local_sgd *local = (local_sgd *)ddp_group_malloc(group, bytes);
+    local_sgd *local = (local_sgd *)ddp_host_alloc(group, bytes);
     if (!local) return ddp_fail(DDP_ERR_NO_MEMORY, "local_sgd_create: %zu bytes", bytes);
     memset(local, 0, bytes);
     local->group = group;
@@ -888,7 +888,7 @@ COMM_DEF ddp_result local_sgd_create(local_sgd **out, ddp_group *group, const lo
         if (old) memcpy(old, value->data, count * sizeof *old), old += count;
     }
     if (result == DDP_OK) *out = local;
-    else ddp_group_mfree(group, local);
+    else ddp_host_free(group, local);
     return result;
 }
 
@@ -961,7 +961,7 @@ COMM_DEF ddp_result local_sgd_load(local_sgd *local, const void *state, size_t s
     return DDP_OK;
 }
 
-COMM_DEF void local_sgd_destroy(local_sgd *local) { if (local) ddp_group_mfree(local->group, local); }
+COMM_DEF void local_sgd_destroy(local_sgd *local) { if (local) ddp_host_free(local->group, local); }
 
 #endif /* DDP_EXAMPLE_COMM_HOOKS_H */
 

@@ -134,7 +134,7 @@ static ddp_result gpt_tensor_find_piece(const gpt_tensor *m, int index, const gp
         ddp_tensor_box *box = &p->box[k];
         if (linear) TRY(info->ndim > 1 ? ddp_tp_linear_weight_box(linear, k, box) : ddp_tp_linear_bias_box(linear, k, box));
         else if (index == 0 || info->tied_to == 0) TRY(ddp_tp_embedding_box(m->embedding, box));
-        else TRY(ddp_placement_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
+        else TRY(ddp_placement_shard_box(DDP_REPLICATE, info->ndim, info->shape, 0, 1, box));
         p->columns = box->ndim > 1 ? box->shape[1] : 1;
         p->rows += box->shape[0];
         for (int d = 0; d < box->ndim; d++)

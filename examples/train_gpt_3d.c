@@ -289,7 +289,7 @@ static ddp_result gather_stage(int stage, void *user) {
     trainer *t = (trainer *)user;
     int head = t->model.param_count - 1;
     (void)stage;
-    TRY(ddp_fsdp_unit_gather(t->fsdp, 0));
+    TRY(ddp_fsdp_unshard(t->fsdp, 0));
     for (int i = 0; i < t->slice_count; i++) {
         const slice *s = &t->slices[i];
         if (!s->here || t->model.pieces[s->param].box_count > 1) continue;
@@ -301,8 +301,8 @@ static ddp_result gather_stage(int stage, void *user) {
     return DDP_OK;
 }
 
-static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_reduce(((trainer *)user)->fsdp, 0); }
-static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_release(((trainer *)user)->fsdp, 0); }
+static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0); }
+static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0); }
 /* Averages of this rank's rows, which nothing clips yet. Collective over dp. */
 static ddp_result average_stage(int stage, void *user) { return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL); }
 
@@ -390,7 +390,7 @@ static ddp_result build_pipeline(trainer *t) {
     own->reshard = release_stage;
     own->reduce_grad = reduce_stage;
     own->wait_grad = average_stage;
-    own->final_grad = tied_gradient;
+    own->get_sharded_grad = tied_gradient;
     own->divide = 1;
     desc.ties = &tie;
     desc.tie_count = t->pp > 1;

@@ -1163,7 +1163,7 @@ static ddp_result unit_backward(trainer *t, int unit, int slot, const void *in, 
 /* The unit's values, and its gradients outside of ddp_fsdp_no_grad, are there. Collective. */
 static ddp_result gather(trainer *t, int unit) {
     int span = span_begin(t, "gather", unit, 1);
-    TRY(ddp_fsdp_unit_gather(t->fsdp, unit));
+    TRY(ddp_fsdp_unshard(t->fsdp, unit));
     profile_mark(t, "gather", 0, 0);
     span_end(t, span);
     return DDP_OK;
@@ -1174,7 +1174,7 @@ static ddp_result forward(trainer *t, int last_unit, int compute) {
     for (int unit = 0; unit <= last_unit; unit++) {
         TRY(gather(t, unit));
         if (compute) TRY(unit_forward(t, unit, 0, NULL, NULL));
-        TRY(ddp_fsdp_unit_release(t->fsdp, unit));
+        TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
@@ -1182,10 +1182,10 @@ static ddp_result forward(trainer *t, int last_unit, int compute) {
 /* The unit's gradients are there, and its values are not used any more. Collective. */
 static ddp_result reduce(trainer *t, int unit) {
     int span = span_begin(t, "reduce", unit, 1);
-    TRY(ddp_fsdp_unit_reduce(t->fsdp, unit));
+    TRY(ddp_fsdp_reduce_grads(t->fsdp, unit));
     profile_mark(t, "reduce", 0, 0);
     span_end(t, span);
-    return ddp_fsdp_unit_release(t->fsdp, unit);
+    return ddp_fsdp_reshard(t->fsdp, unit);
 }
 
 static ddp_result backward(trainer *t) {
@@ -1232,8 +1232,8 @@ static ddp_result whole_micro_batch(trainer *t) {
 
 /* Before a stage's first action, and after its last one: its values are there. Collective over dp. */
 static ddp_result gather_stage(int stage, void *user) { return (void)stage, gather((trainer *)user, 0); }
-static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_release(((trainer *)user)->fsdp, 0); }
-static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_unit_reduce(((trainer *)user)->fsdp, 0); }
+static ddp_result release_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reshard(((trainer *)user)->fsdp, 0); }
+static ddp_result reduce_stage(int stage, void *user) { return (void)stage, ddp_fsdp_reduce_grads(((trainer *)user)->fsdp, 0); }
 /* Averages of this rank's rows, which nothing clips yet. Collective over dp. */
 static ddp_result average_stage(int stage, void *user) { return (void)stage, ddp_fsdp_clip_grad_norm(((trainer *)user)->fsdp, FLT_MAX, NULL); }
 
@@ -1295,7 +1295,7 @@ static ddp_result build_pipeline(trainer *t) {
     own->reshard = release_stage;
     own->reduce_grad = reduce_stage;
     own->wait_grad = average_stage;
-    own->final_grad = tied_gradient;
+    own->get_sharded_grad = tied_gradient;
     own->divide = 1;
     desc.ties = &tie;
     desc.tie_count = 1;
@@ -1546,7 +1546,7 @@ static ddp_result generate(trainer *t) {
         if (result == DDP_OK) result = gather(t, t->unit_count - 1);
         point_at(t, t->unit_count - 1, 0, values);
         if (result == DDP_OK) result = gpt_cuda_logits(t->model, 0, values, at - start - 1, (float *)logits);
-        if (result == DDP_OK) result = ddp_fsdp_unit_release(t->fsdp, t->unit_count - 1);
+        if (result == DDP_OK) result = ddp_fsdp_reshard(t->fsdp, t->unit_count - 1);
         if (result != DDP_OK) break;
         t->memory->copy(near, logits, (size_t)vocab * sizeof *near);
         tokens[at] = gpt_sample(near, vocab, 0.8f, gpt_sample_draw((uint64_t)r->plan.config.seed, at));

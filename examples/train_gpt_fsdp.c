@@ -150,7 +150,7 @@ static ddp_result build_parallel(trainer *t) {
 /* The unit's values, and its gradients outside of ddp_fsdp_no_grad, are where the model looks for them. Collective. */
 static ddp_result gather(trainer *t, int unit) {
     double start = ddp_now();
-    TRY(ddp_fsdp_unit_gather(t->fsdp, unit));
+    TRY(ddp_fsdp_unshard(t->fsdp, unit));
     for (int i = 0; i < t->units[unit].param_count; i++) {
         const ddp_fsdp_param *param = &t->units[unit].params[i];
         t->run.model.values[param->index] = (float *)param->param.value.data;
@@ -165,7 +165,7 @@ static ddp_result forward(trainer *t, const gpt_pass *pass, const int *tokens, c
     for (int unit = 0; unit < t->unit_count; unit++) {
         TRY(gather(t, unit));
         if (loss) *loss = gpt_model_unit_forward(&t->run.model, pass, unit, tokens, targets) / ((double)pass->batch * pass->length);
-        TRY(ddp_fsdp_unit_release(t->fsdp, unit));
+        TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
@@ -174,8 +174,8 @@ static ddp_result backward(trainer *t, const gpt_pass *pass, const int *tokens, 
     for (int unit = t->unit_count - 1; unit >= 0; unit--) {
         TRY(gather(t, unit));
         gpt_model_unit_backward(&t->run.model, pass, unit, tokens, targets);
-        TRY(ddp_fsdp_unit_reduce(t->fsdp, unit));
-        TRY(ddp_fsdp_unit_release(t->fsdp, unit));
+        TRY(ddp_fsdp_reduce_grads(t->fsdp, unit));
+        TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return DDP_OK;
 }
@@ -227,7 +227,7 @@ static ddp_result hash_weights(trainer *t, uint64_t *hash) {
         for (int i = 0; i < r->model.param_count; i++)
             if (r->infos[i].unit == unit && r->infos[i].tied_to < 0)
                 *hash = hash_bytes(*hash, r->model.values[i], (size_t)r->infos[i].count * sizeof(float));
-        TRY(ddp_fsdp_unit_release(t->fsdp, unit));
+        TRY(ddp_fsdp_reshard(t->fsdp, unit));
     }
     return ddp_fsdp_no_grad(t->fsdp, 0);
 }

@@ -53,8 +53,8 @@ FUNCTION(ddp_all_to_all_v, ddp_result, (ddp_group *, const void *, const size_t 
 FUNCTION(ddp_send, ddp_result, (ddp_group *, const void *, size_t, ddp_dtype, int, int, ddp_work *));
 FUNCTION(ddp_recv, ddp_result, (ddp_group *, void *, size_t, ddp_dtype, int, int, ddp_work *));
 FUNCTION(ddp_barrier, ddp_result, (ddp_group *));
-FUNCTION(ddp_batch_begin, ddp_result, (ddp_group *));
-FUNCTION(ddp_batch_end, ddp_result, (ddp_group *));
+FUNCTION(ddp_p2p_begin, ddp_result, (ddp_group *));
+FUNCTION(ddp_p2p_end, ddp_result, (ddp_group *));
 FUNCTION(ddp_wait, ddp_result, (ddp_group *, ddp_work *));
 FUNCTION(ddp_test, ddp_result, (ddp_group *, ddp_work *, int *));
 FUNCTION(ddp_group_alloc, ddp_result, (ddp_group *, size_t, void **));
@@ -143,9 +143,9 @@ void check_callbacks(ddp_group_desc *desc, void *(*alloc_fn)(size_t, void *), vo
 //== ddp_fsdp.h ===============================================================================================
 
 FUNCTION(ddp_fsdp_create, ddp_result, (ddp_fsdp **, ddp_group *, const ddp_fsdp_desc *));
-FUNCTION(ddp_fsdp_unit_gather, ddp_result, (ddp_fsdp *, int));
-FUNCTION(ddp_fsdp_unit_release, ddp_result, (ddp_fsdp *, int));
-FUNCTION(ddp_fsdp_unit_reduce, ddp_result, (ddp_fsdp *, int));
+FUNCTION(ddp_fsdp_unshard, ddp_result, (ddp_fsdp *, int));
+FUNCTION(ddp_fsdp_reshard, ddp_result, (ddp_fsdp *, int));
+FUNCTION(ddp_fsdp_reduce_grads, ddp_result, (ddp_fsdp *, int));
 FUNCTION(ddp_fsdp_clip_grad_norm, ddp_result, (ddp_fsdp *, float, float *));
 FUNCTION(ddp_fsdp_step, ddp_result, (ddp_fsdp *, float));
 FUNCTION(ddp_fsdp_save, ddp_result, (ddp_fsdp *, const char *));
@@ -167,7 +167,7 @@ FIELD(ddp_fsdp_desc, replicas, ddp_group *)
 FIELD(ddp_fsdp_desc, param_dtype, ddp_dtype)
 FIELD(ddp_fsdp_desc, reduce_dtype, ddp_dtype)
 FIELD(ddp_fsdp_desc, prefetch, int)
-FIELD(ddp_fsdp_desc, keep_after_forward, int)
+FIELD(ddp_fsdp_desc, no_reshard_after_forward, int)
 FIELD(ddp_fsdp_desc, offload, ddp_fsdp_offload)
 FIELD(ddp_fsdp_desc, optimizer, ddp_optimizer_desc)
 FIELD(ddp_fsdp_unit_desc, params, ddp_fsdp_param *)

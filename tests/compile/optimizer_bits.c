@@ -40,7 +40,7 @@ static int adamw_case(int offset, int count) {
         for (int i = 0; i < offset + count + 16; i++) ours[1][i] = other[1][i] = number(i, 2, step);
         gpt_adamw(other[0] + offset, other[1] + offset, other[2] + offset, other[3] + offset, (size_t)count, lr, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f);
         u = ddp__optimizer_factors(&optimizer, DDP_F32, lr);
-        u.keep = ddp__in_dtype(DDP_F32, 1.0 - ddp__in_dtype(DDP_F32, (double)lr * (double)0.1f));
+        u.decay_factor = ddp__in_dtype(DDP_F32, 1.0 - ddp__in_dtype(DDP_F32, (double)lr * (double)0.1f));
         u.value = ours[0] + offset;
         u.grad = ours[1] + offset;
         u.state0 = ours[2] + offset;
@@ -63,8 +63,8 @@ static int adamw_case(int offset, int count) {
                 ddp_update u = DDP_ZERO;                                                                             \
                 u.kind = (ddp_update_kind)kind;                                                                      \
                 u.dtype = dtype_;                                                                                    \
-                u.rate = 0.25f; u.beta1 = 0.9f; u.rest1 = (real)1 - (real)0.9f; u.beta2 = 0.99f; u.rest2 = (real)1 - (real)0.99f; \
-                u.root = 3.7f; u.eps = 1e-6f; u.keep = 0.999f; u.decay = 0.03f; u.scale = 0.7f; u.nesterov = 1; u.grad_scale = 0.3f; \
+                u.rate = 0.25f; u.beta1 = 0.9f; u.one_minus_beta1 = (real)1 - (real)0.9f; u.beta2 = 0.99f; u.one_minus_beta2 = (real)1 - (real)0.99f; \
+                u.inv_sqrt_bias_correction2 = 3.7f; u.eps = 1e-6f; u.decay_factor = 0.999f; u.decay = 0.03f; u.scale = 0.7f; u.nesterov = 1; u.grad_scale = 0.3f; \
                 for (int i = 0; i < COUNT_MAX; i++) x[0][i] = (real)number(i, 1, 0) / 3;                             \
                 for (int step = 1; step <= STEPS; step++) {                                                          \
                     u.first = step == 1;                                                                             \

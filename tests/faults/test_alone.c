@@ -114,12 +114,12 @@ static ddp_result messages(ddp_group *world) {
     ddp_result result, end;
     RANKS_OK(world, ddp_barrier(world));
     start = ddp_now();
-    RANKS_OK(world, ddp_batch_begin(world));
+    RANKS_OK(world, ddp_p2p_begin(world));
     result = ddp_send(world, in, 4, DDP_F32, next, 0, NULL);
     fail_at = ddp_rank(world) == ODD ? 1 : 0;
     if (result == DDP_OK) result = ddp_recv(world, out, 4, DDP_F32, before, 0, NULL);
     fail_at = 0;
-    end = ddp_batch_end(world);
+    end = ddp_p2p_end(world);
     if (result == DDP_OK) result = end;
     if (result == DDP_OK)
         result = ddp_barrier(world); /* a ring of small messages may be done without the odd rank's receive */

@@ -213,22 +213,22 @@ static ddp_result trained_open(trained *t, ddp_group *group) {
 
 static ddp_result train_on(ddp_group *group, trained *t, int steps) {
     for (; steps > 0; steps--) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(t->fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_unshard(t->fsdp, 0));
         for (int k = 0; k < PARAMS; k++)
             for (int i = 0; i < elements(k); i++) ((float *)t->params[k].param.grad.data)[i] = gradient(k, i);
-        RANKS_OK(group, ddp_fsdp_unit_reduce(t->fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(t->fsdp, 0));
         RANKS_OK(group, ddp_fsdp_step(t->fsdp, 0.25f));
     }
     return DDP_OK;
 }
 
 static ddp_result has_version(ddp_group *group, trained *t, int version) {
-    RANKS_OK(group, ddp_fsdp_unit_gather(t->fsdp, 0));
+    RANKS_OK(group, ddp_fsdp_unshard(t->fsdp, 0));
     for (int k = 0; k < PARAMS; k++)
         for (int i = 0; i < elements(k); i++)
             RANKS_CHECK(group, ((float *)t->params[k].param.value.data)[i] == value_of(version, k, i), "parameter %d element %d is not of version %d", k, i, version);
     RANKS_CHECK(group, t->state.step == version, "step %d, not %d", (int)t->state.step, version);
-    return ddp_fsdp_unit_release(t->fsdp, 0);
+    return ddp_fsdp_reshard(t->fsdp, 0);
 }
 
 /* user: the call before which this process is killed. */

@@ -24,7 +24,7 @@ static void leave(const plan *p) {
 static ddp_result call(ddp_fsdp *fsdp, int number) {
     int u = number % (3 * UNITS + 1) / 3, k = number % (3 * UNITS + 1) % 3;
     if (u == UNITS) return ddp_fsdp_step(fsdp, 0.1f);
-    return k == 0 ? ddp_fsdp_unit_gather(fsdp, u) : k == 1 ? ddp_fsdp_unit_reduce(fsdp, u) : ddp_fsdp_unit_release(fsdp, u);
+    return k == 0 ? ddp_fsdp_unshard(fsdp, u) : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u) : ddp_fsdp_reshard(fsdp, u);
 }
 
 static ddp_result ones(const ddp_fsdp_param *param, int64_t first_row, int64_t row_count, void *out, void *user) {
@@ -78,7 +78,7 @@ static ddp_result survive(ddp_group *world, void *user) {
         mine->result = result;
         snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());
         for (int u = 0; u < UNITS && far; u++) { /* nobody sends any more */
-            if (ddp_fsdp_unit_gather(fsdp, u) != DDP_OK) continue;
+            if (ddp_fsdp_unshard(fsdp, u) != DDP_OK) continue;
             for (int i = 0; i < 24; i++) again |= ((float *)params[u].param.value.data)[i] != ((float *)params[u].param.value.data)[0];
         }
         mine->done = again ? 2 : 1;
@@ -153,7 +153,7 @@ static ddp_result fit(ddp_group *world, void *user) {
     for (int i = 0; i < 2 * (3 * BLOCKS + 1) && result == DDP_OK; i++) {
         int u = i % (3 * BLOCKS + 1) / 3, k = i % (3 * BLOCKS + 1) % 3;
         if (u == BLOCKS) result = ddp_fsdp_step(fsdp, 0.1f);
-        else result = k == 0 ? ddp_fsdp_unit_gather(fsdp, u) : k == 1 ? ddp_fsdp_unit_reduce(fsdp, u) : ddp_fsdp_unit_release(fsdp, u);
+        else result = k == 0 ? ddp_fsdp_unshard(fsdp, u) : k == 1 ? ddp_fsdp_reduce_grads(fsdp, u) : ddp_fsdp_reshard(fsdp, u);
     }
     mine->result = result;
     snprintf(mine->text, sizeof mine->text, "%s", ddp_last_error());

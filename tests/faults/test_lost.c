@@ -54,10 +54,10 @@ static ddp_result wait_somehow(ddp_group *g, waiting what, int victim, ddp_group
         if (result == DDP_OK) result = ddp_wait(g, &work);
         break;
     case WAIT_BATCH:
-        result = ddp_batch_begin(g);
+        result = ddp_p2p_begin(g);
         if (result == DDP_OK) result = ddp_send(g, big, BIG, DDP_F32, victim, 0, NULL);
         if (result == DDP_OK) result = ddp_recv(g, out, 1, DDP_F32, victim, 0, NULL);
-        if (result == DDP_OK) result = ddp_batch_end(g);
+        if (result == DDP_OK) result = ddp_p2p_end(g);
         break;
     case WAIT_ALLOC: result = ddp_group_alloc(g, 100000, &memory); break;
     case WAIT_SPLIT: result = ddp_group_split(g, 0, 0, &made); break;

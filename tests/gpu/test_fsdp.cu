@@ -92,7 +92,7 @@ static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, 
     for (int m = 0; m < STEADY_MICRO; m++)
         for (int pass = 0; pass < 2 * STEADY_UNITS; pass++) {
             int back = pass >= STEADY_UNITS, u = back ? 2 * STEADY_UNITS - 1 - pass : pass;
-            RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
+            RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
             for (int i = 2 * u; i < 2 * u + 2 && back; i++) { /* gradients: some numbers plus the values */
                 const ddp_param *p = &params[i].param;
                 size_t count = (size_t)ddp_tensor_count(&p->value);
@@ -100,8 +100,8 @@ static ddp_result steady_step(ddp_group *world, device_rank *d, ddp_fsdp *fsdp, 
                 device->cast(p->grad.data, p->grad.dtype, numbers + (step * 5 + m * 3 + ddp_rank(world)) * 7, DDP_F32, count);
                 device->add(p->grad.data, p->grad.data, p->value.data, count, p->value.dtype);
             }
-            if (back) RANKS_OK(world, ddp_fsdp_unit_reduce(fsdp, u));
-            RANKS_OK(world, ddp_fsdp_unit_release(fsdp, u));
+            if (back) RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
+            RANKS_OK(world, ddp_fsdp_reshard(fsdp, u));
         }
     RANKS_OK(world, ddp_fsdp_clip_grad_norm(fsdp, step == 2 ? INFINITY : 0.25f, norm));
     RANKS_OK(world, ddp_fsdp_step(fsdp, 0.01f));
@@ -243,8 +243,8 @@ static ddp_result steady_faults(ddp_group *world, void *user) {
         fake_fail(NULL, 0, n, 0, 0);
         ddp_result result = ddp_fsdp_create(&fsdp, d.group, &desc);
         for (int u = 0; u < STEADY_UNITS && result == DDP_OK; u++) {
-            result = ddp_fsdp_unit_gather(fsdp, u);
-            if (result == DDP_OK) result = ddp_fsdp_unit_reduce(fsdp, u);
+            result = ddp_fsdp_unshard(fsdp, u);
+            if (result == DDP_OK) result = ddp_fsdp_reduce_grads(fsdp, u);
         }
         if (result == DDP_OK) result = ddp_fsdp_clip_grad_norm(fsdp, 0.25f, &norm);
         if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.01f);
@@ -287,9 +287,9 @@ static ddp_result steady_lost(ddp_group *world, void *user) {
     desc.micro_batch_count = 1;
     RANKS_OK(world, ddp_fsdp_create(&fsdp, group, &desc));
     for (int u = 0; u < STEADY_UNITS; u++) {
-        RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
-        RANKS_OK(world, ddp_fsdp_unit_reduce(fsdp, u));
-        RANKS_OK(world, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_reduce_grads(fsdp, u));
+        RANKS_OK(world, ddp_fsdp_reshard(fsdp, u));
     }
     RANKS_OK(world, ddp_barrier(world));
     for (int turn = 0; turn < 2 && ddp_rank(world) == 0; turn++) {

@@ -109,12 +109,12 @@ static ddp_result batches(device_rank *d) {
     int rank = ddp_rank(d->group), w = ddp_world_size(d->group);
     pair out[DDP_MAX_LOCAL_RANKS], in[DDP_MAX_LOCAL_RANKS];
     for (int r = 0; r < w; r++) { TRY(pair_make(d, &out[r], 70000)); TRY(pair_make(d, &in[r], 70000)); TRY(message_up(d, &out[r], 70000, (uint64_t)(rank * 64 + r))); }
-    RANKS_OK(d->cpu, ddp_batch_begin(d->group));
+    RANKS_OK(d->cpu, ddp_p2p_begin(d->group));
     for (int r = 0; r < w; r++)
         if (r != rank) RANKS_OK(d->cpu, ddp_send(d->group, out[r].far, 70000, DDP_U8, r, 0, NULL));
     for (int r = w - 1; r >= 0; r--)
         if (r != rank) RANKS_OK(d->cpu, ddp_recv(d->group, in[r].far, 70000, DDP_U8, r, 0, NULL));
-    RANKS_OK(d->cpu, ddp_batch_end(d->group));
+    RANKS_OK(d->cpu, ddp_p2p_end(d->group));
     for (int r = 0; r < w; r++) {
         if (r != rank) TRY(message_down(d, &in[r], 70000, (uint64_t)(r * 64 + rank)));
         pair_free(&out[r]);
@@ -360,9 +360,9 @@ static ddp_result failing_memory(device_rank *d) {
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
         if (last) {
             fake_fail("cudaSetDevice", number, 1, cudaErrorInvalidDevice, 0);
-            result = pinned ? device->alloc_host(d->group, 64, &memory) : device->alloc(d->group, 64, &memory);
+            result = pinned ? device->alloc_pinned(d->group, 64, &memory) : device->alloc(d->group, 64, &memory);
             RANKS_CHECK(d->cpu, result == DDP_ERR_ENGINE && !memory, "pinned %d: %s", pinned, ddp_result_name(result));
-            RANKS_CHECK(d->cpu, strstr(ddp_last_error(), pinned ? "alloc_host: cudaSetDevice: " : "alloc: cudaSetDevice: "), "%s", ddp_last_error());
+            RANKS_CHECK(d->cpu, strstr(ddp_last_error(), pinned ? "alloc_pinned: cudaSetDevice: " : "alloc: cudaSetDevice: "), "%s", ddp_last_error());
             RANKS_CHECK(d->cpu, fake_fault_fired(1), "the device has not been changed");
         }
         RANKS_OK(d->cpu, ddp_barrier(d->cpu));
@@ -381,7 +381,7 @@ static ddp_result loaded_sample(void *user, int64_t index, void *const *fields) 
     return DDP_OK;
 }
 
-/* Batches go up behind what the stream holds, from where they were loaded, while workers load the next: hold keeps them. */
+/* Batches go up behind what the stream holds, from where they were loaded, while workers load the next: extra_valid_batches keeps them. */
 static ddp_result batches_go_up(device_rank *d) {
     ddp_tensor field = DDP_ZERO;
     ddp_loader_desc desc = DDP_ZERO;
@@ -395,7 +395,7 @@ static ddp_result batches_go_up(device_rank *d) {
     field.shape[0] = 1000;
     desc.sampler.dataset_size = 20;
     desc.batch_size = 4;
-    desc.hold = 4;
+    desc.extra_valid_batches = 4;
     desc.fields = &field;
     desc.field_count = 1;
     desc.fetch = loaded_sample;

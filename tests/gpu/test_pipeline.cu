@@ -300,9 +300,9 @@ static ddp_result on_ready(int stage, void *user) {
     return ddp_reducer_ready(reducer, 0);
 }
 static ddp_result on_wait(int stage, void *user) { return ddp_reducer_wait(((far_model *)user)->reducer[stage]); }
-static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unit_gather(((far_model *)user)->fsdp[stage], 0); }
-static ddp_result on_release(int stage, void *user) { return ddp_fsdp_unit_release(((far_model *)user)->fsdp[stage], 0); }
-static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(((far_model *)user)->fsdp[stage], 0); }
+static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unshard(((far_model *)user)->fsdp[stage], 0); }
+static ddp_result on_release(int stage, void *user) { return ddp_fsdp_reshard(((far_model *)user)->fsdp[stage], 0); }
+static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(((far_model *)user)->fsdp[stage], 0); }
 static ddp_result on_step(int stage, void *user) { return ddp_fsdp_step(((far_model *)user)->fsdp[stage], 0.02f); }
 
 /* A stage over replicas: by a reducer, or sharded. */

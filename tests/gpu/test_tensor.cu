@@ -91,7 +91,7 @@ static ddp_result over_ranks(device_rank *d) {
                 memset(&gathered, 0, sizeof gathered);
                 if (a == DDP_PARTIAL) BOTH(ddp_tensor_copy, whole, in, );
                 else BOTH(ddp_tensor_distribute, whole, in, w - 1, a,);
-                RANKS_OK(d->cpu, ddp_placement_box(b, 3, shapes[s], rank, w, &box));
+                RANKS_OK(d->cpu, ddp_placement_shard_box(b, 3, shapes[s], rank, w, &box));
                 out.near.ndim = out.far.ndim = 3;
                 memcpy(out.near.shape, box.shape, sizeof box.shape);
                 memcpy(out.far.shape, box.shape, sizeof box.shape);

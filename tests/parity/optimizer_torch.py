@@ -68,7 +68,7 @@ int scaler_step(float *g, int64_t count, float *scale) { /* found_inf, or an err
 }
 float rate(int kind, double peak, double floor_, int64_t warmup, int64_t total, float power, int64_t at) {
     ddp_lr_desc d = DDP_ZERO;
-    d.kind = (ddp_lr_kind)kind; d.peak = peak; d.floor = floor_; d.warmup_steps = warmup; d.total_steps = total; d.power = power;
+    d.kind = (ddp_lr_kind)kind; d.max_lr = peak; d.min_lr = floor_; d.warmup_steps = warmup; d.total_steps = total; d.power = power;
     return ddp_lr_at(&d, at);
 }
 const char *problem(void) { return ddp_last_error(); }

@@ -248,10 +248,10 @@ static ddp_result infinite_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsd
     int last = ddp_rank(group) == ddp_world_size(group) - 1;
     for (int m = 0; m < p->micro_batches; m++)
         for (int u = 0; u < unit_count; u++) {
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
             backward(part, &units[u], params, 9, 0, 1, last && u == 1 ? INFINITY : 1.0);
-            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
         }
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
     RANKS_CHECK(group, ddp_scaler_found_inf(scaler), "rank %d does not know of the infinity", ddp_rank(group));
@@ -270,14 +270,14 @@ static ddp_result train_step(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp, 
         int number = each ? m * world + rank : rank * p->micro_batches + m;
         ddp_mean_add(&loss, loss_of(step, number), tokens_of(step, number));
         for (int u = 0; u < unit_count; u++) {
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-            if (!p->gathers) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+            if (!p->gathers) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
         }
         for (int u = unit_count - 1; u >= 0; u--) {
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
             backward(part, &units[u], params, step, number, p->overwrite, p->scaled ? (double)ddp_scaler_scale(scaler) : 1.0);
-            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
         }
     }
     if (p->tokens) {
@@ -315,7 +315,7 @@ static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp
                                const ddp_fsdp_param *params) {
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
     for (int u = 0; u < unit_count; u++) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
         for (int k = 0; k < units[u].param_count; k++) {
             int use = (int)(units[u].params + k - params);
             double near[MOST];
@@ -329,7 +329,7 @@ static ddp_result check_values(ddp_group *group, ddp_group *part, ddp_fsdp *fsdp
             else fetch(part, near, &rows);
             RANKS_OK(group, check_rows(group, "shard", use, near, rows.dtype, (int)first * shapes[use].columns, (int)ddp_tensor_count(&rows)));
         }
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     return DDP_OK;
 }
@@ -364,7 +364,7 @@ static ddp_result train_on(ddp_group *group, void *user) {
     desc.per_token = p->tokens;
     desc.micro_batch_count = p->micro_batches;
     desc.prefetch = p->prefetch;
-    desc.keep_after_forward = p->keep;
+    desc.no_reshard_after_forward = p->keep;
     desc.overwrite_gradients = p->overwrite;
     desc.optimizer = optimizer_of(p);
     desc.init_fn = fill;

@@ -108,14 +108,14 @@ static ddp_result check_shards(ddp_group *group, ddp_fsdp *fsdp, const plan *p) 
 static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const plan *p,
                                       ddp_fsdp_param (*params)[PARAMS], int number) {
     int next[UNITS] = {0};
-    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
     for (int k = 0; k < PARAMS; k++) {
         int unit = shapes[k].unit;
         write_gradient(params[unit][next[unit]++].param.grad.data, p->dtype, k, number);
     }
     for (int u = UNITS - 1; u >= 0; u--) {
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     return DDP_OK;
 }
@@ -124,7 +124,7 @@ static ddp_result micro_batch_of_fsdp(ddp_group *group, ddp_fsdp *fsdp, const pl
 static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, ddp_fsdp_param (*params)[PARAMS],
                                int first) {
     int next[UNITS] = {0};
-    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
     for (int k = 0; k < PARAMS; k++) {
         const ddp_tensor *value = &params[shapes[k].unit][next[shapes[k].unit]++].param.value;
         size_t bytes = (size_t)elements(k) * ddp_dtype_size(value->dtype);
@@ -132,7 +132,7 @@ static ddp_result check_values(ddp_group *group, ddp_fsdp *fsdp, ddp_fsdp_param 
         RANKS_CHECK(group, memcmp(stepped[k], value->data, bytes) == 0,
                     "%s: values after a step differ from those of one rank", shapes[k].name);
     }
-    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+    for (int u = 0; u < UNITS; u++) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     return DDP_OK;
 }
 

@@ -92,9 +92,9 @@ static ddp_result on_ready(int stage, void *user) {
 static ddp_result on_wait(int stage, void *user) { return ddp_reducer_wait(((member *)user)->reducer[stage]); }
 static ddp_result on_optimizer(int stage, void *user) { return ddp_optimizer_step(((member *)user)->optimizer[stage], RATE); }
 
-static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unit_gather(((member *)user)->fsdp[stage], 0); }
-static ddp_result on_release(int stage, void *user) { return ddp_fsdp_unit_release(((member *)user)->fsdp[stage], 0); }
-static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_unit_reduce(((member *)user)->fsdp[stage], 0); }
+static ddp_result on_gather(int stage, void *user) { return ddp_fsdp_unshard(((member *)user)->fsdp[stage], 0); }
+static ddp_result on_release(int stage, void *user) { return ddp_fsdp_reshard(((member *)user)->fsdp[stage], 0); }
+static ddp_result on_reduce(int stage, void *user) { return ddp_fsdp_reduce_grads(((member *)user)->fsdp[stage], 0); }
 static ddp_result on_final(int stage, int param, ddp_tensor *grad, void *user) {
     return ddp_fsdp_get_shard(((member *)user)->fsdp[stage], 0, param, NULL, grad, NULL);
 }
@@ -143,7 +143,7 @@ static ddp_result stage_split(member *me, int s, ddp_group *dp, const plan *plan
     stage->reduce_grad = on_reduce;
     stage->update = plan->interval ? on_step_inside : on_step;
     stage->divide = 1;
-    stage->final_grad = plan->tied ? on_final : NULL;
+    stage->get_sharded_grad = plan->tied ? on_final : NULL;
     return DDP_OK;
 }
 
@@ -190,7 +190,7 @@ static ddp_result refuses_ties(ddp_group *pp, const ddp_pipeline_desc *desc, con
     ddp_pipeline_desc tied = *desc;
     ddp_pipeline *none;
     tied.ties = tie, tied.tie_count = 1;
-    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "comes with unshard; set final_grad"), "%s", ddp_last_error());
+    RANKS_CHECK(pp, ddp_pipeline_create(&none, pp, &tied) == DDP_ERR_INVALID && strstr(ddp_last_error(), "comes with unshard; set get_sharded_grad"), "%s", ddp_last_error());
     return DDP_OK;
 }
 

@@ -199,23 +199,23 @@ static ddp_result words(ddp_group *world) {
     for (int r = 0; r < w; r++)
         if (!ddp_group_peer(child, mine, r)) { ddp_group_destroy(child); return DDP_OK; } /* alike on all ranks */
     for (uint64_t round = 1; round <= ROUNDS; round++) {
-        RANKS_OK(child, ddp_group_await(child, mine + DONE, round - 1));
+        RANKS_OK(child, ddp_group_wait_signal(child, mine + DONE, round - 1));
         mine[DATA] = round * 100 + (uint64_t)rank;
-        ddp_group_raise(child, mine, round);
+        ddp_group_signal(child, mine, round);
         if (round % 50 == 0) RANKS_OK(child, ddp_all_reduce(child, &one, &sum, 1, DDP_I64, DDP_OP_SUM, &work));
         if (ranks_mix(round * 64 + (uint64_t)rank) % 16 == 0) ranks_sleep_us(100);
-        RANKS_OK(child, ddp_group_await(child, mine, round));
+        RANKS_OK(child, ddp_group_wait_signal(child, mine, round));
         for (int r = 0; r < w; r++) {
             const uint64_t *theirs = (const uint64_t *)ddp_group_peer(child, mine, r);
             RANKS_CHECK(world, theirs[DATA] == round * 100 + (uint64_t)r, "round %d: rank %d has %d", (int)round, r, (int)theirs[DATA]);
         }
-        ddp_group_raise(child, mine + DONE, round);
+        ddp_group_signal(child, mine + DONE, round);
         if (round % 50 == 0) RANKS_OK(child, ddp_wait(child, &work));
     }
     RANKS_CHECK(world, sum == w, "sum %lld", (long long)sum);
     snprintf(text, sizeof text, "rank %d is in ddp_barrier", w - 1);
     if (w > 1 && rank < w - 1) {
-        RANKS_CHECK(world, ddp_group_await(child, mine, ROUNDS + 1) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
+        RANKS_CHECK(world, ddp_group_wait_signal(child, mine, ROUNDS + 1) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "a stray: %s", ddp_last_error());
         RANKS_CHECK(world, strstr(ddp_last_error(), " after seq="), "no number of the last collective: %s", ddp_last_error());
     } else if (w > 1) {
         RANKS_CHECK(world, ddp_barrier(child) == DDP_ERR_MISMATCH && strstr(ddp_last_error(), text), "of the stray: %s", ddp_last_error());

@@ -197,7 +197,7 @@ static ddp_result batches(ddp_group *g, size_t size) {
     unsigned char *out = bytes(size * (size_t)w), *in = bytes(size * (size_t)w);
     for (int round = 0; round < 3; round++) {
         memset(in, 0, size * (size_t)w);
-        RANKS_OK(g, ddp_batch_begin(g));
+        RANKS_OK(g, ddp_p2p_begin(g));
         for (int phase = 0; phase < 2; phase++)
             for (int i = 0; i < w && round < 2; i++) {
                 int peer = (rank + i * (round ? w - 1 : 1)) % w;
@@ -208,7 +208,7 @@ static ddp_result batches(ddp_group *g, size_t size) {
                     RANKS_OK(g, ddp_send(g, mine, size, DDP_U8, peer, 3, NULL));
                 } else RANKS_OK(g, ddp_recv(g, in + size * (size_t)peer, size, DDP_U8, peer, 3, NULL));
             }
-        RANKS_OK(g, ddp_batch_end(g));
+        RANKS_OK(g, ddp_p2p_end(g));
         for (int peer = 0; peer < w && round < 2; peer++)
             if (peer != rank) ARRIVED(g, in + size * (size_t)peer, size, (uint64_t)(round * 10000 + peer * 100 + rank));
     }
@@ -326,10 +326,10 @@ static ddp_result refused(ddp_group *g) {
     RANKS_CHECK(g, ddp_send(g, &byte, 1, DDP_U8, w, 0, NULL) == DDP_ERR_INVALID, "peer = world_size");
     RANKS_CHECK(g, ddp_recv(g, &byte, 1, DDP_U8, -1, 0, NULL) == DDP_ERR_INVALID, "peer = -1");
     RANKS_CHECK(g, ddp_send(g, &byte, 1, DDP_U8, (rank + 1) % w, -1, NULL) == DDP_ERR_INVALID, "tag = -1");
-    RANKS_CHECK(g, ddp_batch_end(g) == DDP_ERR_INVALID, "batch_end without begin");
-    RANKS_OK(g, ddp_batch_begin(g));
-    RANKS_CHECK(g, ddp_batch_begin(g) == DDP_ERR_INVALID, "batches do not nest");
-    RANKS_OK(g, ddp_batch_end(g));
+    RANKS_CHECK(g, ddp_p2p_end(g) == DDP_ERR_INVALID, "batch_end without begin");
+    RANKS_OK(g, ddp_p2p_begin(g));
+    RANKS_CHECK(g, ddp_p2p_begin(g) == DDP_ERR_INVALID, "batches do not nest");
+    RANKS_OK(g, ddp_p2p_end(g));
     RANKS_OK(g, ddp_group_status(g));
     return DDP_OK;
 }

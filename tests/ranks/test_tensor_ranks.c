@@ -303,9 +303,9 @@ static ddp_result formulas(ddp_group *world) {
         ddp_tensor_plan plan;
         ddp_tensor_box box;
         in.dtype = DDP_F32, in.ndim = out.ndim = 2;
-        RANKS_OK(world, ddp_placement_box(all[i / 4], 2, shape, ddp_rank(world), (int)w, &box));
+        RANKS_OK(world, ddp_placement_shard_box(all[i / 4], 2, shape, ddp_rank(world), (int)w, &box));
         memcpy(in.shape, box.shape, sizeof in.shape);
-        RANKS_OK(world, ddp_placement_box(all[i % 4], 2, shape, ddp_rank(world), (int)w, &box));
+        RANKS_OK(world, ddp_placement_shard_box(all[i % 4], 2, shape, ddp_rank(world), (int)w, &box));
         memcpy(out.shape, box.shape, sizeof out.shape);
         RANKS_OK(world, ddp_tensor_redistribute_plan(world, &in, all[i / 4], all[i % 4], &out, &plan));
         RANKS_CHECK(world, plan.sent_bytes == bytes[i / 4][i % 4], "%s to %s: %zu bytes, not %zu", ddp_placement_name(all[i / 4]),
@@ -399,8 +399,8 @@ static ddp_result relayout(ddp_group *world, grid *g, ddp_dtype dtype, int ndim,
     RANKS_OK(world, ddp_tensor_layout_box(&a, &told));
     for (int i = 0; i < ndim; i++)
         RANKS_CHECK(world, told.offset[i] == box[i].begin && told.shape[i] == in.shape[i] && told.global_shape[i] == shape[i], "the box of dimension %d", i);
-    RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, NULL, &plan));
-    RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, &out, &done));
+    RANKS_OK(world, ddp_tensor_redistribute_mesh(&in, &a, &b, NULL, &plan));
+    RANKS_OK(world, ddp_tensor_redistribute_mesh(&in, &a, &b, &out, &done));
     for (int i = 0; i < g->axes; i++) sent -= g->recorder[i].sent;
     RANKS_CHECK(world, plan.sent_bytes == done.sent_bytes && plan.workspace_bytes == done.workspace_bytes && plan.collective == done.collective &&
         plan.sent_bytes + sent == 0,
@@ -508,7 +508,7 @@ static ddp_result routes(ddp_group *world) {
         RANKS_OK(world, ddp_tensor_layout_box(&a, &box));
         in.dtype = DDP_F32, in.ndim = 2;
         memcpy(in.shape, box.shape, sizeof in.shape);
-        RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, NULL, &plan));
+        RANKS_OK(world, ddp_tensor_redistribute_mesh(&in, &a, &b, NULL, &plan));
         RANKS_CHECK(world, strcmp(plan.collective, cases[c].collective) == 0 && plan.sent_bytes == cases[c].elements * 4,
             "case %zu: %s, %zu elements", c, plan.collective,
                     plan.sent_bytes / 4);
@@ -627,11 +627,11 @@ static ddp_result one_is_wrong(ddp_group *world) {
     in.shape[0] = in.shape[1] = w;
     out = in;
     out.data = other;
-    TRY(says(world, ddp_tensor_relayout(rank == 1 ? NULL : &in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in is NULL"));
+    TRY(says(world, ddp_tensor_redistribute_mesh(rank == 1 ? NULL : &in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in is NULL"));
     if (mode != RANKS_MPI) { /* which allocates, too */
         out.data = NULL;
         grants = rank == 1 ? 0 : -1;
-        TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
+        TRY(says(world, ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
         RANKS_CHECK(world, !out.data, "out was made");
         grants = rank == 1 ? 0 : -1;
         TRY(says(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out), DDP_ERR_NO_MEMORY, "bytes could not be allocated"));
@@ -639,7 +639,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
         grants = -1;
         out.data = other;
     }
-    RANKS_OK(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL));
+    RANKS_OK(world, ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL));
     RANKS_OK(world, ddp_tensor_redistribute(world, &in, DDP_PARTIAL, DDP_REPLICATE, &out));
     ddp_mesh_destroy(mesh);
 
@@ -647,7 +647,7 @@ static ddp_result one_is_wrong(ddp_group *world) {
     a.axis_count = b.axis_count = 1, a.axes[0] = b.axes[0] = world, a.placement[0] = DDP_SHARD(0);
     in.shape[0] = 1;
     out.data = rank == 1 ? values : other;
-    TRY(says(world, ddp_tensor_relayout(&in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in and out overlap"));
+    TRY(says(world, ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), DDP_ERR_INVALID, "in and out overlap"));
     return ddp_barrier(world);
 }
 
@@ -688,7 +688,7 @@ static ddp_result without_memory(ddp_group *world) {
         out.data = room;
         for (; granted < 30 && failed; granted++) {
             grants = granted;
-            result = axes ? ddp_tensor_relayout(&in.tensor, &a, &b, &out, NULL) : ddp_tensor_redistribute(world, &in.tensor, DDP_SHARD(0), DDP_SHARD(1), &out);
+            result = axes ? ddp_tensor_redistribute_mesh(&in.tensor, &a, &b, &out, NULL) : ddp_tensor_redistribute(world, &in.tensor, DDP_SHARD(0), DDP_SHARD(1), &out);
             grants = -1;
             RANKS_CHECK(world, result == DDP_OK || (result == DDP_ERR_NO_MEMORY && strstr(ddp_last_error(), "bytes could not be allocated")), "%s: %s",
                         ddp_result_name(result), ddp_last_error());
@@ -745,7 +745,7 @@ static ddp_result checkpoint(ddp_group *world) {
         RANKS_OK(world, ddp_fsdp_create(&fsdp, alone, &desc));
         if (reads) {
             RANKS_OK(world, ddp_fsdp_load(fsdp, dir));
-            RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, 0));
+            RANKS_OK(world, ddp_fsdp_unshard(fsdp, 0));
             RANKS_CHECK(world, memcmp(param.param.value.data, values, sizeof values) == 0, "read back: other values");
         } else RANKS_OK(world, ddp_fsdp_save(fsdp, dir));
         ddp_fsdp_destroy(fsdp);

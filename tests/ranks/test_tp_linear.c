@@ -472,7 +472,7 @@ static ddp_result normal_values(ddp_group *group) {
     for (int d = 0; d < 3; d++)
         for (int r = 0; r < 4; r++) {
             int64_t i = 0;
-            RANKS_OK(group, ddp_placement_box(DDP_SHARD(d), 3, shape, r, 4, &box));
+            RANKS_OK(group, ddp_placement_shard_box(DDP_SHARD(d), 3, shape, r, 4, &box));
             RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F64, 5, 2, 0.25, part));
             RANKS_OK(group, ddp_tensor_init_normal(&box, DDP_F32, 5, 2, 0.25, part32));
             for (int64_t a = 0; a < box.shape[0]; a++)

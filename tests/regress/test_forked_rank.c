@@ -29,8 +29,8 @@ static int child(ddp_group *group, void *memory, ddp_work *work) {
     REFUSED(ddp_recv(group, &x, 1, DDP_F32, 1, 0, &mine));
     REFUSED(ddp_wait(group, work));
     REFUSED(ddp_test(group, work, &done));
-    REFUSED(ddp_batch_begin(group));
-    REFUSED(ddp_batch_end(group));
+    REFUSED(ddp_p2p_begin(group));
+    REFUSED(ddp_p2p_end(group));
     REFUSED(ddp_group_alloc(group, 64, &more));
     REFUSED(ddp_group_free(group, memory));
     REFUSED(ddp_group_split(group, 0, 0, &half));

@@ -39,11 +39,11 @@ static ddp_result rank_main(ddp_group *world, void *user) {
         result = note(world, world, ddp_wait(world, &slow));
         ddp_wait(world, &lost);
     } else {
-        RANKS_OK(world, ddp_batch_begin(world));
+        RANKS_OK(world, ddp_p2p_begin(world));
         RANKS_OK(world, ddp_recv(world, &data[0], 1, DDP_I32, 1, 0, NULL));
         RANKS_OK(world, ddp_recv(world, &data[1], 1, DDP_I32, 2, 0, NULL));
         say(&stage_shared->counter);
-        result = note(world, world, ddp_batch_end(world));
+        result = note(world, world, ddp_p2p_end(world));
     }
     say(&stage_shared->finished);
     return result;

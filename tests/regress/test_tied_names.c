@@ -110,7 +110,7 @@ static ddp_result cases(ddp_group *world, void *user) {
         for (int k = 0; k < 4 && c->words[k]; k++)
             RANKS_CHECK(world, strstr(ddp_last_error(), c->words[k]), "trial %zu: '%s' is not in: %s", t,
                         c->words[k], ddp_last_error());
-        for (int u = 0; u < 2; u++) RANKS_OK(world, ddp_fsdp_unit_gather(fsdp, u));
+        for (int u = 0; u < 2; u++) RANKS_OK(world, ddp_fsdp_unshard(fsdp, u));
         for (int k = 0; k < 4; k++)
             for (int i = 0; i < COUNT; i++) {
                 want = c->words[0] ? -9 : value_of(i);

@@ -558,8 +558,8 @@ static void check_updates(void) {
                     u.kind = kind == 0 ? DDP_UPDATE_ADAMW : kind < 3 ? DDP_UPDATE_LAMB : DDP_UPDATE_SGD;
                     u.dtype = wide ? DDP_F64 : DDP_F32;
                     u.state0 = kind == 3 ? NULL : &u;
-                    u.rate = 0.03f; u.beta1 = 0.9f; u.rest1 = 1.0f - 0.9f; u.beta2 = 0.999f; u.rest2 = 1.0f - 0.999f;
-                    u.root = 31.6f; u.eps = 1e-8f; u.keep = 0.997f; u.scale = kind == 4 ? 0.7f : 1;
+                    u.rate = 0.03f; u.beta1 = 0.9f; u.one_minus_beta1 = 1.0f - 0.9f; u.beta2 = 0.999f; u.one_minus_beta2 = 1.0f - 0.999f;
+                    u.inv_sqrt_bias_correction2 = 31.6f; u.eps = 1e-8f; u.decay_factor = 0.997f; u.scale = kind == 4 ? 0.7f : 1;
                     u.decay = kind == 2 || kind == 5 ? 0.1f : 0;
                     u.nesterov = kind == 5;
                     u.grad_scale = kind % 2 ? 0.3f : 0;

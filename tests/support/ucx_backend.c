@@ -103,14 +103,14 @@ static ddp_result poll(message *m, int *done) {
 }
 
 static ddp_result p2p_start(ddp_group *group, void *state, const ddp_call *c, void **request) {
-    message *m = (message *)(*request = ddp_group_malloc(group, sizeof *m));
+    message *m = (message *)(*request = ddp_host_alloc(group, sizeof *m));
     if (m) start((engine *)state, c, m, c->root, c->kind == DDP_CALL_SEND, (char *)c->recv);
     return m ? DDP_OK : DDP_ERR_NO_MEMORY;
 }
 
 static ddp_result p2p_poll(ddp_group *group, void *state, void *request, int *done) {
     ddp_result result = poll((message *)request, done);
-    if (*done || result != DDP_OK) ddp_group_mfree(group, request);
+    if (*done || result != DDP_OK) ddp_host_free(group, request);
     return result;
 }
 
@@ -120,7 +120,7 @@ static ddp_result run(ddp_group *group, void *state, const ddp_call *c) {
     engine *e = (engine *)state;
     int w = e->size, ms = ddp_group_timeout_ms(group), k = c->kind, reduces = k == DDP_CALL_ALL_REDUCE || k == DDP_CALL_REDUCE || k == DDP_CALL_REDUCE_SCATTER;
     double deadline = ddp_now() + ms * 1e-3;
-    message *m = (message *)ddp_group_malloc(group, (size_t)w * (2 * sizeof *m + sizeof(void *) + (reduces ? c->count * ddp_dtype_size(c->dtype) : 0)));
+    message *m = (message *)ddp_host_alloc(group, (size_t)w * (2 * sizeof *m + sizeof(void *) + (reduces ? c->count * ddp_dtype_size(c->dtype) : 0)));
     const void **sources = (const void **)(void *)(m + 2 * w); /* behind what comes and what goes; then what is to be reduced */
     ddp_result result = m ? status(group, e) : failed(e, DDP_ERR_NO_MEMORY);
     for (int r = 0; r < w && result == DDP_OK; r++) {
@@ -137,7 +137,7 @@ static ddp_result run(ddp_group *group, void *state, const ddp_call *c) {
     }
     if (result == DDP_OK && reduces && (k != DDP_CALL_REDUCE || e->rank == c->root))
         ddp_reduce_tree(c->recv, sources, w, c->count, c->dtype, c->op, c->divisor);
-    ddp_group_mfree(group, m);
+    ddp_host_free(group, m);
     return result;
 }
 
@@ -149,7 +149,7 @@ static ddp_result meet(ddp_group *group, ddp_group *control, int owns_control, v
                                   .thread_mode = UCS_THREAD_MODE_SERIALIZED, .flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK};
     ddp_call barrier = {.kind = DDP_CALL_BARRIER, .root = -1};
     size_t w = (size_t)ddp_world_size(control), card = 4096, length, bytes = sizeof(engine) + w * (sizeof(ucp_ep_h) + sizeof(void *));
-    engine *e = (engine *)(*state = ddp_group_malloc(group, bytes + w * card));
+    engine *e = (engine *)(*state = ddp_host_alloc(group, bytes + w * card));
     char *cards = (char *)e + bytes;
     ucp_address_t *address;
     if (!e) return ddp_group_poison(control, DDP_ERR_NO_MEMORY, ddp_last_error()), DDP_ERR_NO_MEMORY;
@@ -188,7 +188,7 @@ static void leave(ddp_group *group, void *state) {
         ucp_cleanup(e->context);
     }
     if (e->owns_control) ddp_group_destroy(e->control);
-    ddp_group_mfree(group, e);
+    ddp_host_free(group, e);
 }
 
 static ddp_result alloc(ddp_group *group, void *state, size_t size_bytes, void **out) { return ddp_group_alloc(control_of(state), size_bytes, out); }

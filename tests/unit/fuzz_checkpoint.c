@@ -57,7 +57,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (data[0] == 'h') {
         uint64_t data_bytes = last_number(text, length);
         if (ddp__header_read(alone, "fuzz", text, length, data_bytes, &header) == DDP_OK) check_header(&header, data_bytes);
-        ddp_group_mfree(alone, header.records);
+        ddp_host_free(alone, header.records);
     } else if (data[0] == 's') {
         if (ddp__in_files_make(&loading, length) != DDP_OK || (!ddp__state_read(&loading, &j) && !j.error)) abort();
     } else if (data[0] == 'i') {
@@ -66,7 +66,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (!(ddp__json_skip(&j) && ddp__json_end(&j)) != (j.error != NULL)) abort();
         if (j.at > j.end) abort();
     }
-    ddp_group_mfree(alone, loading.files);
+    ddp_host_free(alone, loading.files);
     free(text);
     return 0;
 }

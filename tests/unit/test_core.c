@@ -161,11 +161,11 @@ static void test_allocator_of_the_caller(void **state) {
     desc.alloc_fn = counting_alloc, desc.free_fn = counting_free, desc.user = &live_blocks;
     assert_int_equal(ddp_group_create(&group, &desc), DDP_OK);
     assert_true(live_blocks > 0);
-    memory = ddp_group_malloc(group, 1000);
+    memory = ddp_host_alloc(group, 1000);
     assert_non_null(memory);
     assert_int_equal((uintptr_t)memory % 64, 0);
-    ddp_group_mfree(group, memory);
-    ddp_group_mfree(group, NULL);
+    ddp_host_free(group, memory);
+    ddp_host_free(group, NULL);
     assert_int_equal(ddp_group_split(group, 0, 0, &child), DDP_OK);
     ddp_group_destroy(child);
     ddp_group_destroy(group);
@@ -320,12 +320,12 @@ static void test_other_arguments(void **state) {
     REFUSED(ddp_send(g, a, 1, DDP_F32, 5, 0, NULL), "ddp_send", "peer");
     REFUSED(ddp_recv(g, a, 1, DDP_F32, -1, 0, NULL), "ddp_recv", "peer");
     REFUSED(ddp_recv(NULL, a, 1, DDP_F32, 0, 0, NULL), "ddp_recv", "group");
-    REFUSED(ddp_batch_begin(NULL), "ddp_batch_begin", "group");
-    REFUSED(ddp_batch_end(NULL), "ddp_batch_end", "group");
-    REFUSED(ddp_batch_end(g), "ddp_batch_end", "batch is open");
-    assert_int_equal(ddp_batch_begin(g), DDP_OK);
-    REFUSED(ddp_batch_begin(g), "ddp_batch_begin", "open already");
-    assert_int_equal(ddp_batch_end(g), DDP_OK);
+    REFUSED(ddp_p2p_begin(NULL), "ddp_p2p_begin", "group");
+    REFUSED(ddp_p2p_end(NULL), "ddp_p2p_end", "group");
+    REFUSED(ddp_p2p_end(g), "ddp_p2p_end", "batch is open");
+    assert_int_equal(ddp_p2p_begin(g), DDP_OK);
+    REFUSED(ddp_p2p_begin(g), "ddp_p2p_begin", "open already");
+    assert_int_equal(ddp_p2p_end(g), DDP_OK);
 
     REFUSED(ddp_wait(NULL, &none), "ddp_wait", "group");
     REFUSED(ddp_wait(g, NULL), "ddp_wait", "work");

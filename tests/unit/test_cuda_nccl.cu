@@ -343,10 +343,10 @@ static ddp_result messages(rank_state *s) {
         fill(s, s->in, N, round);
         spoil(s, s->out, N);
         if (round == 0) {
-            RANKS_OK(s->cpu, ddp_batch_begin(s->group));
+            RANKS_OK(s->cpu, ddp_p2p_begin(s->group));
             RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, next, 3, NULL));
             RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, before, 3, NULL));
-            RANKS_OK(s->cpu, ddp_batch_end(s->group));
+            RANKS_OK(s->cpu, ddp_p2p_end(s->group));
         } else if (round == 1) {
             if (s->rank % 2 == 0 && s->rank + 1 < s->size) RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, s->rank + 1, 0, NULL));
             if (s->rank % 2 == 1) RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, s->rank - 1, 0, NULL));
@@ -869,10 +869,10 @@ static ddp_result everything_in(rank_state *s, ddp_group **half, ddp_reducer **r
     if (result == DDP_OK) result = ddp_all_reduce(s->group, s->spare, s->spare, MANY, DDP_F32, DDP_OP_MAX, NULL);
     if (result == DDP_OK) result = ddp_all_to_all(s->group, s->in, s->out, N / 4, DDP_F32, &work);
     if (result == DDP_OK) result = ddp_wait(s->group, &work);
-    if (result == DDP_OK) result = ddp_batch_begin(s->group);
+    if (result == DDP_OK) result = ddp_p2p_begin(s->group);
     if (result == DDP_OK) result = ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL);
     if (result == DDP_OK) result = ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL);
-    if (result == DDP_OK) result = ddp_batch_end(s->group);
+    if (result == DDP_OK) result = ddp_p2p_end(s->group);
     if (result == DDP_OK) result = ddp_group_split(s->group, 0, -s->rank, half);
     if (result == DDP_OK) result = ddp_all_reduce(*half, s->in, s->out, N, DDP_F32, DDP_OP_AVG, NULL);
     if (result == DDP_OK) result = ddp_group_alloc(s->group, 4096, &memory);
@@ -1105,10 +1105,10 @@ static ddp_result sequences(rank_state *s) {
              "cudaEventRecord(e7, s2)\n"
              "cudaEventRecord(e35, s2)\n"
              "cudaStreamWaitEvent(s1, e35)\n"));
-    RANKS_OK(s->cpu, ddp_batch_begin(s->group));
+    RANKS_OK(s->cpu, ddp_p2p_begin(s->group));
     RANKS_OK(s->cpu, ddp_send(s->group, s->in, N, DDP_F32, 1 - s->rank, 0, NULL));
     RANKS_OK(s->cpu, ddp_recv(s->group, s->out, N, DDP_F32, 1 - s->rank, 0, NULL));
-    RANKS_OK(s->cpu, ddp_batch_end(s->group));
+    RANKS_OK(s->cpu, ddp_p2p_end(s->group));
     RANKS_OK(s->cpu, calls_are(s, "a batch",
              "cudaEventCreateWithFlags(no timing) = e36\n"
              "cudaEventRecord(e36, s1)\n"

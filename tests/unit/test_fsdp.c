@@ -82,14 +82,14 @@ static void backward(const model *m, int unit, uint64_t seed) {
 
 static ddp_result pass(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint64_t seed) {
     for (int u = 0; u < m->unit_count; u++) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     for (int u = m->unit_count - 1; u >= 0; u--) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
         backward(m, u, ranks_mix(seed * 64 + (uint64_t)ddp_rank(group)));
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     return DDP_OK;
 }
@@ -121,9 +121,9 @@ static ddp_result digest(ddp_group *group, ddp_fsdp *fsdp, const model *m, uint6
     *out = 99;
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 1));
     for (int u = 0; u < m->unit_count; u++) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
         *out = unit_hash(*out, m, u);
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     RANKS_OK(group, ddp_fsdp_no_grad(fsdp, 0));
     return DDP_OK;
@@ -234,21 +234,21 @@ static ddp_result bad_calls(ddp_group *group) {
     FAILS(group, ddp_fsdp_create(NULL, group, &m.desc), DDP_ERR_INVALID, "out");
     FAILS(group, ddp_fsdp_create(&fsdp, NULL, &m.desc), DDP_ERR_INVALID, "group");
     FAILS(group, ddp_fsdp_create(&fsdp, group, NULL), DDP_ERR_INVALID, "desc");
-    FAILS(group, ddp_fsdp_unit_gather(NULL, 0), DDP_ERR_INVALID, "fsdp is NULL");
+    FAILS(group, ddp_fsdp_unshard(NULL, 0), DDP_ERR_INVALID, "fsdp is NULL");
     FAILS(group, ddp_fsdp_step(NULL, 0), DDP_ERR_INVALID, "fsdp is NULL");
     FAILS(group, ddp_fsdp_get_memory(NULL, &memory), DDP_ERR_INVALID, "NULL");
     ddp_fsdp_destroy(NULL);
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
-    FAILS(group, ddp_fsdp_unit_gather(fsdp, 2), DDP_ERR_INVALID, "unit=2", "0 to 1");
-    FAILS(group, ddp_fsdp_unit_release(fsdp, -1), DDP_ERR_INVALID, "unit=-1");
-    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 9), DDP_ERR_INVALID, "unit=9");
-    FAILS(group, ddp_fsdp_unit_release(fsdp, 1), DDP_ERR_INVALID, "unit b", "not gathered");
-    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 1), DDP_ERR_INVALID, "unit b", "gather it");
+    FAILS(group, ddp_fsdp_unshard(fsdp, 2), DDP_ERR_INVALID, "unit=2", "0 to 1");
+    FAILS(group, ddp_fsdp_reshard(fsdp, -1), DDP_ERR_INVALID, "unit=-1");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 9), DDP_ERR_INVALID, "unit=9");
+    FAILS(group, ddp_fsdp_reshard(fsdp, 1), DDP_ERR_INVALID, "unit b", "not gathered");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 1), DDP_ERR_INVALID, "unit b", "gather it");
     FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_INVALID, "unit a", "reduced 0 times");
     FAILS(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm), DDP_ERR_INVALID, "unit a", "reduced 0 times");
     FAILS(group, ddp_fsdp_get_shard(fsdp, 0, 1, &t, NULL, NULL), DDP_ERR_INVALID, "param=1", "unit a");
     RANKS_OK(group, pass(group, fsdp, &m, 1));
-    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "ddp_fsdp_step");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 0), DDP_ERR_INVALID, "unit a", "ddp_fsdp_step");
     FAILS(group, ddp_fsdp_step(fsdp, -1), DDP_ERR_INVALID, "lr=-1");
     FAILS(group, ddp_fsdp_step(fsdp, NAN), DDP_ERR_INVALID, "lr=");
     FAILS(group, ddp_fsdp_step(fsdp, INFINITY), DDP_ERR_INVALID, "lr=");
@@ -274,7 +274,7 @@ static ddp_result bad_calls(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_step(fsdp, 0));
     RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm)); /* stays until the next one */
     RANKS_CHECK(group, norm == half, "norm %g, after the step %g", (double)half, (double)norm);
-    FAILS(group, ddp_fsdp_unit_reduce(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
+    FAILS(group, ddp_fsdp_reduce_grads(fsdp, 0), DDP_ERR_INVALID, "unit a", "gather it");
     ddp_fsdp_destroy(fsdp);
     return DDP_OK;
 }
@@ -408,20 +408,20 @@ static ddp_result train_odd(ddp_group *group, const odd *o, uint64_t *out) {
     m.desc.reduce_dtype = o->reduce;
     m.desc.micro_batch_count = o->micro_batches;
     m.desc.prefetch = o->prefetch;
-    m.desc.keep_after_forward = o->keep;
+    m.desc.no_reshard_after_forward = o->keep;
     if (o->packed) RANKS_OK(group, relay_over(&far, group));
     RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 2, 3));
     RANKS_OK(group, digest(group, fsdp, &m, out));
     for (int u = 0; u < m.unit_count; u++) {
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
         for (int k = 0; k < m.units[u].param_count; k++) {
             const ddp_fsdp_param *q = &m.units[u].params[k];
             RANKS_CHECK(group, !q->frozen == (q->param.grad.data != NULL), "%s: grad.data=%p", q->param.name, q->param.grad.data);
             for (int64_t i = 0; i < ddp_tensor_count(&q->param.value) && q->frozen; i++)
                 RANKS_CHECK(group, load(q->param.value.data, q->param.value.dtype, i) == first_value(q->param.name, i), "%s[%d] moved", q->param.name, (int)i);
         }
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -613,7 +613,7 @@ static ddp_result late_alloc(ddp_group *group, size_t size_bytes, void **out) {
     late.taken += size_bytes;
     return ddp_device_cpu()->alloc(group, size_bytes, out);
 }
-static ddp_result late_enter(ddp_group *group, ddp_lane lane) { (void)group; (void)lane; return DDP_OK; }
+static ddp_result late_use_stream(ddp_group *group, ddp_stream_kind lane) { (void)group; (void)lane; return DDP_OK; }
 static ddp_result late_result(void) {
     int fails = late.fails;
     late.fails = 0;
@@ -622,13 +622,13 @@ static ddp_result late_result(void) {
 static ddp_result late_check(ddp_group *group) { (void)group; return late_result(); }
 static ddp_result late_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(late_event)); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
 static void late_destroy(ddp_group *group, void *event) { (void)group; free(event); }
-static ddp_result late_record(ddp_group *group, ddp_lane lane, void *event) {
+static ddp_result late_record(ddp_group *group, ddp_stream_kind lane, void *event) {
     (void)group; (void)lane;
     ((late_event *)event)->covers = late.started;
     ((late_event *)event)->asked = 0;
     return DDP_OK;
 }
-static ddp_result late_wait(ddp_group *group, ddp_lane lane, void *event) { (void)group; (void)lane; (void)event; return DDP_OK; }
+static ddp_result late_wait(ddp_group *group, ddp_stream_kind lane, void *event) { (void)group; (void)lane; (void)event; return DDP_OK; }
 static ddp_result late_test(ddp_group *group, void *event, int *done) {
     late_event *e = (late_event *)event;
     (void)group;
@@ -637,12 +637,12 @@ static ddp_result late_test(ddp_group *group, void *event, int *done) {
     if (*done && late.finished < e->covers) late.finished = e->covers;
     return late_result();
 }
-static ddp_result late_alloc_host(ddp_group *group, size_t size_bytes, void **out) { (void)group; *out = malloc(size_bytes); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
-static void late_free_host(void *memory) {
+static ddp_result late_alloc_pinned(ddp_group *group, size_t size_bytes, void **out) { (void)group; *out = malloc(size_bytes); return *out ? DDP_OK : DDP_ERR_NO_MEMORY; }
+static void late_free_pinned(void *memory) {
     late.freed_early += late.finished < late.started;
     free(memory);
 }
-static void late_start_copy(void *dst, const void *src, size_t size_bytes) { late.started++; memcpy(dst, src, size_bytes); }
+static void late_copy_async(void *dst, const void *src, size_t size_bytes) { late.started++; memcpy(dst, src, size_bytes); }
 static void late_update(const ddp_update *u) {
     for (size_t i = 0; u->kind == DDP_UPDATE_SCALE && i < u->count; i++) ((float *)u->value)[i] = *u->grad_scale_at * ((float *)u->grad)[i];
 }
@@ -657,9 +657,9 @@ static void late_trust(const ddp_exact_sum *sums, size_t count, double lr, doubl
 static ddp_device late_device(void) {
     ddp_device device = *ddp_device_cpu();
     memset(&late, 0, sizeof late);
-    device.name = "late", device.alloc = late_alloc, device.enter = late_enter, device.check = late_check;
+    device.name = "late", device.alloc = late_alloc, device.use_stream = late_use_stream, device.check = late_check;
     device.event_create = late_create, device.event_destroy = late_destroy, device.event_record = late_record, device.event_wait = late_wait;
-    device.event_test = late_test, device.alloc_host = late_alloc_host, device.free_host = late_free_host, device.start_copy = late_start_copy;
+    device.event_test = late_test, device.alloc_pinned = late_alloc_pinned, device.free_pinned = late_free_pinned, device.copy_async = late_copy_async;
     device.update = late_update, device.clip = late_clip, device.trust = late_trust;
     return device;
 }
@@ -706,7 +706,7 @@ static ddp_result late_devices(ddp_group *group) {
         RANKS_CHECK(group, result == (fails ? DDP_ERR_ENGINE : DDP_OK), "turn %d: %s", turn, ddp_last_error());
         if (fails) FAILS(group, ddp_fsdp_get_norm(fsdp, &norm), DDP_ERR_INVALID, "ddp_fsdp_get_norm: no norm has been taken, or taking the last one failed");
         else RANKS_OK(group, ddp_fsdp_get_norm(fsdp, &norm));
-        RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_drop_gradients(fsdp));
+        RANKS_OK(group, turn == 1 ? ddp_fsdp_step(fsdp, 0.05f) : ddp_fsdp_zero_grad(fsdp));
     }
     RANKS_OK(group, pass(group, fsdp, &m, 9));
     RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 0.5f, &norm)); /* the next test of an event is that of gradients that arrive */
@@ -764,7 +764,7 @@ static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, i
     blocks(&m, COUNT, 5, 3);
     m.desc.prefetch = prefetch;
     m.desc.max_gathered_bytes = limit;
-    m.desc.keep_after_forward = keep;
+    m.desc.no_reshard_after_forward = keep;
     if (packed) RANKS_OK(group, relay_over(&far, group));
     RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
     *out = 5;
@@ -774,19 +774,19 @@ static ddp_result train_disorder(ddp_group *group, int prefetch, size_t limit, i
         for (int i = 0; left > 0; i++) {
             int u = (int)((random = ranks_mix(random + 1)) % COUNT), what = (int)(random >> 32) % 4;
             if (what < 3 || !held[u]) {
-                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
                 *out = unit_hash(*out, &m, u);
                 held[u] = 1;
             }
             if (what == 2 && !done[u]) {
                 backward(&m, u, ranks_mix(step * 64 + (uint64_t)ddp_rank(group)));
-                RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
                 *out = unit_hash(*out, &m, u);
                 done[u] = 1;
                 left--;
             }
             if (what > 0) {
-                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
                 held[u] = 0;
             }
         }
@@ -825,7 +825,7 @@ static ddp_result detours(ddp_group *group) {
             ddp_fsdp *fsdp;
             blocks(&m, COUNT, 5, 3);
             m.desc.strategy = (ddp_fsdp_strategy)(turn % 4);
-            m.desc.keep_after_forward = turn == 4;
+            m.desc.no_reshard_after_forward = turn == 4;
             m.desc.micro_batch_count = 2;
             m.desc.prefetch = turn > 4 ? -1 : 1;
             RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
@@ -835,18 +835,18 @@ static ddp_result detours(ddp_group *group) {
                     if (!with) continue;
                     RANKS_OK(group, digest(group, fsdp, &m, &aside));
                     if (k == 1) continue;
-                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s)); /* gradients that nobody wants */
+                    RANKS_OK(group, ddp_fsdp_unshard(fsdp, s)); /* gradients that nobody wants */
                     backward(&m, s, 77);
-                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s));
-                    RANKS_OK(group, ddp_fsdp_unit_release(fsdp, s));
+                    RANKS_OK(group, ddp_fsdp_unshard(fsdp, s));
+                    RANKS_OK(group, ddp_fsdp_reshard(fsdp, s));
                     if (s == 2) { /* the step anew */
                         RANKS_OK(group, pass(group, fsdp, &m, 55));
-                        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
-                        RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+                        RANKS_OK(group, ddp_fsdp_unshard(fsdp, 1));
+                        RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
                         RANKS_OK(group, pass(group, fsdp, &m, (uint64_t)(s * 2)));
                     }
                 }
-                if (with) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, s)); /* held over the step */
+                if (with) RANKS_OK(group, ddp_fsdp_unshard(fsdp, s)); /* held over the step */
                 RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
                 if (with) RANKS_OK(group, digest(group, fsdp, &m, &aside));
             }
@@ -868,10 +868,10 @@ static ddp_result one_looks(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     for (int s = 0; s < 3; s++) {
         for (int u = 3; u >= 0; u--) {
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
             backward(&m, u, 4);
-            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-            RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+            RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
             if (ddp_rank(group)) continue;
             RANKS_OK(group, ddp_fsdp_get_shard(fsdp, u, 0, NULL, &grad, &first));
             RANKS_CHECK(group, grad.data && first == 0 && load(grad.data, grad.dtype, 0) != 0, "unit %d has no sums", u);
@@ -893,11 +893,11 @@ static ddp_result orders_differ(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 1, 1));
     RANKS_OK(group, digest(group, fsdp, &m, &before));
-    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, ddp_rank(group) == 0 ? 1 : 2));
-    RANKS_OK(group, ddp_fsdp_unit_release(fsdp, ddp_rank(group) == 0 ? 1 : 2));
+    RANKS_OK(group, ddp_fsdp_unshard(fsdp, ddp_rank(group) == 0 ? 1 : 2));
+    RANKS_OK(group, ddp_fsdp_reshard(fsdp, ddp_rank(group) == 0 ? 1 : 2));
     RANKS_OK(group, pass(group, fsdp, &m, 1));
     FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
-    RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+    RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
     RANKS_OK(group, digest(group, fsdp, &m, &after));
     RANKS_CHECK(group, before == after, "values moved");
     RANKS_OK(group, train(group, fsdp, &m, 1, 1));
@@ -914,8 +914,8 @@ static ddp_result orders_differ(ddp_group *group) {
         RANKS_OK(group, ddp_fsdp_create(&fsdp, used, &m.desc));
         for (int k = 0; k < 3 && result == DDP_OK; k++) {
             int u = ddp_rank(group) == 0 ? k : 2 - k;
-            result = ddp_fsdp_unit_gather(fsdp, u);
-            if (result == DDP_OK) result = ddp_fsdp_unit_reduce(fsdp, u);
+            result = ddp_fsdp_unshard(fsdp, u);
+            if (result == DDP_OK) result = ddp_fsdp_reduce_grads(fsdp, u);
         }
         if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.1f);
         RANKS_CHECK(group, result == DDP_ERR_MISMATCH || result == DDP_ERR_POISONED, "packed=%d: %s", packed, ddp_result_name(result));
@@ -940,17 +940,17 @@ static ddp_result slots_differ(ddp_group *group) {
             m.desc.strategy = turn & 1 ? DDP_FSDP_SHARD_GRAD : DDP_FSDP_FULL_SHARD;
             RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
             RANKS_OK(group, train(group, fsdp, &m, 1, 1));
-            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
-            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, 1));
+            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_unshard(fsdp, 1));
+            if (with && turn < 2 && first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, 1));
             if (with && turn < 2 && ddp_world_size(group) > 1) {
                 RANKS_OK(group, pass(group, fsdp, &m, 1));
                 FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders", "ddp_fsdp_step");
-                RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+                RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
             }
             for (int u = 0; u < 3 && with && turn >= 2; u++) { /* the others release one behind */
-                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-                if (u && !first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u - 1));
-                if (u == 2 || first) RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+                if (u && !first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u - 1));
+                if (u == 2 || first) RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
             }
             RANKS_OK(group, train(group, fsdp, &m, 2, 5));
             RANKS_OK(group, digest(group, fsdp, &m, &values[with]));
@@ -973,17 +973,17 @@ static ddp_result one_gives_up(ddp_group *group) {
     m.desc.strategy = DDP_FSDP_SHARD_GRAD;
     RANKS_OK(group, ddp_fsdp_create(&fsdp, part, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 1, 1));
-    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+    RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
     backward(&m, 0, 3);
     RANKS_OK(group, ddp_barrier(group));
     if (first) {
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 0));
         RANKS_OK(group, ddp_group_abort(part));
     }
     RANKS_OK(group, ddp_barrier(group));
     if (!first) {
         ddp_tensor grad;
-        ddp_result result = ddp_fsdp_unit_reduce(fsdp, 0);
+        ddp_result result = ddp_fsdp_reduce_grads(fsdp, 0);
         if (result == DDP_OK) result = ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, NULL);
         RANKS_CHECK(group, result == DDP_ERR_POISONED && says("rank 0") && says("ddp_group_abort"), "%s", ddp_result_name(result));
     }
@@ -1039,7 +1039,7 @@ static ddp_result only_uses(ddp_group *group) {
     ddp_fsdp_memory memory;
     blocks(&m, 2, 6, 2);
     m.params[1].tied_to = "a";
-    m.desc.keep_after_forward = 1;
+    m.desc.no_reshard_after_forward = 1;
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     RANKS_OK(group, train(group, fsdp, &m, 2, 1));
     RANKS_OK(group, ddp_fsdp_get_memory(fsdp, &memory));
@@ -1117,9 +1117,9 @@ static ddp_result bytes_predicted(ddp_group *group) {
         for (int s = 0; s < 2; s++) {
             for (int u = 0; u < 8 << levels; u++) {
                 int forward = u % 8 < 4, unit = forward ? u % 8 : 7 - u % 8;
-                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, unit));
-                if (!forward) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, unit));
-                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, unit));
+                RANKS_OK(group, ddp_fsdp_unshard(fsdp, unit));
+                if (!forward) RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, unit));
+                RANKS_OK(group, ddp_fsdp_reshard(fsdp, unit));
             }
             RANKS_OK(group, ddp_fsdp_step(fsdp, 0.05f));
         }
@@ -1176,9 +1176,9 @@ static ddp_result no_memory_somewhere(ddp_group *group) {
         result = ddp_fsdp_create(&fsdp, part, &m.desc);
         for (int u = 0; u < 6 && result == DDP_OK; u++) {
             int unit = u < 3 ? u : 5 - u;
-            result = ddp_fsdp_unit_gather(fsdp, unit);
-            if (result == DDP_OK && u >= 3) result = ddp_fsdp_unit_reduce(fsdp, unit);
-            if (result == DDP_OK && u < 3) result = ddp_fsdp_unit_release(fsdp, unit);
+            result = ddp_fsdp_unshard(fsdp, unit);
+            if (result == DDP_OK && u >= 3) result = ddp_fsdp_reduce_grads(fsdp, unit);
+            if (result == DDP_OK && u < 3) result = ddp_fsdp_reshard(fsdp, unit);
         }
         if (result == DDP_OK) result = ddp_fsdp_step(fsdp, 0.1f);
         fine = result == DDP_OK;
@@ -1229,7 +1229,7 @@ static ddp_result quantized(ddp_group *group) {
         m.desc.quantize_gather = 1;
         if (packed) RANKS_OK(group, relay_over(&far, group));
         RANKS_OK(group, ddp_fsdp_create(&fsdp, far, &m.desc));
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
         for (int64_t from = 0, end; from < total; from = end) { /* a block: 256 of one rank's rows */
             double most = 0;
             int bad = 0;
@@ -1251,7 +1251,7 @@ static ddp_result quantized(ddp_group *group) {
         low[1] = ~low[0];
         RANKS_OK(group, ddp_all_reduce(group, low, low, 2, DDP_U64, DDP_OP_MIN, NULL));
         RANKS_CHECK(group, low[0] == ~low[1], "ranks have other bits");
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, 0));
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &rows, NULL, &first));
         for (int64_t i = 0; i < ddp_tensor_count(&rows); i++) {
             float want = (float)q_value(first * QCOLUMNS + i);
@@ -1275,7 +1275,7 @@ static ddp_result quantized_learns(ddp_group *group) {
     RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
     for (uint64_t step = 0; step < 300; step++) {
         float *w, *g;
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
         w = (float *)m.params[0].param.value.data;
         g = (float *)m.params[0].param.grad.data;
         loss = 0;
@@ -1286,7 +1286,7 @@ static ddp_result quantized_learns(ddp_group *group) {
             loss += error * error;
         }
         if (step == 0) first = loss;
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 0));
         RANKS_OK(group, ddp_fsdp_step(fsdp, 0.04f));
     }
     RANKS_CHECK(group, loss < first / 50, "loss %g, first %g", loss, first);
@@ -1309,9 +1309,9 @@ static ddp_result infinite_norm(ddp_group *group) {
         m.desc.init_fn = fill;
         m.desc.strategy = (ddp_fsdp_strategy)strategy;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
         for (int i = 0; i < 27; i++) ((float *)m.params[0].param.grad.data)[i] = i == 13 ? INFINITY : (float)i;
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, 0));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, 0));
         RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
         RANKS_CHECK(group, isinf(norm), "strategy %d: the norm is %g", strategy, (double)norm);
         RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, NULL, &grad, &first));
@@ -1351,12 +1351,12 @@ static ddp_result scaled(ddp_group *group) {
         RANKS_OK(group, digest(group, fsdp, &m, &before));
         scaler.scale = 1024;
         for (int k = 0; k < 1 + (turn > 3); k++) {
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 1));
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 2));
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, 1));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, 2));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
             backward(&m, 1, 3);
             if (ddp_rank(group) == ddp_world_size(group) - 1) store(m.params[1].param.grad.data, m.params[1].param.grad.dtype, 14, INFINITY);
-            for (int u = 0; u < 3; u++) RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
+            for (int u = 0; u < 3; u++) RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
         }
         if (turn & 1) RANKS_OK(group, ddp_fsdp_clip_grad_norm(fsdp, 1, &norm));
         if (turn & 1) RANKS_CHECK(group, !isfinite(norm), "norm %g", (double)norm);
@@ -1438,24 +1438,24 @@ static ddp_result two_objects(ddp_group *group) {
         for (int s = 0; s < 3 && together; s++) {
             for (int u = 0; u < 3; u++) {
                 for (int i = 0; i < 2; i++) {
-                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_unshard(fsdp[i], u));
                     backward(&m[i], u, ranks_mix((uint64_t)(s * 64 + ddp_rank(group))));
-                    RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp[i], u));
                 }
-                for (int i = 0; i < 2; i++) RANKS_OK(group, ddp_fsdp_unit_release(fsdp[i], u));
+                for (int i = 0; i < 2; i++) RANKS_OK(group, ddp_fsdp_reshard(fsdp[i], u));
             }
-            RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[1], 3));
-            RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[1], 3));
+            RANKS_OK(group, ddp_fsdp_unshard(fsdp[1], 3));
+            RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp[1], 3));
             for (int i = 0; i < 2; i++) RANKS_OK(group, ddp_fsdp_step(fsdp[i], 0.1f));
         }
         for (int i = 0; i < 2; i++) {
             if (!together) RANKS_OK(group, ddp_fsdp_create(&fsdp[i], group, &m[i].desc));
             for (int s = 0; s < 3 && !together; s++) {
                 for (int u = 0; u < 3 + i; u++) {
-                    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_unshard(fsdp[i], u));
                     if (u < 3) backward(&m[i], u, ranks_mix((uint64_t)(s * 64 + ddp_rank(group))));
-                    RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp[i], u));
-                    RANKS_OK(group, ddp_fsdp_unit_release(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp[i], u));
+                    RANKS_OK(group, ddp_fsdp_reshard(fsdp[i], u));
                 }
                 RANKS_OK(group, ddp_fsdp_step(fsdp[i], 0.1f));
             }
@@ -1519,14 +1519,14 @@ static ddp_result replicas_disorder(ddp_group *group) {
     was = load(before.data, before.dtype, 0);
     for (int k = 0; k < 3; k++) {
         int u = rank / 2 ? k : 2 - k;
-        RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
-        RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-        RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+        RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
     }
     FAILS(group, ddp_fsdp_step(fsdp, 0.1f), DDP_ERR_MISMATCH, "different orders");
     RANKS_OK(group, ddp_fsdp_get_shard(fsdp, 0, 0, &after, NULL, &first));
     RANKS_CHECK(group, was == load(after.data, after.dtype, 0), "values moved");
-    RANKS_OK(group, ddp_fsdp_drop_gradients(fsdp));
+    RANKS_OK(group, ddp_fsdp_zero_grad(fsdp));
     RANKS_OK(group, train(group, fsdp, &m, 2, 1));
     ddp_fsdp_destroy(fsdp);
     RANKS_OK(group, ddp_barrier(group));
@@ -1546,15 +1546,15 @@ static ddp_result sums(ddp_group *group) {
         volatile float want = 0, left = parts[0] + parts[1], right = parts[2] + parts[3];
         blocks(&m, 2, 3, 2);
         m.desc.strategy = (ddp_fsdp_strategy)(turn / 2);
-        m.desc.plain_accumulation = turn & 1;
+        m.desc.sequential_accumulation = turn & 1;
         m.desc.micro_batch_count = 5;
         RANKS_OK(group, ddp_fsdp_create(&fsdp, group, &m.desc));
         for (int k = 0; k < 5; k++)
             for (int u = 0; u < 2; u++) {
-                RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_unshard(fsdp, u));
                 for (int i = 0; i < 6; i++) ((float *)m.params[u].param.grad.data)[i] += parts[k];
-                RANKS_OK(group, ddp_fsdp_unit_reduce(fsdp, u));
-                RANKS_OK(group, ddp_fsdp_unit_release(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_reduce_grads(fsdp, u));
+                RANKS_OK(group, ddp_fsdp_reshard(fsdp, u));
             }
         if (turn & 1) for (int k = 0; k < 5; k++) want = want + parts[k];
         else want = left + right, want = want + parts[4];
@@ -1758,7 +1758,7 @@ static ddp_result load_keeps_order(ddp_group *group) {
     RANKS_OK(group, ddp_barrier(group));
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED);
     RANKS_OK(group, ddp_barrier(group));
-    RANKS_OK(group, ddp_fsdp_unit_gather(fsdp, 0));
+    RANKS_OK(group, ddp_fsdp_unshard(fsdp, 0));
     RANKS_OK(group, ddp_barrier(far)); /* comes after what is on its way */
     RANKS_OK(group, ddp_barrier(group));
     runs = __atomic_load_n(&relay_runs, __ATOMIC_RELAXED) - runs;

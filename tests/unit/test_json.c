@@ -166,7 +166,7 @@ static ddp_result read_header(const char *text, size_t length, uint64_t data_byt
 }
 
 static void drop(ddp__header *header, char *text) {
-    ddp_group_mfree(alone, header->records);
+    ddp_host_free(alone, header->records);
     free(text);
 }
 
@@ -222,7 +222,7 @@ static void test_header_refused(void **state) {
         ddp_result result = read_header(bad[i].text, strlen(bad[i].text), 16, &header);
         if (result != DDP_ERR_CORRUPT || !strstr(ddp_last_error(), bad[i].says) || !strstr(ddp_last_error(), "a.safetensors"))
             fail_msg("%s gives %s: %s", bad[i].text, ddp_result_name(result), result == DDP_OK ? "" : ddp_last_error());
-        ddp_group_mfree(alone, header.records);
+        ddp_host_free(alone, header.records);
     }
 }
 
@@ -233,7 +233,7 @@ static void test_header_cut_and_flipped(void **state) {
     for (size_t length = 0; length < sizeof text - 1; length++) {
         ddp__header header;
         assert_int_equal(read_header(text, length, 17, &header), DDP_ERR_CORRUPT);
-        ddp_group_mfree(alone, header.records);
+        ddp_host_free(alone, header.records);
     }
     for (size_t at = 0; at < sizeof text - 1; at++)
         for (int bit = 0; bit < 8; bit++) {

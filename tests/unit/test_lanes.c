@@ -41,7 +41,7 @@ typedef struct machine {
 } machine;
 
 static __thread machine *here; /* of the thread's rank: each has one group of this kind */
-static __thread ddp_lane entered;
+static __thread ddp_stream_kind entered;
 
 static void execute(machine *m, int which);
 
@@ -137,18 +137,18 @@ static ddp_result lane_open(ddp_group *group, ddp_group *parent, void **state) {
     return DDP_OK;
 }
 static void lane_close(ddp_group *group, void *state) { (void)group; assert_ptr_equal(state, here); }
-static ddp_result lane_enter(ddp_group *group, ddp_lane lane) { assert_ptr_equal(ddp_group_device_state(group), here); entered = lane; return DDP_OK; }
+static ddp_result lane_enter(ddp_group *group, ddp_stream_kind lane) { assert_ptr_equal(ddp_group_device_state(group), here); entered = lane; return DDP_OK; }
 static ddp_result lane_check(ddp_group *group) { (void)group; return DDP_OK; }
 static int events;
 static ddp_result event_create(ddp_group *group, void **out) { (void)group; *out = calloc(1, sizeof(event)); __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED); return DDP_OK; }
 static void event_destroy(ddp_group *group, void *e) { (void)group; free(e); __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED); }
-static ddp_result event_record(ddp_group *group, ddp_lane which, void *e) {
+static ddp_result event_record(ddp_group *group, ddp_stream_kind which, void *e) {
     item *i = put((machine *)ddp_group_device_state(group), which, MARK);
     i->mark = (event *)e;
     i->version = ++i->mark->recorded;
     return DDP_OK;
 }
-static ddp_result event_wait(ddp_group *group, ddp_lane which, void *e) {
+static ddp_result event_wait(ddp_group *group, ddp_stream_kind which, void *e) {
     item *i = put((machine *)ddp_group_device_state(group), which, FOLLOW);
     i->mark = (event *)e;
     i->version = i->mark->recorded;
@@ -157,7 +157,7 @@ static ddp_result event_wait(ddp_group *group, ddp_lane which, void *e) {
 static ddp_result event_test(ddp_group *group, void *e, int *done) {
     (void)group;
     *done = ((event *)e)->done == ((event *)e)->recorded;
-    if (!*done && here->lanes[DDP_LANE_COMM].first < here->lanes[DDP_LANE_COMM].end) execute(here, DDP_LANE_COMM);
+    if (!*done && here->lanes[DDP_STREAM_COMM].first < here->lanes[DDP_STREAM_COMM].end) execute(here, DDP_STREAM_COMM);
     return DDP_OK;
 }
 static const ddp_device lanes_device = {"lanes", lane_alloc, lane_free, lane_copy, lane_zero, lane_cast, lane_add, lane_scale, lane_divide, lane_squares,
@@ -183,9 +183,9 @@ static ddp_result queue_run(ddp_group *group, void *state, const ddp_call *call)
     if (result != DDP_OK) return result;
     if (call->kind == DDP_CALL_ALL_GATHER && call->tag) return ddp_all_gather(m->control, call->send, call->recv, call->count, call->dtype, NULL);
     if (call->kind == DDP_CALL_ALL_REDUCE && call->tag) return ddp_all_reduce(m->control, call->send, call->recv, call->count, call->dtype, call->op, NULL);
-    assert_int_equal(entered, DDP_LANE_COMM);
+    assert_int_equal(entered, DDP_STREAM_COMM);
     if (m->fail_next) return ddp_fail(DDP_ERR_ENGINE, "the queue is out of order");
-    put(m, DDP_LANE_COMM, CALL)->call = *call;
+    put(m, DDP_STREAM_COMM, CALL)->call = *call;
     return DDP_OK;
 }
 static int batches;
@@ -271,12 +271,12 @@ static ddp_result messages(ddp_group *world, void *user) {
     fill_with(plain, N, other);
     fill_with(host, N, ddp_rank(world));
     lane_copy(mine, host, sizeof host);
-    assert_int_equal(ddp_batch_begin(group), DDP_OK);
+    assert_int_equal(ddp_p2p_begin(group), DDP_OK);
     if (other) assert_int_equal(ddp_send(group, mine, N, DDP_F32, other, 0, NULL), DDP_OK);
     assert_int_equal(ddp_recv(group, theirs, N, DDP_F32, other, 0, NULL), DDP_OK);
     if (!other) assert_int_equal(ddp_send(group, mine, N, DDP_F32, other, 0, NULL), DDP_OK);
     here->executed = 0;
-    assert_int_equal(ddp_batch_end(group), DDP_OK);
+    assert_int_equal(ddp_p2p_end(group), DDP_OK);
     assert_int_equal(here->executed, 0);
     lane_copy(host, theirs, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i]);
@@ -288,7 +288,7 @@ static ddp_result doubled(ddp_group *group, void *argument) {
     float *data = (float *)argument;
     lane_scale(data, N, DDP_F32, 2.0f);
     assert_int_equal(ddp_all_reduce(group, data, data, N, DDP_F32, DDP_OP_SUM, NULL), DDP_OK); /* in place: the task is on the communication lane */
-    assert_int_equal(entered, DDP_LANE_COMM);
+    assert_int_equal(entered, DDP_STREAM_COMM);
     lane_scale(data, N, DDP_F32, 0.5f);
     return DDP_OK;
 }
@@ -305,7 +305,7 @@ static ddp_result tasks(ddp_group *world, void *user) {
     assert_int_equal(ddp_group_enqueue(group, doubled, data, &work), DDP_OK);
     assert_int_equal(ddp_wait(group, &work), DDP_OK);
     assert_int_equal(here->executed, 0);
-    assert_int_equal(entered, DDP_LANE_COMPUTE);
+    assert_int_equal(entered, DDP_STREAM_COMPUTE);
     lane_copy(host, data, sizeof host);
     for (int i = 0; i < N; i++) assert_true(host[i] == plain[i]);
     group_end(group);
@@ -327,8 +327,8 @@ static ddp_result blocking_tasks(ddp_group *world, void *user) {
     int lane = -1;
     (void)user;
     assert_int_equal(ddp_group_enqueue(group, notes_lane, &lane, NULL), DDP_OK);
-    assert_int_equal(lane, DDP_LANE_COMM);
-    assert_int_equal(entered, DDP_LANE_COMPUTE);
+    assert_int_equal(lane, DDP_STREAM_COMM);
+    assert_int_equal(entered, DDP_STREAM_COMPUTE);
     assert_int_equal(ddp_group_enqueue(group, fails, NULL, NULL), DDP_ERR_NO_MEMORY);
     assert_int_equal(ddp_group_status(group), DDP_OK); /* a task's failure is its own */
     group_end(group);

@@ -158,7 +158,7 @@ static void test_order(void **state) {
         }
 }
 
-/* A batch stays as it is until hold + 1 more were given, and what is fetched ahead goes elsewhere. */
+/* A batch stays as it is until extra_valid_batches + 1 more were given, and what is fetched ahead goes elsewhere. */
 static void test_hold(void **state) {
     data d;
     (void)state;
@@ -168,7 +168,7 @@ static void test_hold(void **state) {
         ddp_batch kept[4], b;
         ddp_sampler s;
         ddp_loader *l;
-        desc.hold = hold == 1 ? 0 : hold;
+        desc.extra_valid_batches = hold == 1 ? 0 : hold;
         OK(ddp_loader_create(&l, &desc));
         for (int i = 0; i < 100; i++) {
             OK(ddp_loader_next(l, &b));
@@ -567,8 +567,8 @@ static void test_pinned(void **state) {
     desc = desc_of(&d, 30, 8, 2);
     group_desc.init_method = "self://";
     for (int pinned = 0; pinned < 2; pinned++) {
-        device.alloc_host = pinned ? pinned_alloc : NULL;
-        device.free_host = pinned ? pinned_free : NULL;
+        device.alloc_pinned = pinned ? pinned_alloc : NULL;
+        device.free_pinned = pinned ? pinned_free : NULL;
         group_desc.device = &device;
         OK(ddp_group_create(&group, &group_desc));
         desc.group = group;
@@ -625,7 +625,7 @@ static void test_refused(void **state) {
     REFUSED(d.worker_count = -2, "worker_count=-2, allowed are -1 to 64");
     REFUSED(d.worker_count = 65, "worker_count=65");
     REFUSED(d.prefetch = -1, "prefetch=-1");
-    REFUSED(d.hold = 65537, "hold=65537, allowed are 0 to 65536");
+    REFUSED(d.extra_valid_batches = 65537, "extra_valid_batches=65537, allowed are 0 to 65536");
     REFUSED(d.timeout_ms = -1, "timeout_ms=-1");
     REFUSED(d.alloc_fn = memory_alloc, "set both alloc_fn and free_fn");
     says(ddp_loader_create(NULL, &good), DDP_ERR_INVALID, "out or desc is NULL");

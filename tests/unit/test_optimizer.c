@@ -570,8 +570,8 @@ static void the_cosine_is_that_of_train_gpt(void **state) {
         for (int l = 0; l < 6; l++) {
             ddp_lr_desc d = DDP_ZERO;
             d.kind = DDP_LR_COSINE;
-            d.peak = rates[r];
-            d.floor = rates[r] / 10;
+            d.max_lr = rates[r];
+            d.min_lr = rates[r] / 10;
             d.total_steps = lengths[l];
             d.warmup_steps = lengths[l] / 10 < 100 ? lengths[l] / 10 : 100;
             for (int64_t step = 1; step <= lengths[l]; step++) {
@@ -584,8 +584,8 @@ static void the_cosine_is_that_of_train_gpt(void **state) {
 static ddp_lr_desc schedule(ddp_lr_kind kind) {
     ddp_lr_desc d = DDP_ZERO;
     d.kind = kind;
-    d.peak = 1;
-    d.floor = 0.25;
+    d.max_lr = 1;
+    d.min_lr = 0.25;
     d.warmup_steps = 4;
     d.total_steps = 24;
     return d;
@@ -621,7 +621,7 @@ static void schedules_have_the_values_computed_by_hand(void **state) {
     assert_true(ddp_lr_at(&d, 14) == 0.625f);
     d = schedule(DDP_LR_LINEAR);
     d.warmup_steps = 0;
-    d.floor = 0;
+    d.min_lr = 0;
     assert_true(ddp_lr_at(&d, 0) == 1 && ddp_lr_at(&d, 12) == 0.5f && ddp_lr_at(&d, 24) == 0);
     d.warmup_steps = 24; /* nothing but warm-up */
     assert_true(ddp_lr_at(&d, 24) == 1 && ddp_lr_at(&d, 25) == 0);
@@ -648,10 +648,10 @@ static void bad_schedules_are_told_what_is_wrong(void **state) {
         assert_true(ddp_lr_at(&d, 5) == 0);                               \
     } while (0)
     BAD(DDP_LR_LINEAR, d.kind = (ddp_lr_kind)5, "kind=5");
-    BAD(DDP_LR_LINEAR, d.peak = 0, "peak=0; pass a positive number");
-    BAD(DDP_LR_CONSTANT, d.peak = INFINITY, "peak=inf");
-    BAD(DDP_LR_COSINE, d.floor = 2, "floor=2; pass 0 to peak=1");
-    BAD(DDP_LR_COSINE, d.floor = NAN, "floor=");
+    BAD(DDP_LR_LINEAR, d.max_lr = 0, "max_lr=0; pass a positive number");
+    BAD(DDP_LR_CONSTANT, d.max_lr = INFINITY, "max_lr=inf");
+    BAD(DDP_LR_COSINE, d.min_lr = 2, "min_lr=2; pass 0 to max_lr=1");
+    BAD(DDP_LR_COSINE, d.min_lr = NAN, "min_lr=");
     BAD(DDP_LR_CONSTANT, d.warmup_steps = -1, "warmup_steps=-1");
     BAD(DDP_LR_LINEAR, d.total_steps = 0, "total_steps=0; pass how many steps there are");
     BAD(DDP_LR_LINEAR, d.warmup_steps = 25, "warmup_steps=25 is more than total_steps=24");

@@ -745,7 +745,7 @@ static void placements(void **state) {
             int64_t each = (n + w - 1) / w, next = 0;
             for (int r = 0; r < w; r++) {
                 shape[0] = n;
-                ok(ddp_placement_box(DDP_SHARD(0), 2, shape, r, w, &box));
+                ok(ddp_placement_shard_box(DDP_SHARD(0), 2, shape, r, w, &box));
                 assert_int_equal(box.offset[0], next);
                 assert_int_equal(box.shape[0], next + each <= n ? each : n - next);
                 assert_true(box.ndim == 2 && box.shape[1] == 3 && box.offset[1] == 0 && box.global_shape[0] == n && box.global_shape[1] == 3);
@@ -753,16 +753,16 @@ static void placements(void **state) {
             }
             assert_int_equal(next, n);
         }
-    ok(ddp_placement_box(DDP_SHARD(0), 1, far_away, 2, 3, &box));
+    ok(ddp_placement_shard_box(DDP_SHARD(0), 1, far_away, 2, 3, &box));
     assert_true(box.offset[0] + box.shape[0] == INT64_MAX / 4);
-    REFUSED(ddp_placement_box(DDP_SHARD(0), 1, wrong, 0, 1, &box), "shape[0]=-1 is negative");
-    REFUSED(ddp_placement_box(DDP_SHARD(2), 2, shape, 0, 1, &box), "SHARD(2) of a tensor that is (20, 3)");
-    REFUSED(ddp_placement_box(DDP_SHARD(0), 0, NULL, 0, 1, &box), "SHARD(0) of a tensor that is ()");
-    REFUSED(ddp_placement_box(DDP_PARTIAL, 9, shape, 0, 1, &box), "ndim=9");
-    REFUSED(ddp_placement_box(DDP_PARTIAL, 2, NULL, 0, 1, &box), "global_shape is NULL");
-    REFUSED(ddp_placement_box(DDP_PARTIAL, 2, shape, 3, 3, &box), "rank=3 of world_size=3");
-    REFUSED(ddp_placement_box(DDP_PARTIAL, 2, shape, 0, 0, &box), "rank=0 of world_size=0");
-    REFUSED(ddp_placement_box(DDP_PARTIAL, 2, shape, 0, 1, NULL), "box is NULL");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 1, wrong, 0, 1, &box), "shape[0]=-1 is negative");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(2), 2, shape, 0, 1, &box), "SHARD(2) of a tensor that is (20, 3)");
+    REFUSED(ddp_placement_shard_box(DDP_SHARD(0), 0, NULL, 0, 1, &box), "SHARD(0) of a tensor that is ()");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 9, shape, 0, 1, &box), "ndim=9");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, NULL, 0, 1, &box), "global_shape is NULL");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 3, 3, &box), "rank=3 of world_size=3");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 0, 0, &box), "rank=0 of world_size=0");
+    REFUSED(ddp_placement_shard_box(DDP_PARTIAL, 2, shape, 0, 1, NULL), "box is NULL");
 }
 
 static void one_rank(void **state) { /* a group of one: everything is the same tensor */
@@ -854,25 +854,25 @@ static void layouts(void **state) { /* without axes, and what is wrong with one 
     a.ndim = 2, a.shape[0] = 3, a.shape[1] = 4;
     ok(ddp_tensor_layout_box(&a, &box));
     assert_true(box.shape[0] == 3 && box.shape[1] == 4 && box.offset[1] == 0);
-    ok(ddp_tensor_relayout(&in, &a, &a, &out, &plan));
+    ok(ddp_tensor_redistribute_mesh(&in, &a, &a, &out, &plan));
     assert_string_equal(plan.collective, "copy");
     ddp_tensor_free(NULL, &out);
-    ok(ddp_tensor_relayout(&in, &a, &a, &in, &plan));
+    ok(ddp_tensor_redistribute_mesh(&in, &a, &a, &in, &plan));
     assert_string_equal(plan.collective, "none");
     out = in;
     out.data = data + 4;
     in.shape[0] = out.shape[0] = a.shape[0] = 2; /* elements 0 to 7 and 4 to 11 */
-    REFUSED(ddp_tensor_relayout(&in, &a, &a, &out, &plan), "in and out overlap");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &a, &out, &plan), "in and out overlap");
     in.shape[0] = a.shape[0] = 3;
     memset(&out, 0, sizeof out);
     REFUSED(ddp_tensor_layout_box(NULL, &box), "layout is NULL");
     REFUSED(ddp_tensor_layout_box(&a, NULL), "box is NULL");
-    REFUSED(ddp_tensor_relayout(NULL, &a, &a, &out, NULL), "in is NULL");
-    REFUSED(ddp_tensor_relayout(&in, NULL, &a, &out, NULL), "from is NULL");
-    REFUSED(ddp_tensor_relayout(&in, &a, NULL, &out, NULL), "to is NULL");
+    REFUSED(ddp_tensor_redistribute_mesh(NULL, &a, &a, &out, NULL), "in is NULL");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, NULL, &a, &out, NULL), "from is NULL");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, NULL, &out, NULL), "to is NULL");
     b = a, b.shape[1] = 5;
-    REFUSED(ddp_tensor_relayout(&in, &a, &b, &out, NULL), "from is of (3, 4), but to is of (3, 5)");
-    REFUSED(ddp_tensor_relayout(&in, &b, &b, &out, NULL), "in is (3, 4), but this rank's part of (3, 5) in layout `from` is (3, 5)");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from is of (3, 4), but to is of (3, 5)");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &b, &b, &out, NULL), "in is (3, 4), but this rank's part of (3, 5) in layout `from` is (3, 5)");
     b = a, b.axis_count = 9;
     REFUSED(ddp_tensor_layout_box(&b, &box), "axis_count=9; use 0 to 8");
     b.axis_count = 2, b.axes[0] = near_group;
@@ -882,9 +882,9 @@ static void layouts(void **state) { /* without axes, and what is wrong with one 
     b.axis_count = 1, b.placement[0] = DDP_SHARD(2);
     REFUSED(ddp_tensor_layout_box(&b, &box), "SHARD(2) of a tensor that is (3, 4)");
     b.placement[0] = DDP_SHARD(1);
-    REFUSED(ddp_tensor_relayout(&in, &a, &b, &out, NULL), "from has 0 axes, but to has 1");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "from has 0 axes, but to has 1");
     a = b, a.axes[0] = far_group;
-    REFUSED(ddp_tensor_relayout(&in, &a, &b, &out, NULL), "axes[0] is group far in from, but near in to");
+    REFUSED(ddp_tensor_redistribute_mesh(&in, &a, &b, &out, NULL), "axes[0] is group far in from, but near in to");
     a.ndim = -1;
     REFUSED(ddp_tensor_layout_box(&a, &box), "ndim=-1");
 }
